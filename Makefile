@@ -1,0 +1,47 @@
+# make demo   train a GPT several times larger than the memory it is allowed, and verify it
+# make test   all tests, Python and C++
+# make bench  the benchmark table          make lint   formatting, lint, types, layers
+# Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
+
+PYTHON ?= python3
+export PYTHON
+
+DEMO_STEPS ?= 40
+DEMO_ARGS ?= --layers 8 --hidden 256 --heads 8 --seq 128 --batch 4 --steps $(DEMO_STEPS) \
+             --device-bytes 24MiB --host-bytes 0 --disk-dir demo-output/disk \
+             --checkpoint demo-output/checkpoint --verify
+BENCH_ARGS ?= runtime
+PYTEST_ARGS ?=
+
+.PHONY: demo test bench lint format package sanitize setup clean
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	@mkdir -p demo-output/disk
+	.venv/bin/gemini train $(DEMO_ARGS)
+
+test: setup
+	@scripts/check.sh py $(PYTEST_ARGS)
+	@scripts/check.sh cpp
+
+bench: setup
+	.venv/bin/gemini bench $(BENCH_ARGS)
+
+lint: setup
+	@scripts/check.sh lint
+
+format: setup
+	@scripts/check.sh format
+
+package: setup
+	@scripts/check.sh package
+
+sanitize: setup
+	@scripts/check.sh sanitize
+
+clean:
+	rm -rf .venv build dist demo-output *.egg-info gemini/_C.*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

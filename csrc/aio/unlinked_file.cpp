@@ -1,0 +1,125 @@
+#include "aio/unlinked_file.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "common/bytes.h"
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+// Opens a file that never had a name. Returns the descriptor or a negated errno.
+int open_nameless(const std::string& dir) {
+#ifdef O_TMPFILE
+  const int fd = ::open(dir.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  return fd < 0 ? -errno : fd;
+#else
+  (void)dir;
+  return -EOPNOTSUPP;
+#endif
+}
+
+// For file systems without O_TMPFILE: a named file, unlinked at once.
+int open_and_unlink(const std::string& dir) {
+  std::string name = dir + "/.gemini-XXXXXX";
+  const int fd = ::mkstemp(name.data());  // mode 0600
+  if (fd < 0) return -errno;
+  if (::unlink(name.c_str()) != 0 || ::fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) {
+    const int code = errno;
+    ::close(fd);
+    return -code;
+  }
+  return fd;
+}
+
+int open_private(const std::string& dir) {
+  const int fd = open_nameless(dir);
+  // Without O_TMPFILE support open() says one of these; all other errors are about the directory.
+  const bool unsupported = fd == -EOPNOTSUPP || fd == -EISDIR || fd == -EINVAL;
+  return unsupported ? open_and_unlink(dir) : fd;
+}
+
+// Switches the page cache off and proves with one page that the file system means it.
+bool enable_direct(int fd) {
+#ifdef O_DIRECT
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_DIRECT) != 0) return false;
+  alignas(kPageBytes) char page[kPageBytes] = {};
+  if (::pwrite(fd, page, sizeof page, 0) == kPageBytes &&
+      ::pread(fd, page, sizeof page, 0) == kPageBytes) {
+    return true;
+  }
+  if (::fcntl(fd, F_SETFL, flags) != 0) throw Error("cannot switch O_DIRECT off again");
+#else
+  (void)fd;
+#endif
+  return false;
+}
+
+int64_t checked_size(int64_t nbytes) {
+  if (nbytes <= 0) throw StateError("a file needs a positive size, got " + std::to_string(nbytes));
+  return round_up(nbytes, kPageBytes);
+}
+
+}  // namespace
+
+UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, bool reserve,
+                           IoBackend& backend)
+    : size_(checked_size(nbytes)), path_(dir + "/<unlinked>") {
+  const int fd = open_private(dir);
+  if (fd < 0) throw IoError(-fd, dir, 0, "cannot make a private file in");
+  fd_ = fd;
+  try {
+    // Before O_DIRECT is set: where space is reserved by writing, those writes are not aligned.
+    const int code =
+        reserve ? backend.allocate(fd_, size_) : (::ftruncate(fd_, size_) == 0 ? 0 : errno);
+    if (code != 0) {
+      throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
+    }
+    direct_ = direct && enable_direct(fd_);
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+UnlinkedFile::~UnlinkedFile() { close(); }
+
+void UnlinkedFile::close() noexcept {
+  if (fd_ < 0) return;
+  ::close(fd_);  // an error here concerns data that is being thrown away
+  fd_ = -1;
+}
+
+void UnlinkedFile::discard(int64_t offset, int64_t nbytes) {
+#ifdef FALLOC_FL_PUNCH_HOLE
+  if (::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0 &&
+      errno != EOPNOTSUPP) {
+    throw IoError(errno, path_, offset, "cannot give back disk space of");
+  }
+#else
+  (void)offset, (void)nbytes;
+#endif
+}
+
+int UnlinkedFile::forget_cached(int64_t offset, int64_t nbytes, bool wrote) noexcept {
+#ifdef __linux__
+  if (wrote) {
+    constexpr unsigned kWriteOut =
+        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    const int code = ::sync_file_range(fd_, offset, nbytes, kWriteOut) == 0 ? 0 : errno;
+    if (code == EIO || code == ENOSPC || code == EDQUOT) return code;
+  }
+  // Advice: a file system that ignores it only keeps the pages longer.
+  (void)::posix_fadvise(fd_, offset, nbytes, POSIX_FADV_DONTNEED);
+#else
+  (void)offset, (void)nbytes, (void)wrote;
+#endif
+  return 0;
+}
+
+}  // namespace gemini

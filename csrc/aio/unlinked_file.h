@@ -1,0 +1,47 @@
+// A private file without a name: it disappears with its descriptor, also after kill -9.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "aio/io_backend.h"
+
+namespace gemini {
+
+// Owns the descriptor. With `reserve` the disk space is taken in the constructor, so a full disk is
+// met before training starts. Not thread-safe; reads and writes on `fd()` may come from any thread.
+class UnlinkedFile {
+ public:
+  // Makes a file of `nbytes`, rounded up to 4 KiB, in `dir`, readable by this user only. With
+  // `direct` it bypasses the page cache where the file system can; without `reserve` it takes disk
+  // space only where it is written. Throws IoError (ENOENT, EACCES, EROFS, ENOSPC, ...) and
+  // StateError when `nbytes` is not positive; then nothing is left behind.
+  UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, bool reserve,
+               IoBackend& backend);
+  ~UnlinkedFile();
+  UnlinkedFile(const UnlinkedFile&) = delete;
+  UnlinkedFile& operator=(const UnlinkedFile&) = delete;
+
+  // Gives the descriptor and the disk space back. Idempotent.
+  void close() noexcept;
+
+  [[nodiscard]] int fd() const noexcept { return fd_; }
+  [[nodiscard]] bool direct() const noexcept { return direct_; }
+  [[nodiscard]] int64_t size() const noexcept { return size_; }
+  [[nodiscard]] const std::string& path() const noexcept { return path_; }
+
+  // Gives the disk space of a range back; it reads as zeros afterwards. Throws IoError.
+  void discard(int64_t offset, int64_t nbytes);
+
+  // Writes the range back when `wrote`, and lets the page cache forget it: buffered I/O must not
+  // fill memory that belongs to no budget. Returns 0 or the errno of a failed write-back.
+  [[nodiscard]] int forget_cached(int64_t offset, int64_t nbytes, bool wrote) noexcept;
+
+ private:
+  int fd_ = -1;
+  bool direct_ = false;
+  int64_t size_;
+  std::string path_;  // for messages: the directory and a placeholder
+};
+
+}  // namespace gemini

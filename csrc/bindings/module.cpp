@@ -1,0 +1,53 @@
+// The extension gemini._C: every part of the core, and the translation of its errors.
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "bindings/bind.h"
+#include "common/error.h"
+
+namespace py = pybind11;
+
+namespace gemini {
+namespace {
+
+// Raise the class `name` of gemini.errors. Looked up at the throw: gemini.errors does not import
+// this module, but the package may still be in the middle of its own import when it loads us.
+template <typename... Args>
+void raise_as(const char* name, Args&&... args) {
+  const py::object type = py::module_::import("gemini.errors").attr(name);
+  py::set_error(type, type(std::forward<Args>(args)...));
+}
+
+void translate(std::exception_ptr thrown) {
+  if (!thrown) return;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const IoError& error) {
+    raise_as("IoError", error.code(), std::string(error.what()), error.path(), error.offset());
+  } catch (const OutOfBudget& error) {
+    raise_as("OutOfBudgetError", error.what());
+  } catch (const StateError& error) {
+    raise_as("StateError", error.what());
+  } catch (const Error& error) {
+    raise_as("GeminiError", error.what());
+  } catch (const std::system_error& error) {
+    raise_as("IoError", error.code().value(), std::string(error.what()));
+  }
+}
+
+}  // namespace
+}  // namespace gemini
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native core of gemini: chunk table, transfers, file I/O, Adam kernels.";
+  py::register_exception_translator(&gemini::translate);
+  gemini::bind_build_info(m);
+  gemini::bind_chunk(m);
+  gemini::bind_transfer(m);
+  gemini::bind_aio(m);
+  gemini::bind_adam(m);
+}

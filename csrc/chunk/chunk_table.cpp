@@ -1,0 +1,357 @@
+#include "chunk/chunk_table.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "chunk/prefetch.h"
+#include "chunk/room.h"
+#include "common/debug.h"
+#include "common/error.h"
+
+namespace gemini {
+
+namespace {
+
+constexpr int64_t kIdleMoments = 8;  // between two prefetch walks while nothing changes
+constexpr size_t kMaxRecorded = size_t{1} << 22;  // entries; a longer step is not recorded further
+
+TierLedger::Bytes checked_budgets(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes) {
+  if (device_bytes <= 0 || host_bytes < 0 || disk_bytes < 0) {
+    throw StateError("budgets must be DEVICE > 0, HOST >= 0, DISK >= 0, not " +
+                     std::to_string(device_bytes) + ", " + std::to_string(host_bytes) + ", " +
+                     std::to_string(disk_bytes));
+  }
+  return {device_bytes, host_bytes, disk_bytes};
+}
+
+std::string illegal(TensorId tensor, TensorState from, TensorState to) {
+  return "tensor " + std::to_string(tensor) + " cannot go from " + name(from) + " to " + name(to);
+}
+
+}  // namespace
+
+ChunkTable::ChunkTable(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes)
+    : chunks_(checked_budgets(device_bytes, host_bytes, disk_bytes)), limit_(device_bytes) {}
+
+ChunkId ChunkTable::add_chunk(int64_t nbytes) { return chunks_.add(nbytes); }
+
+TensorId ChunkTable::add_tensor(ChunkId id) {
+  static_cast<void>(chunk(id));
+  tensors_.push_back({.chunk = id});
+  return num_tensors() - 1;
+}
+
+const Chunk& ChunkTable::chunk(ChunkId id) const {
+  if (id < 0 || id >= num_chunks()) throw StateError("no chunk " + std::to_string(id));
+  return chunks_[id];
+}
+
+const ChunkTable::Tensor& ChunkTable::tensor_at(TensorId tensor) const {
+  if (tensor < 0 || tensor >= num_tensors()) {
+    throw StateError("no tensor " + std::to_string(tensor));
+  }
+  return tensors_[static_cast<size_t>(tensor)];
+}
+
+void ChunkTable::require_compute(std::span<const TensorId> tensors) const {
+  for (const TensorId tensor : tensors) {
+    if (tensor_at(tensor).state != TensorState::kCompute) {
+      throw StateError("tensor " + std::to_string(tensor) + " is " + name(tensor_at(tensor).state) +
+                       ", not COMPUTE: access() it first");
+    }
+  }
+}
+
+void ChunkTable::set_state(TensorId tensor, TensorState to) {
+  TensorState& state = mut(tensor).state;
+  if (!is_legal(state, to)) throw StateError(illegal(tensor, state, to));
+  const int32_t was_in_use = state == TensorState::kFree ? 0 : 1;
+  state = to;
+  chunks_.count_in_use(mut(tensor).chunk, (to == TensorState::kFree ? 0 : 1) - was_in_use);
+}
+
+void ChunkTable::collect_chunks(std::span<const TensorId> tensors) {
+  wanted_.clear();
+  for (const TensorId tensor : tensors) wanted_.push_back(tensor_at(tensor).chunk);
+  std::ranges::sort(wanted_);
+  const auto repeated = std::ranges::unique(wanted_);
+  wanted_.erase(repeated.begin(), repeated.end());
+}
+
+// --- operators ---
+
+void ChunkTable::begin_access(std::span<const TensorId> tensors) {
+  for (const TensorId id : tensors) {
+    Tensor& tensor = mut(id);
+    if (tensor.num_accesses++ == 0) tensor.idle_state = tensor.state;
+    set_state(id, TensorState::kCompute);
+    chunks_.pin(tensor.chunk);
+  }
+}
+
+void ChunkTable::undo_access(std::span<const TensorId> tensors) {
+  for (const TensorId id : tensors) {
+    Tensor& tensor = mut(id);
+    chunks_.unpin(tensor.chunk);
+    if (--tensor.num_accesses > 0) continue;
+    set_state(id, TensorState::kHold);
+    if (tensor.idle_state == TensorState::kFree) set_state(id, TensorState::kFree);
+  }
+}
+
+// The second half of a release: its number of accesses has been lowered already.
+void ChunkTable::end_access(TensorId id) {
+  const Tensor& tensor = tensor_at(id);
+  chunks_.unpin(tensor.chunk);
+  chunks_.touch(tensor.chunk);
+  if (tensor.num_accesses > 0 || tensor.state != TensorState::kCompute) return;
+  set_state(id, TensorState::kHold);
+  const bool never_got_content = !chunks_[tensor.chunk].has_content();
+  if (never_got_content) set_state(id, TensorState::kFree);
+}
+
+Actions ChunkTable::access(std::span<const TensorId> tensors) {
+  collect_chunks(tensors);
+  const bool was_diverged = diverged_;
+  const bool was_untraced = std::exchange(untraced_, false);
+  const size_t num_recorded = recorded_.size();
+  const size_t num_moments = record_end_.size();
+  begin_access(tensors);
+  advance();
+  try {
+    Actions actions = settle();
+    audit();
+    return actions;
+  } catch (const OutOfBudget&) {
+    undo_access(tensors);
+    recorded_.resize(num_recorded);
+    record_end_.resize(num_moments);
+    --moment_;
+    diverged_ = was_diverged;
+    untraced_ = was_untraced;
+    audit();
+    throw;
+  }
+}
+
+Actions ChunkTable::access_untraced(std::span<const TensorId> tensors) {
+  collect_chunks(tensors);
+  const bool was_untraced = std::exchange(untraced_, true);
+  begin_access(tensors);
+  try {
+    Actions actions = settle();
+    audit();
+    return actions;
+  } catch (const OutOfBudget&) {
+    undo_access(tensors);
+    untraced_ = was_untraced;
+    audit();
+    throw;
+  }
+}
+
+Actions ChunkTable::ensure(std::span<const TensorId> tensors) {
+  require_compute(tensors);
+  collect_chunks(tensors);
+  Actions actions = settle();
+  audit();
+  return actions;
+}
+
+bool ChunkTable::ready(std::span<const TensorId> tensors) const {
+  for (const TensorId tensor : tensors) {
+    if (!chunks_[tensor_at(tensor).chunk].resident()) return false;
+  }
+  if (usage(Tier::kDevice) <= limit()) return true;
+  return !chunks_.any_leaving() && !next_victim(chunks_, policy()).has_value();
+}
+
+// Lowers the number of accesses of each tensor, or throws with all of them as before.
+void ChunkTable::claim_releases(std::span<const TensorId> tensors, bool dirty) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Tensor& tensor = mut(tensors[i]);
+    const bool written_nowhere = dirty && !chunks_[tensor.chunk].resident();
+    if (tensor.num_accesses > 0 && !written_nowhere) {
+      --tensor.num_accesses;
+      continue;
+    }
+    for (const TensorId claimed : tensors.first(i)) ++mut(claimed).num_accesses;
+    throw StateError("tensor " + std::to_string(tensors[i]) +
+                     (written_nowhere ? " is released as written but its chunk is not on DEVICE"
+                                      : " is released more often than it was accessed"));
+  }
+}
+
+Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
+  require_compute(tensors);
+  claim_releases(tensors, dirty);
+  Actions actions;
+  for (const TensorId tensor : tensors) {
+    if (dirty) chunks_.mark_dirty(mut(tensor).chunk, actions);
+    end_access(tensor);
+  }
+  audit();
+  return actions;
+}
+
+Actions ChunkTable::release_all(bool dirty) {
+  Actions actions;
+  for (TensorId id = 0; id < num_tensors(); ++id) {
+    Tensor& tensor = mut(id);
+    if (tensor.num_accesses == 0) continue;
+    if (dirty && chunks_[tensor.chunk].resident()) chunks_.mark_dirty(tensor.chunk, actions);
+    for (int32_t left = std::exchange(tensor.num_accesses, 0); left > 0; --left) end_access(id);
+  }
+  audit();
+  return actions;
+}
+
+Actions ChunkTable::free(std::span<const TensorId> tensors) {
+  for (const TensorId tensor : tensors) {
+    const TensorState state = tensor_at(tensor).state;
+    if (!is_legal(state, TensorState::kFree)) {
+      throw StateError(illegal(tensor, state, TensorState::kFree) + ": release() it first");
+    }
+  }
+  Actions actions;
+  for (const TensorId tensor : tensors) {
+    set_state(tensor, TensorState::kFree);
+    const ChunkId id = mut(tensor).chunk;
+    if (chunks_[id].num_in_use == 0) chunks_.discard(id, actions);
+  }
+  audit();
+  return actions;
+}
+
+// --- transfers ---
+
+Actions ChunkTable::prefetch(int32_t max_in_flight) {
+  if (!on_trace()) return {};
+  // A walk that found nothing to do is not repeated at once: only time, or moved bytes, help it.
+  if (chunks_.version() == idle_.version && moment_ < idle_.until) return {};
+  Actions actions =
+      gemini::prefetch(chunks_, *schedule_, limit_, {moment_, limit(), max_in_flight});
+  if (actions.empty()) idle_ = {chunks_.version(), moment_ + kIdleMoments};
+  audit();
+  return actions;
+}
+
+Completion ChunkTable::complete(ActionId id) {
+  const Completion completion = chunks_.complete(id);
+  audit();
+  return completion;
+}
+
+Completion ChunkTable::abort(ActionId id) {
+  const Completion completion = chunks_.abort(id);
+  audit();
+  return completion;
+}
+
+// --- the step ---
+
+void ChunkTable::begin_step() {
+  moment_ = 0;
+  diverged_ = false;
+  untraced_ = false;
+  recorded_.clear();
+  record_end_.clear();
+  idle_ = {};
+}
+
+bool ChunkTable::end_step() {
+  if (schedule_ != nullptr && moment_ != schedule_->num_moments()) diverged_ = true;
+  return diverged_;
+}
+
+void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
+  if (schedule != nullptr && schedule->num_chunks() > num_chunks()) {
+    throw StateError("the schedule is for " + std::to_string(schedule->num_chunks()) +
+                     " chunks, the table has " + std::to_string(num_chunks()));
+  }
+  schedule_ = std::move(schedule);
+  idle_ = {};
+  diverged_ = false;
+}
+
+std::vector<std::vector<ChunkId>> ChunkTable::record() const {
+  std::vector<std::vector<ChunkId>> accesses;
+  accesses.reserve(record_end_.size());
+  size_t begin = 0;
+  for (const size_t end : record_end_) {
+    accesses.emplace_back(recorded_.begin() + static_cast<std::ptrdiff_t>(begin),
+                          recorded_.begin() + static_cast<std::ptrdiff_t>(end));
+    begin = end;
+  }
+  return accesses;
+}
+
+// Notes the access of `wanted_` and moves to the next moment.
+void ChunkTable::advance() {
+  if (recorded_.size() + record_end_.size() < kMaxRecorded) {
+    recorded_.insert(recorded_.end(), wanted_.begin(), wanted_.end());
+    record_end_.push_back(recorded_.size());
+  }
+  if (on_trace()) {
+    diverged_ = moment_ >= schedule_->num_moments() ||
+                !std::ranges::equal(wanted_, schedule_->access_at(moment_));
+  }
+  ++moment_;
+}
+
+// --- decisions ---
+
+Actions ChunkTable::settle() {
+  const bool nothing_to_do =
+      usage(Tier::kDevice) <= limit() && missing_bytes(chunks_, wanted_) == 0;
+  return nothing_to_do ? Actions() : admit(chunks_, policy(), wanted_, limit());
+}
+
+Policy ChunkTable::policy() const {
+  if (!on_trace()) return Lru{};
+  return Belady{.schedule = schedule_.get(), .moment = moment_};
+}
+
+void ChunkTable::set_limit(int64_t nbytes) {
+  if (nbytes < 0) throw StateError("the DEVICE limit is negative: " + std::to_string(nbytes));
+  limit_.set_soft(nbytes);
+}
+
+int64_t ChunkTable::limit() const {
+  if (schedule_ == nullptr) return limit_.soft();
+  if (diverged_ || untraced_ || schedule_->num_moments() == 0) return limit_.at_worst(*schedule_);
+  // The period under way began with the latest access; before the first one it is the last step's.
+  return limit_.at(*schedule_, moment_ + schedule_->num_moments() - 1);
+}
+
+void ChunkTable::audit() const {
+  if (debug_level() >= 2) check_invariants();
+}
+
+void ChunkTable::check_invariants() const {
+  chunks_.check_invariants();
+  std::vector<int32_t> pins(static_cast<size_t>(num_chunks()), 0);
+  std::vector<int32_t> num_in_use(pins);
+  for (TensorId id = 0; id < num_tensors(); ++id) {
+    const Tensor& tensor = tensor_at(id);
+    const auto c = static_cast<size_t>(tensor.chunk);
+    pins[c] += tensor.num_accesses;
+    num_in_use[c] += tensor.state == TensorState::kFree ? 0 : 1;
+    if ((tensor.num_accesses > 0) != (tensor.state == TensorState::kCompute)) {
+      throw StateError("tensor " + std::to_string(id) + " is " + name(tensor.state) + " with " +
+                       std::to_string(tensor.num_accesses) + " accesses");
+    }
+    if (tensor.state == TensorState::kHold && !chunks_[tensor.chunk].has_content()) {
+      throw StateError("tensor " + std::to_string(id) + " is HOLD but its content is lost");
+    }
+  }
+  for (ChunkId id = 0; id < num_chunks(); ++id) {
+    const auto c = static_cast<size_t>(id);
+    if (pins[c] != chunks_[id].pins || num_in_use[c] != chunks_[id].num_in_use) {
+      throw StateError("the pins or tensors in use of chunk " + std::to_string(id) + " are wrong");
+    }
+  }
+}
+
+}  // namespace gemini

@@ -1,0 +1,127 @@
+// The chunk table: told what operators access, it decides what has to be where, and performs
+// nothing.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "chunk/device_limit.h"
+#include "chunk/eviction.h"
+#include "chunk/residency.h"
+#include "chunk/schedule.h"
+#include "chunk/state.h"
+
+namespace gemini {
+
+// A state machine for one thread, without I/O. It returns Actions; the executor performs them in
+// list order and reports each transfer by complete() or abort(). usage(tier) <= budget(tier)
+// always. After any exception the table is as it was before the call.
+class ChunkTable {
+ public:
+  // Hard budgets in bytes; 0 means that the tier is absent. DEVICE must be there.
+  ChunkTable(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes);
+  ChunkTable(const ChunkTable&) = delete;
+  ChunkTable& operator=(const ChunkTable&) = delete;
+
+  ChunkId add_chunk(int64_t nbytes);
+  TensorId add_tensor(ChunkId chunk);  // FREE
+
+  // --- operators ---
+  // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
+  // that they become resident. Records the access and moves to the next moment; access_untraced()
+  // does neither. Throws OutOfBudget where it cannot be done, also after waiting.
+  Actions access(std::span<const TensorId> tensors);
+  Actions access_untraced(std::span<const TensorId> tensors);
+  // What can start now for tensors in COMPUTE; to be called after completions until ready().
+  Actions ensure(std::span<const TensorId> tensors);
+  // All of them are on DEVICE, and DEVICE usage is within limit() or as near as it can get.
+  [[nodiscard]] bool ready(std::span<const TensorId> tensors) const;
+  // Ends one access of each tensor: HOLD at the last. `dirty` says that they were written, which
+  // makes copies on other tiers invalid. Tensors of a chunk that never became resident and has no
+  // content return to FREE.
+  Actions release(std::span<const TensorId> tensors, bool dirty);
+  // Ends every access, for use after an exception. `dirty`: resident ones may have been written.
+  Actions release_all(bool dirty);
+  // HOLD -> FREE. With the last tensor of a chunk its content is gone.
+  Actions free(std::span<const TensorId> tensors);
+
+  // --- transfers ---
+  [[nodiscard]] Actions prefetch(int32_t max_in_flight);
+  Completion complete(ActionId id);
+  Completion abort(ActionId id);
+
+  // --- the step ---
+  void begin_step();
+  bool end_step();  // whether the step differed from the schedule
+  void set_schedule(std::shared_ptr<const Schedule> schedule);  // may be null
+  [[nodiscard]] std::vector<std::vector<ChunkId>> record() const;
+  [[nodiscard]] int64_t moment() const { return moment_; }
+  [[nodiscard]] bool diverged() const { return diverged_; }
+
+  // --- bytes ---
+  void set_limit(int64_t nbytes);
+  [[nodiscard]] int64_t limit() const;  // in force for the period under way
+  [[nodiscard]] int64_t usage(Tier tier) const { return ledger().usage(tier); }
+  [[nodiscard]] int64_t peak(Tier tier) const { return ledger().peak(tier); }
+  [[nodiscard]] int64_t budget(Tier tier) const { return ledger().budget(tier); }
+  void reset_peak() { chunks_.ledger().reset_peak(); }
+
+  // --- queries; they throw StateError for an unknown id ---
+  [[nodiscard]] const Chunk& chunk(ChunkId chunk) const;
+  [[nodiscard]] ChunkId chunk_of(TensorId tensor) const { return tensor_at(tensor).chunk; }
+  [[nodiscard]] TensorState tensor_state(TensorId tensor) const { return tensor_at(tensor).state; }
+  [[nodiscard]] int32_t num_chunks() const { return chunks_.size(); }
+  [[nodiscard]] int32_t num_tensors() const { return static_cast<int32_t>(tensors_.size()); }
+  [[nodiscard]] int32_t num_in_flight() const {
+    return static_cast<int32_t>(chunks_.in_flight().size());
+  }
+
+  // Recomputes everything from the chunks and tensors; throws StateError for a contradiction. Done
+  // after every change when GEMINI_DEBUG >= 2.
+  void check_invariants() const;
+
+ private:
+  struct Tensor {
+    ChunkId chunk = 0;
+    int32_t num_accesses = 0;
+    TensorState state = TensorState::kFree;
+    TensorState idle_state = TensorState::kFree;  // what it was before it went to COMPUTE
+  };
+
+  [[nodiscard]] const TierLedger& ledger() const { return chunks_.ledger(); }
+  [[nodiscard]] const Tensor& tensor_at(TensorId tensor) const;
+  Tensor& mut(TensorId tensor) { return tensors_[static_cast<size_t>(tensor)]; }
+  void require_compute(std::span<const TensorId> tensors) const;
+  void set_state(TensorId tensor, TensorState to);
+  void collect_chunks(std::span<const TensorId> tensors);
+
+  void begin_access(std::span<const TensorId> tensors);
+  void undo_access(std::span<const TensorId> tensors);
+  void claim_releases(std::span<const TensorId> tensors, bool dirty);
+  void end_access(TensorId tensor);
+  void advance();
+  Actions settle();
+  [[nodiscard]] bool on_trace() const { return schedule_ != nullptr && !diverged_; }
+  [[nodiscard]] Policy policy() const;
+  void audit() const;
+
+  Residency chunks_;
+  std::vector<Tensor> tensors_;
+  DeviceLimit limit_;
+  std::shared_ptr<const Schedule> schedule_;
+  int64_t moment_ = 0;
+  bool diverged_ = false;
+  bool untraced_ = false;           // the latest access was not part of the step
+  std::vector<ChunkId> recorded_;   // of all moments, one after the other
+  std::vector<size_t> record_end_;  // per moment, offset into recorded_
+  struct Idle {
+    uint64_t version = 0;
+    int64_t until = 0;  // moment
+  };
+  Idle idle_;                    // the last prefetch that found nothing to do
+  std::vector<ChunkId> wanted_;  // scratch: the chunks of one call, ascending, each once
+};
+
+}  // namespace gemini

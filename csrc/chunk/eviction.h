@@ -1,0 +1,41 @@
+// Eviction policies: pure functions from a candidate to how much one would like it gone.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+#include "chunk/schedule.h"
+#include "chunk/state.h"
+
+namespace gemini {
+
+// What a policy may look at.
+struct Candidate {
+  ChunkId chunk = 0;
+  bool clean = false;     // giving it up costs no copy
+  uint64_t last_use = 0;  // larger is more recent
+};
+
+// For a step that is not, or no longer, known ahead: the one unused for longest goes first.
+struct Lru {
+  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const;
+};
+
+// Furthest next use first (OPT), where a candidate that needs no copy counts as twice as far:
+// keeping it would cost one fetch, keeping the other one a fetch and an evict. `schedule` must
+// outlive it.
+struct Belady {
+  const Schedule* schedule = nullptr;
+  int64_t moment = 0;  // of the next operator
+  int64_t after = -1;  // only candidates whose next use is later than this moment
+
+  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const;
+};
+
+using Policy = std::variant<Lru, Belady>;
+
+// The highest score goes first, the lower chunk id among equals; nullopt: must stay.
+[[nodiscard]] std::optional<int64_t> score(const Policy& policy, const Candidate& candidate);
+
+}  // namespace gemini

@@ -1,0 +1,27 @@
+// Bringing chunks to DEVICE before their operator asks, in the order of the schedule.
+#pragma once
+
+#include <cstdint>
+
+#include "chunk/device_limit.h"
+#include "chunk/residency.h"
+#include "chunk/schedule.h"
+#include "chunk/state.h"
+
+namespace gemini {
+
+// Where the step is: the next operator's moment and the limit of the period under way.
+struct PrefetchWindow {
+  int64_t moment = 0;
+  int64_t limit_now = 0;
+  int32_t max_in_flight = 0;  // incoming transfers at most
+};
+
+// Returns the transfers to start now, and the drops and evictions that make room for them. A chunk
+// is brought only at the cost of chunks whose next use is later than its own; one whose room is
+// still being evicted is started by a later call. At most one whole step is looked at. Throws
+// nothing.
+[[nodiscard]] Actions prefetch(Residency& chunks, const Schedule& schedule,
+                               const DeviceLimit& limit, const PrefetchWindow& window);
+
+}  // namespace gemini

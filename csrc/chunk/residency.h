@@ -1,0 +1,126 @@
+// Where the copies of every chunk are, and which transfers are under way. Facts and their legal
+// changes only: what to change is decided in room.cpp and prefetch.cpp.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "chunk/ledger.h"
+#include "chunk/state.h"
+
+namespace gemini {
+
+// A transfer under way. It keeps its source's bytes and has reserved its destination's.
+struct Flight {
+  ActionId id = 0;
+  Tier from = Tier::kDevice;
+  Tier to = Tier::kDevice;
+  bool new_extent = false;  // the DISK extent was reserved for this transfer
+  bool stale = false;       // the source was written meanwhile: what arrives is void
+  bool doomed = false;      // the chunk was freed meanwhile: both ends are given back at the end
+
+  [[nodiscard]] bool outgoing() const { return from < to; }
+  [[nodiscard]] bool touches(Tier tier) const { return from == tier || to == tier; }
+};
+
+struct Chunk {
+  int64_t nbytes = 0;
+  TierSet valid;                            // empty: no content
+  std::array<Reservation, kNumTiers> held;  // bytes of valid copies, destinations, DISK extents
+  std::optional<Flight> flight;
+  int32_t pins = 0;
+  int32_t num_in_use = 0;  // tensors that are not FREE
+  uint64_t last_use = 0;
+
+  [[nodiscard]] bool resident() const { return valid.has(Tier::kDevice); }
+  [[nodiscard]] bool dirty() const { return valid.is_only(Tier::kDevice); }
+  [[nodiscard]] bool has_content() const { return !valid.empty(); }
+  [[nodiscard]] bool holds(Tier tier) const { return bool{held[static_cast<size_t>(tier)]}; }
+  [[nodiscard]] bool arriving() const {
+    return flight.has_value() && !flight->doomed && flight->to == Tier::kDevice;
+  }
+  // Has content that no transfer is bringing to DEVICE.
+  [[nodiscard]] bool absent() const { return has_content() && !resident() && !flight.has_value(); }
+  // A HOST copy that may be dropped, because another tier has the same bytes.
+  [[nodiscard]] bool has_host_duplicate() const {
+    return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value();
+  }
+};
+
+class Residency {
+ public:
+  explicit Residency(const TierLedger::Bytes& budgets) : ledger_(budgets) {}
+
+  ChunkId add(int64_t nbytes);
+  [[nodiscard]] int32_t size() const { return static_cast<int32_t>(chunks_.size()); }
+  [[nodiscard]] const Chunk& operator[](ChunkId chunk) const {
+    return chunks_[static_cast<size_t>(chunk)];
+  }
+  [[nodiscard]] std::span<const Chunk> all() const { return chunks_; }
+
+  void pin(ChunkId chunk) {
+    if (mut(chunk).pins++ == 0) pinned_bytes_ += mut(chunk).nbytes;
+  }
+  void unpin(ChunkId chunk) {
+    if (--mut(chunk).pins == 0) pinned_bytes_ -= mut(chunk).nbytes;
+  }
+  void touch(ChunkId chunk) { mut(chunk).last_use = ++clock_; }
+  void count_in_use(ChunkId chunk, int32_t change) { mut(chunk).num_in_use += change; }
+
+  // Each returns the action the executor has to perform. They throw OutOfBudget where the bytes are
+  // not free; whether the change makes sense is the caller's to know.
+  Action allocate(ChunkId chunk);
+  Action start(ChunkId chunk, ActionKind kind, Tier from, Tier to);
+  Action drop(ChunkId chunk, Tier tier);
+  // Takes back, newest first, the drops and starts from index `keep` on, and removes them.
+  void undo(Actions& actions, size_t keep);
+
+  // The end of a transfer. Both throw StateError for an id that is not in flight.
+  Completion complete(ActionId id);
+  Completion abort(ActionId id);
+
+  // DEVICE was written: it becomes the only valid copy. Appends the DROPs.
+  void mark_dirty(ChunkId chunk, Actions& actions);
+  // The content is gone; a transfer under way becomes doomed. Appends the DROPs.
+  void discard(ChunkId chunk, Actions& actions);
+
+  [[nodiscard]] TierLedger& ledger() { return ledger_; }
+  [[nodiscard]] const TierLedger& ledger() const { return ledger_; }
+  [[nodiscard]] int64_t pinned_bytes() const { return pinned_bytes_; }
+  [[nodiscard]] int32_t num_absent() const { return num_absent_; }
+  // Grows with every change of copies, bytes or transfers.
+  [[nodiscard]] uint64_t version() const { return version_; }
+  [[nodiscard]] std::span<const ChunkId> in_flight() const { return in_flight_; }
+  [[nodiscard]] int32_t num_incoming() const;
+  // DEVICE bytes that transfers under way will give back.
+  [[nodiscard]] int64_t coming_free() const;
+  [[nodiscard]] bool any_leaving() const;
+
+  // Recomputes every total from the chunks; throws StateError for the first one that differs.
+  void check_invariants() const;
+
+ private:
+  class Tally;  // keeps num_absent_ and version_ true across one change
+
+  Chunk& mut(ChunkId chunk) { return chunks_[static_cast<size_t>(chunk)]; }
+  static Reservation& held(Chunk& chunk, Tier tier) {
+    return chunk.held[static_cast<size_t>(tier)];
+  }
+  [[nodiscard]] ChunkId owner_of(ActionId id) const;
+  Flight land(ChunkId chunk);
+  static Completion bury(Chunk& chunk, const Flight& flight);
+
+  TierLedger ledger_;
+  std::vector<Chunk> chunks_;  // destroyed before ledger_: reservations point to it
+  std::vector<ChunkId> in_flight_;
+  int64_t pinned_bytes_ = 0;
+  int32_t num_absent_ = 0;
+  uint64_t version_ = 0;
+  ActionId last_id_ = 0;
+  uint64_t clock_ = 0;
+};
+
+}  // namespace gemini

@@ -1,0 +1,71 @@
+// Residency::check_invariants: every total again, from the chunks alone.
+#include <string>
+
+#include "chunk/residency.h"
+#include "common/error.h"
+
+namespace gemini {
+
+namespace {
+
+void require(bool holds, ChunkId chunk, const char* law) {
+  if (!holds) throw StateError("chunk " + std::to_string(chunk) + ": " + law);
+}
+
+void check_chunk(ChunkId id, const Chunk& chunk) {
+  const bool doomed = chunk.flight.has_value() && chunk.flight->doomed;
+  for (const Tier tier : kTiers) {
+    const bool in_use = chunk.flight.has_value() && chunk.flight->touches(tier);
+    require(!chunk.valid.has(tier) || chunk.holds(tier), id, "a valid copy has no bytes");
+    require(!in_use || chunk.holds(tier), id, "an end of a transfer has no bytes");
+    const bool justified = chunk.valid.has(tier) || in_use || tier == Tier::kDisk;
+    require(!chunk.holds(tier) || justified, id, "bytes are held for nothing");
+  }
+  require(chunk.pins >= 0, id, "pins are negative");
+  require(chunk.num_in_use >= 0, id, "the number of tensors in use is negative");
+  require(chunk.pins == 0 || chunk.num_in_use > 0, id, "it is pinned but all tensors are FREE");
+  require(!chunk.has_content() || chunk.num_in_use > 0, id, "content without a tensor in use");
+  require(chunk.has_content() || doomed || !chunk.holds(Tier::kDisk), id,
+          "no content but a DISK extent");
+  if (!chunk.flight.has_value() || doomed) return;
+  require(chunk.valid.has(chunk.flight->from), id, "the source of a transfer is not valid");
+  require(!chunk.valid.has(chunk.flight->to), id, "the destination of a transfer is valid already");
+  require(!chunk.flight->stale || chunk.flight->from == Tier::kDevice, id,
+          "an incoming transfer is stale");
+}
+
+}  // namespace
+
+void Residency::check_invariants() const {
+  TierLedger::Bytes usage{};
+  int64_t pinned_bytes = 0;
+  int32_t num_absent = 0;
+  size_t num_flights = 0;
+  for (ChunkId id = 0; id < size(); ++id) {
+    const Chunk& chunk = (*this)[id];
+    check_chunk(id, chunk);
+    for (const Tier tier : kTiers) {
+      if (chunk.holds(tier)) usage[static_cast<size_t>(tier)] += chunk.nbytes;
+    }
+    pinned_bytes += chunk.pins > 0 ? chunk.nbytes : 0;
+    num_absent += chunk.absent() ? 1 : 0;
+    num_flights += chunk.flight.has_value() ? 1 : 0;
+  }
+  for (const Tier tier : kTiers) {
+    const int64_t counted = usage[static_cast<size_t>(tier)];
+    if (counted != ledger_.usage(tier) || counted > ledger_.budget(tier) ||
+        counted > ledger_.peak(tier)) {
+      throw StateError(std::string(name(tier)) + " holds " + std::to_string(counted) +
+                       " bytes, the ledger says " + std::to_string(ledger_.usage(tier)) + " of " +
+                       std::to_string(ledger_.budget(tier)) + ", peak " +
+                       std::to_string(ledger_.peak(tier)));
+    }
+  }
+  for (const ChunkId id : in_flight_) require((*this)[id].flight.has_value(), id, "not in flight");
+  if (pinned_bytes != pinned_bytes_ || num_absent != num_absent_ ||
+      num_flights != in_flight_.size()) {
+    throw StateError("the totals of pinned bytes, absent chunks or transfers are wrong");
+  }
+}
+
+}  // namespace gemini

@@ -1,0 +1,174 @@
+#include "chunk/room.h"
+
+#include <algorithm>
+#include <string>
+
+#include "common/error.h"
+
+namespace gemini {
+
+namespace {
+
+// Keeps the chunk of the highest score, the first of equals.
+class Best {
+ public:
+  void offer(ChunkId chunk, std::optional<int64_t> score) {
+    if (!score.has_value() || (chunk_.has_value() && *score <= score_)) return;
+    chunk_ = chunk;
+    score_ = *score;
+  }
+  [[nodiscard]] std::optional<ChunkId> chunk() const { return chunk_; }
+
+ private:
+  std::optional<ChunkId> chunk_;
+  int64_t score_ = 0;
+};
+
+std::optional<int64_t> score_duplicate(const Residency& chunks, const Policy& policy, ChunkId id) {
+  return score(policy, {.chunk = id, .clean = true, .last_use = chunks[id].last_use});
+}
+
+// HOST bytes that are free or could be, by dropping duplicates the policy lets go.
+int64_t host_room(const Residency& chunks, const Policy& policy) {
+  int64_t room = chunks.ledger().free_bytes(Tier::kHost);
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    if (!chunks[id].has_host_duplicate()) continue;
+    if (score_duplicate(chunks, policy, id).has_value()) room += chunks[id].nbytes;
+  }
+  return room;
+}
+
+std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy& policy) {
+  Best best;
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    if (chunks[id].has_host_duplicate()) best.offer(id, score_duplicate(chunks, policy, id));
+  }
+  return best.chunk();
+}
+
+bool fits_on_disk(const Residency& chunks, const Chunk& chunk) {
+  return chunk.holds(Tier::kDisk) || chunk.nbytes <= chunks.ledger().free_bytes(Tier::kDisk);
+}
+
+std::string usage_text(const TierLedger& ledger) {
+  std::string text = "in use:";
+  for (const Tier tier : kTiers) {
+    text += std::string(" ") + name(tier) + " " + std::to_string(ledger.usage(tier)) + " of " +
+            std::to_string(ledger.budget(tier)) + (tier == kTiers.back() ? "" : ",");
+  }
+  return text;
+}
+
+OutOfBudget operator_too_large(const Residency& chunks, std::span<const ChunkId> wanted) {
+  int64_t largest = 0;
+  for (const ChunkId id : wanted) largest = std::max(largest, chunks[id].nbytes);
+  const TierLedger& ledger = chunks.ledger();
+  return OutOfBudget(
+      "this operator needs " + std::to_string(chunks.pinned_bytes()) +
+      " bytes on DEVICE at once but the budget is " + std::to_string(ledger.budget(Tier::kDevice)) +
+      "; raise device_bytes or use smaller chunks (largest chunk here: " + std::to_string(largest) +
+      " bytes; " + usage_text(ledger) + ")");
+}
+
+OutOfBudget nowhere_to_go(const Residency& chunks, int64_t need) {
+  const TierLedger& ledger = chunks.ledger();
+  const auto how_full = [&](Tier tier) {
+    return std::string(name(tier)) + (ledger.budget(tier) == 0 ? " is absent" : " is full");
+  };
+  return OutOfBudget("this operator needs " + std::to_string(need) + " more bytes on DEVICE (" +
+                     std::to_string(chunks.pinned_bytes()) +
+                     " bytes at once) but other chunks cannot leave it: " + how_full(Tier::kHost) +
+                     ", " + how_full(Tier::kDisk) +
+                     "; raise device_bytes or host_bytes, or set disk_dir and disk_bytes (" +
+                     usage_text(ledger) + ")");
+}
+
+// Starts every wanted chunk that fits now. The soft limit may be passed only where nothing else can
+// make room any more, the budget never.
+void start_wanted(Residency& chunks, const Policy& policy, std::span<const ChunkId> wanted,
+                  int64_t limit, Actions& actions) {
+  const TierLedger& ledger = chunks.ledger();
+  const bool last_resort = !chunks.any_leaving() && !next_victim(chunks, policy).has_value();
+  const int64_t bound = last_resort ? ledger.budget(Tier::kDevice) : limit;
+  for (const ChunkId id : wanted) {
+    const Chunk& chunk = chunks[id];
+    if (chunk.resident() || chunk.flight.has_value()) continue;
+    if (ledger.usage(Tier::kDevice) + chunk.nbytes > bound) continue;
+    actions.push_back(chunk.has_content() ? start_incoming(chunks, id) : chunks.allocate(id));
+  }
+}
+
+}  // namespace
+
+std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy) {
+  Best best;
+  std::optional<int64_t> on_host;  // computed for the first candidate that has to be copied
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    const Chunk& chunk = chunks[id];
+    if (!chunk.resident() || chunk.pins > 0 || chunk.flight.has_value()) continue;
+    if (chunk.dirty() && !fits_on_disk(chunks, chunk)) {
+      if (!on_host.has_value()) on_host = host_room(chunks, policy);
+      if (chunk.nbytes > *on_host) continue;
+    }
+    best.offer(id, score(policy, {id, !chunk.dirty(), chunk.last_use}));
+  }
+  return best.chunk();
+}
+
+void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions) {
+  const Chunk& chunk = chunks[victim];
+  if (!chunk.dirty()) {
+    actions.push_back(chunks.drop(victim, Tier::kDevice));
+    return;
+  }
+  if (chunk.nbytes > host_room(chunks, policy)) {
+    actions.push_back(chunks.start(victim, ActionKind::kSpill, Tier::kDevice, Tier::kDisk));
+    return;
+  }
+  while (chunk.nbytes > chunks.ledger().free_bytes(Tier::kHost)) {
+    actions.push_back(chunks.drop(next_host_duplicate(chunks, policy).value(), Tier::kHost));
+  }
+  actions.push_back(chunks.start(victim, ActionKind::kEvict, Tier::kDevice, Tier::kHost));
+}
+
+Action start_incoming(Residency& chunks, ChunkId chunk) {
+  if (chunks[chunk].valid.has(Tier::kHost)) {
+    return chunks.start(chunk, ActionKind::kFetch, Tier::kHost, Tier::kDevice);
+  }
+  return chunks.start(chunk, ActionKind::kLoad, Tier::kDisk, Tier::kDevice);
+}
+
+int64_t missing_bytes(const Residency& chunks, std::span<const ChunkId> wanted) {
+  int64_t nbytes = 0;
+  for (const ChunkId id : wanted) {
+    const Chunk& chunk = chunks[id];
+    if (!chunk.resident() && !chunk.arriving()) nbytes += chunk.nbytes;
+  }
+  return nbytes;
+}
+
+Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> wanted,
+              int64_t limit) {
+  const int64_t need = missing_bytes(chunks, wanted);
+  TierLedger& ledger = chunks.ledger();
+  const int64_t budget = ledger.budget(Tier::kDevice);
+  if (need > 0 && chunks.pinned_bytes() > budget) throw operator_too_large(chunks, wanted);
+  const bool may_wait = !chunks.in_flight().empty();
+  const TierLedger::Bytes peaks = ledger.peaks();
+  const auto expected = [&] { return ledger.usage(Tier::kDevice) + need - chunks.coming_free(); };
+  Actions actions;
+  while (expected() > limit) {
+    const std::optional<ChunkId> victim = next_victim(chunks, policy);
+    if (!victim.has_value()) break;
+    remove_from_device(chunks, policy, *victim, actions);
+  }
+  if (expected() > budget && !may_wait) {
+    chunks.undo(actions, 0);
+    ledger.set_peaks(peaks);
+    throw nowhere_to_go(chunks, need);
+  }
+  start_wanted(chunks, policy, wanted, limit, actions);
+  return actions;
+}
+
+}  // namespace gemini

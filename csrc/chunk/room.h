@@ -1,0 +1,35 @@
+// Making room on DEVICE: which copies to give up, and what can start now.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "chunk/eviction.h"
+#include "chunk/residency.h"
+#include "chunk/state.h"
+
+namespace gemini {
+
+// The chunk the policy gives up first among those that can leave DEVICE: resident, unpinned, not in
+// flight, and with another valid copy or a place to go. nullopt: nothing can.
+[[nodiscard]] std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy);
+
+// Takes a chunk that next_victim() named off DEVICE: by a DROP where another copy is valid, else by
+// an EVICT (dropping clean HOST duplicates where HOST is full), else by a SPILL. Appends the
+// actions.
+void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions);
+
+// Brings a chunk with content, on no flight, to DEVICE: from HOST where possible, else from DISK.
+[[nodiscard]] Action start_incoming(Residency& chunks, ChunkId chunk);
+
+// Bytes that `wanted` (each chunk once) still needs on DEVICE and that no transfer has reserved.
+[[nodiscard]] int64_t missing_bytes(const Residency& chunks, std::span<const ChunkId> wanted);
+
+// Returns what can start now so that `wanted` (pinned, each chunk once) becomes resident and DEVICE
+// usage falls to `limit` or as near to it as possible. Throws OutOfBudget, with nothing changed,
+// where waiting cannot help: the pinned chunks exceed the budget, or the others have nowhere to go.
+[[nodiscard]] Actions admit(Residency& chunks, const Policy& policy,
+                            std::span<const ChunkId> wanted, int64_t limit);
+
+}  // namespace gemini

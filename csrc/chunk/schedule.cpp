@@ -1,0 +1,75 @@
+#include "chunk/schedule.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+
+namespace gemini {
+
+Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
+                   std::vector<int64_t> reserve_bytes, int32_t num_chunks)
+    : num_moments_(static_cast<int64_t>(accesses.size())),
+      num_chunks_(num_chunks),
+      reserve_bytes_(std::move(reserve_bytes)) {
+  if (num_chunks < 0) throw StateError("a schedule needs num_chunks >= 0");
+  if (reserve_bytes_.empty()) reserve_bytes_.assign(accesses.size(), 0);
+  if (reserve_bytes_.size() != accesses.size()) {
+    throw StateError("a schedule of " + std::to_string(accesses.size()) + " moments has " +
+                     std::to_string(reserve_bytes_.size()) + " reservations");
+  }
+  for (const int64_t nbytes : reserve_bytes_) {
+    if (nbytes < 0) throw StateError("a schedule's reservation is negative");
+    max_reserve_ = std::max(max_reserve_, nbytes);
+  }
+  access_begin_.push_back(0);
+  for (const std::vector<ChunkId>& access : accesses) {
+    std::vector<ChunkId> chunks(access);
+    std::ranges::sort(chunks);
+    const auto repeated = std::ranges::unique(chunks);
+    chunks.erase(repeated.begin(), repeated.end());
+    if (!chunks.empty() && (chunks.front() < 0 || chunks.back() >= num_chunks)) {
+      throw StateError("moment " + std::to_string(access_begin_.size() - 1) +
+                       " of a schedule names a chunk outside [0, " + std::to_string(num_chunks) +
+                       ")");
+    }
+    accesses_.insert(accesses_.end(), chunks.begin(), chunks.end());
+    access_begin_.push_back(accesses_.size());
+  }
+  index_uses();
+}
+
+void Schedule::index_uses() {
+  use_begin_.assign(static_cast<size_t>(num_chunks_) + 1, 0);
+  for (const ChunkId chunk : accesses_) ++use_begin_[static_cast<size_t>(chunk) + 1];
+  for (size_t i = 1; i < use_begin_.size(); ++i) use_begin_[i] += use_begin_[i - 1];
+  uses_.resize(accesses_.size());
+  std::vector<size_t> end(use_begin_.begin(), use_begin_.end() - 1);
+  for (int64_t moment = 0; moment < num_moments_; ++moment) {
+    for (const ChunkId chunk : access_at(moment)) uses_[end[static_cast<size_t>(chunk)]++] = moment;
+  }
+}
+
+std::span<const ChunkId> Schedule::access_at(int64_t moment) const {
+  if (num_moments_ == 0) return {};
+  const auto m = static_cast<size_t>(moment % num_moments_);
+  return std::span(accesses_).subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
+}
+
+int64_t Schedule::next_use(ChunkId chunk, int64_t moment) const {
+  if (chunk < 0 || chunk >= num_chunks_) return kNever;
+  const auto c = static_cast<size_t>(chunk);
+  const auto uses = std::span(uses_).subspan(use_begin_[c], use_begin_[c + 1] - use_begin_[c]);
+  if (uses.empty()) return kNever;
+  const int64_t within = moment % num_moments_;
+  const int64_t step_begin = moment - within;
+  const auto found = std::ranges::lower_bound(uses, within);
+  return found != uses.end() ? step_begin + *found : step_begin + num_moments_ + uses.front();
+}
+
+int64_t Schedule::reserve_bytes(int64_t moment) const {
+  return num_moments_ == 0 ? 0 : reserve_bytes_[static_cast<size_t>(moment % num_moments_)];
+}
+
+}  // namespace gemini

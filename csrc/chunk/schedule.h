@@ -1,0 +1,50 @@
+// Which chunks a step uses at which moment, and how much non-model memory each period takes.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "chunk/state.h"
+
+namespace gemini {
+
+inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+// Immutable. The step repeats: moment m + num_moments() is moment m of the next step, and every
+// function below accepts such moments.
+class Schedule {
+ public:
+  // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter);
+  // reserve_bytes[m] is the non-model memory of the period that begins at moment m, empty for
+  // zeros. Throws StateError for a negative number or a chunk outside [0, num_chunks).
+  Schedule(const std::vector<std::vector<ChunkId>>& accesses, std::vector<int64_t> reserve_bytes,
+           int32_t num_chunks);
+
+  [[nodiscard]] int64_t num_moments() const { return num_moments_; }
+  [[nodiscard]] int32_t num_chunks() const { return num_chunks_; }
+
+  // The chunks used at a moment, ascending, each once.
+  [[nodiscard]] std::span<const ChunkId> access_at(int64_t moment) const;
+
+  // The first use at or after `moment`; kNever for a chunk the schedule does not know.
+  [[nodiscard]] int64_t next_use(ChunkId chunk, int64_t moment) const;
+
+  [[nodiscard]] int64_t reserve_bytes(int64_t moment) const;
+  [[nodiscard]] int64_t max_reserve() const { return max_reserve_; }
+
+ private:
+  void index_uses();
+
+  int64_t num_moments_;
+  int32_t num_chunks_;
+  int64_t max_reserve_ = 0;
+  std::vector<int64_t> reserve_bytes_;
+  std::vector<ChunkId> accesses_;     // of all moments, one after the other
+  std::vector<size_t> access_begin_;  // num_moments + 1 offsets into accesses_
+  std::vector<int64_t> uses_;         // moments of all chunks, one chunk after the other
+  std::vector<size_t> use_begin_;     // num_chunks + 1 offsets into uses_
+};
+
+}  // namespace gemini

@@ -1,0 +1,168 @@
+#include "transfer/fault_guard.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+// Written under `registry_mutex`, read by the handler without a lock: `begin` is set last and
+// cleared first, zero means empty.
+struct Slot {
+  std::atomic<uintptr_t> begin{0};
+  std::atomic<uintptr_t> end{0};
+  std::atomic<FaultTarget*> target{nullptr};
+};
+
+constinit std::array<Slot, kMaxFaultTargets> slots{};
+constinit std::mutex registry_mutex;
+constinit std::atomic<uint64_t> num_strays{0};
+constinit std::atomic<uintptr_t> first_stray{0};
+constinit std::atomic<bool> chaining{false};
+struct sigaction previous_segv;  // guarded by registry_mutex, stable once the handler is installed
+struct sigaction previous_bus;
+
+// Repeated faults at one mapped address mean that something else took its access rights away. A
+// window that other threads keep mapping and unmapping is retried now and then too, but rarely this
+// often in a row without a poisoned page between.
+constexpr int kMaxRetries = 100000;
+constinit std::atomic<uintptr_t> retried_address{0};
+constinit std::atomic<int> num_retries{0};
+
+bool may_retry(uintptr_t address) {
+  if (retried_address.exchange(address) != address) num_retries = 0;
+  return ++num_retries <= kMaxRetries;
+}
+
+FaultAnswer answer(uintptr_t address, bool bus_error) {
+  for (Slot& slot : slots) {
+    const uintptr_t begin = slot.begin.load(std::memory_order_acquire);
+    if (begin == 0 || address < begin || address >= slot.end.load()) continue;
+    FaultTarget* const target = slot.target.load();
+    if (slot.begin.load() != begin) continue;
+    return target->absorb(address, bus_error);
+  }
+  return FaultAnswer::kForeign;
+}
+
+// Hands a signal to the handler that was there before ours. Default and ignored dispositions are
+// restored: a real fault then happens again and ends the process as it would have without us.
+void chain(int signal, siginfo_t* info, void* context) {
+  const struct sigaction& previous = signal == SIGSEGV ? previous_segv : previous_bus;
+  const bool has_info = (previous.sa_flags & SA_SIGINFO) != 0;
+  const bool is_default = !has_info && previous.sa_handler == SIG_DFL;
+  const bool is_ignored = !has_info && previous.sa_handler == SIG_IGN;
+  const bool raised = info->si_code <= 0;
+  if (raised && is_ignored) return;
+  // Handlers such as Python's faulthandler raise the signal again for their predecessor. If that
+  // is us, we have been here already.
+  if (is_default || is_ignored || (raised && chaining.load())) {
+    ::signal(signal, SIG_DFL);
+    if (raised) ::raise(signal);
+    return;
+  }
+  chaining = true;
+  if (has_info) {
+    previous.sa_sigaction(signal, info, context);
+  } else {
+    previous.sa_handler(signal);
+  }
+  chaining = false;
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  const int saved_errno = errno;
+  const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
+  const bool is_fault = info->si_code > 0;  // not sent by kill() or raise()
+  FaultAnswer result = is_fault ? answer(address, signal == SIGBUS) : FaultAnswer::kForeign;
+  if (result == FaultAnswer::kRetry && !may_retry(address)) result = FaultAnswer::kForeign;
+  if (result == FaultAnswer::kPoisoned) {
+    num_retries = 0;
+    ++num_strays;
+    uintptr_t none = 0;
+    first_stray.compare_exchange_strong(none, address);
+  }
+  if (result == FaultAnswer::kForeign) chain(signal, info, context);
+  errno = saved_errno;
+}
+
+// The caller holds registry_mutex.
+void install(int signal, struct sigaction& previous) {
+  struct sigaction current;
+  if (::sigaction(signal, nullptr, &current) != 0) {
+    throw Error(std::string("cannot read a signal handler: ") + std::strerror(errno));
+  }
+  if ((current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == on_fault) return;
+  previous = current;  // before ours can be called
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_fault;
+  // Not on the alternate stack: the one that Python's faulthandler sets up is smaller than a signal
+  // frame with AVX-512 state, and our faults never come from an exhausted stack.
+  ours.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigemptyset(&ours.sa_mask);
+  if (::sigaction(signal, &ours, nullptr) != 0) {
+    throw Error(std::string("cannot install a signal handler: ") + std::strerror(errno));
+  }
+}
+
+void before_fork() {
+  registry_mutex.lock();
+  for (Slot& slot : slots) {
+    if (slot.begin.load() != 0) slot.target.load()->before_fork();
+  }
+}
+
+void after_fork(bool in_child) {
+  for (Slot& slot : slots) {
+    if (slot.begin.load() != 0) slot.target.load()->after_fork(in_child);
+  }
+  registry_mutex.unlock();
+}
+
+}  // namespace
+
+void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
+  static const int fork_handlers =
+      ::pthread_atfork(before_fork, [] { after_fork(false); }, [] { after_fork(true); });
+  if (fork_handlers != 0) throw Error("cannot register fork handlers");
+  const std::lock_guard lock(registry_mutex);
+  install(SIGSEGV, previous_segv);
+  install(SIGBUS, previous_bus);
+  for (Slot& slot : slots) {
+    if (slot.begin.load() != 0) continue;
+    slot.end = end;
+    slot.target = &target;
+    slot.begin.store(begin, std::memory_order_release);
+    return;
+  }
+  throw Error("cannot guard more than " + std::to_string(kMaxFaultTargets) +
+              " window spaces at one time; close models that are no longer used");
+}
+
+void unguard_faults(FaultTarget& target) noexcept {
+  const std::lock_guard lock(registry_mutex);
+  for (Slot& slot : slots) {
+    if (slot.target.load() != &target) continue;
+    slot.begin.store(0, std::memory_order_release);
+    slot.target = nullptr;
+  }
+}
+
+uint64_t stray_count() noexcept { return num_strays.load(); }
+
+std::optional<uintptr_t> take_stray() noexcept {
+  const uintptr_t address = first_stray.exchange(0);
+  if (address == 0) return std::nullopt;
+  return address;
+}
+
+}  // namespace gemini

@@ -1,0 +1,56 @@
+// One reservation of virtual addresses, cut into windows.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aio/process_guard.h"
+#include "transfer/fault_guard.h"
+#include "transfer/spin_lock.h"
+#include "transfer/window.h"
+
+namespace gemini {
+
+// Costs addresses only; memory comes from an Arena. Owns its windows: they must not be used after
+// it. Thread-safe. In a forked child all windows are unmapped and read poison.
+class WindowSpace : private FaultTarget {
+ public:
+  // Reserves room for windows of `total_bytes` together, each counted in whole 4 KiB pages.
+  // Throws StateError when not positive, Error when the system refuses.
+  explicit WindowSpace(int64_t total_bytes);
+  // Unmaps everything, mapped windows included, whose bytes go back to their arenas.
+  ~WindowSpace() override;
+  WindowSpace(const WindowSpace&) = delete;
+  WindowSpace& operator=(const WindowSpace&) = delete;
+
+  // Cuts off the next window: on a 2 MiB boundary when it is that large (huge pages), else on a
+  // page. Throws StateError when not positive, OutOfBudget when the reservation is used up.
+  Window* create(int64_t nbytes);
+
+  // The index, in order of creation, of the window that contains `address`; -1 if none does.
+  [[nodiscard]] int64_t find(uintptr_t address) const;
+
+  // Takes the poison out of unmapped windows that were touched, with the memory it costs (up to
+  // the size of the window). Returns their number.
+  int64_t heal();
+
+  [[nodiscard]] char* address() const noexcept { return begin_; }
+  [[nodiscard]] int64_t reserved_bytes() const noexcept { return reserved_bytes_; }
+  [[nodiscard]] int64_t num_windows() const;
+
+ private:
+  FaultAnswer absorb(uintptr_t address, bool bus_error) noexcept override;
+  void before_fork() noexcept override;
+  void after_fork(bool in_child) noexcept override;
+  [[nodiscard]] int64_t locate(uintptr_t address) const noexcept;  // the caller holds lock_
+
+  ProcessGuard process_;
+  int64_t reserved_bytes_;
+  char* begin_;
+  mutable SpinLock lock_;
+  int64_t used_bytes_ = 0;                        // guarded by lock_
+  std::vector<std::unique_ptr<Window>> windows_;  // guarded by lock_; ascending addresses
+};
+
+}  // namespace gemini

@@ -1,0 +1,35 @@
+"""Errors a user can meet. Each names the thing, the numbers and the way out."""
+
+from __future__ import annotations
+
+
+class GeminiError(Exception):
+    """Base class of every error this library raises on purpose."""
+
+
+class ConfigError(GeminiError, ValueError):
+    """An argument or a combination of arguments that cannot work."""
+
+
+class OutOfBudgetError(GeminiError, MemoryError):
+    """Something does not fit a tier's byte budget; budgets and states are as before."""
+
+
+class IoError(GeminiError, OSError):
+    """A failed file operation; ``errno``, ``filename`` and ``offset`` say which."""
+
+    def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
+        super().__init__(errno, message, path)
+        self.offset = offset
+
+
+class CheckpointError(GeminiError):
+    """A checkpoint that is missing, incomplete or made for another model."""
+
+
+class StateError(GeminiError, RuntimeError):
+    """An illegal tensor state transition, or an object used after it was closed."""
+
+
+class EvictedAccessError(GeminiError, RuntimeError):
+    """Memory of an evicted chunk was read or written outside an operator."""

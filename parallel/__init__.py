@@ -1,0 +1,7 @@
+"""Parallelism above the runtime. The folder ``parallel/`` is installed as ``gemini.parallel``."""
+
+from __future__ import annotations
+
+if __name__ == "parallel":
+    # From a checkout Python would find this folder and make a second, different set of classes.
+    raise ImportError("import it as gemini.parallel")

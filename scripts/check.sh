@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# The checks, one function each:  scripts/check.sh {py|cpp|lint|format|package|sanitize|all} [pytest arguments]
+# `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+ROOT=$PWD
+BIN=$ROOT/.venv/bin
+JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+MAX_LINES=450
+
+say() { printf '[check] %s\n' "$*" >&2; }
+
+# Runs one named check and remembers whether any failed.
+failed=()
+check() {
+  local name=$1
+  shift
+  if "$@"; then say "$name: ok"; else say "$name: FAILED"; failed+=("$name"); fi
+}
+
+sources() { find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.inc' | LC_ALL=C sort; }
+
+# Every text file of the project, whether git knows it yet or not.
+text_files() {
+  find . \( -name .git -o -name .venv -o -name build -o -name demo-output -o -name '.*_cache' -o -name .hypothesis \
+    -o -name __pycache__ -o -name '*.egg-info' -o -name dist -o -name results \) -prune -o -type f \
+    \( -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.inc' -o -name '*.cmake' \
+    -o -name '*.sh' -o -name '*.md' -o -name '*.toml' -o -name '*.txt' -o -name Makefile \) -print | LC_ALL=C sort
+}
+
+# ------------------------------------------------------------------------------------------------- lint
+is_ascii() {
+  local hits
+  hits=$(text_files | LC_ALL=C xargs grep -nP '[^\x00-\x7F]')
+  [ -z "$hits" ] || { printf '%s\n' "not ASCII:" "$hits" >&2; return 1; }
+}
+
+is_short() {
+  local long
+  long=$(text_files | grep -E '\.(py|pyi|cpp|h|cu|inc|sh)$' | xargs wc -l | awk -v max=$MAX_LINES '$2 != "total" && $1 > max')
+  [ -z "$long" ] || { printf '%s\n' "longer than $MAX_LINES lines:" "$long" >&2; return 1; }
+}
+
+# mypy cannot see that parallel/ is gemini.parallel, so it gets the two folders laid out as they are installed.
+check_types() {
+  local view=build/typing
+  rm -rf "$view" && mkdir -p "$view/gemini"
+  ln -s "$ROOT"/gemini/* "$view/gemini/"
+  ln -s "$ROOT/parallel" "$view/gemini/parallel"
+  (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini)
+}
+
+lint() {
+  check "ruff check" "$BIN/ruff" check -q .
+  check "ruff format" "$BIN/ruff" format -q --check .
+  check "clang-format" eval 'sources | xargs "$BIN/clang-format" --dry-run --Werror'
+  check "mypy" check_types
+  check "ASCII" is_ascii
+  check "file length" is_short
+}
+
+format() {
+  "$BIN/ruff" check -q --fix .
+  "$BIN/ruff" format -q .
+  sources | xargs "$BIN/clang-format" -i
+}
+
+# ------------------------------------------------------------------------------------------------- tests
+py() { check "pytest" "$BIN/python" -m pytest "$@"; }
+
+# build_tests FOLDER TARGETS|all [cmake options]: configure and build the C++ tests.
+build_tests() {
+  local dir=$1 targets=$2
+  shift 2
+  local configure=("$BIN/cmake" -S . -B "$dir" -G Ninja "-DCMAKE_MAKE_PROGRAM=$BIN/ninja")
+  grep -qsF "CMAKE_HOME_DIRECTORY:INTERNAL=$ROOT" "$dir/CMakeCache.txt" || configure+=(--fresh)
+  local log
+  log=$(mktemp)
+  # shellcheck disable=SC2086
+  if "${configure[@]}" -DGEMINI_BINDINGS=OFF -DGEMINI_TESTS=ON -DGEMINI_CUDA=OFF "$@" > "$log" 2>&1 \
+    && "$BIN/cmake" --build "$dir" -j "$JOBS" --target $targets >> "$log" 2>&1; then
+    rm -f "$log"
+    return 0
+  fi
+  cat "$log" >&2
+  rm -f "$log"
+  return 1
+}
+
+run_tests() { "$BIN/ctest" --test-dir "$1" --output-on-failure --no-tests=error "${@:2}"; }
+
+has_gtest() {
+  printf '#include <gtest/gtest.h>\n' | c++ -x c++ -std=c++20 -E - > /dev/null 2>&1 && return 0
+  say "C++ tests left out: GoogleTest is missing; add with: apt-get install libgtest-dev"
+  return 1
+}
+
+cpp() {
+  has_gtest || return 0
+  check "build C++ tests" build_tests build/cpp-tests all
+  check "C++ tests" run_tests build/cpp-tests
+}
+
+# The thread sanitizer looks at the parts that own threads; OpenMP's own runtime is not instrumented for it.
+sanitize() {
+  has_gtest || return 0
+  local threaded=(arena_test engine_test async_file_test)
+  check "build with address,undefined" build_tests build/cpp-asan all -DGEMINI_SANITIZE=address,undefined \
+    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+  check "C++ tests with address,undefined" run_tests build/cpp-asan
+  check "build with thread" build_tests build/cpp-tsan "${threaded[*]}" -DGEMINI_SANITIZE=thread \
+    -DGEMINI_OPENMP=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+  check "C++ tests with thread" run_tests build/cpp-tsan -R "^($(IFS='|'; echo "${threaded[*]}"))$"
+}
+
+# ------------------------------------------------------------------------------------------------- package
+# sdist -> wheel -> installed elsewhere: only gemini/ comes out of it, and it imports from any directory.
+package_round_trip() (
+  set -e
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  "$BIN/python" -c 'import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1
+  "$BIN/python" -m pip wheel -q --no-build-isolation --no-deps -w "$work/wheel" "$work"/*.tar.gz
+  "$BIN/python" -m pip install -q --no-deps --target "$work/site" "$work"/wheel/*.whl
+  stray=$(cd "$work/site" && find . -mindepth 1 -maxdepth 1 ! -name gemini ! -name '*.dist-info' ! -name bin)
+  [ -z "$stray" ] || { echo "the wheel also installs: $stray" >&2; exit 1; }
+  cd / && PYTHONPATH=$work/site "$BIN/python" -c '
+import gemini, gemini._C, gemini.parallel, pathlib, sys
+assert pathlib.Path(gemini._C.__file__).is_relative_to(sys.argv[1]), gemini._C.__file__
+assert pathlib.Path(gemini.__file__).with_name("py.typed").exists()' "$work/site"
+)
+
+package() { check "sdist, wheel, install" package_round_trip; }
+
+case "${1:-}" in
+  py) shift; py "$@" ;;
+  lint | format | cpp | sanitize | package) "$1" ;;
+  all) lint; py; cpp; sanitize; package ;;
+  *) sed -n '2,3p' "$0" >&2; exit 2 ;;
+esac
+[ ${#failed[@]} -eq 0 ] || { say "failed: ${failed[*]}"; exit 1; }

@@ -1,0 +1,222 @@
+// Laws of the arena: never more than its capacity, never another content, memory really returned.
+#include "transfer/arena.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "common/bytes.h"
+#include "common/error.h"
+#include "transfer/window_space.h"
+
+namespace gemini {
+namespace {
+
+constexpr int64_t kMib = 1 << 20;
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t total_pages = 0;
+  int64_t resident_pages = 0;
+  statm >> total_pages >> resident_pages;
+  return resident_pages * ::sysconf(_SC_PAGESIZE);
+}
+
+int64_t resident_pages(const Window& window) {
+  std::vector<unsigned char> pages(static_cast<size_t>(window.span_bytes() / kPageBytes));
+  EXPECT_EQ(::mincore(window.address(), static_cast<size_t>(window.span_bytes()), pages.data()), 0);
+  return std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return page & 1; });
+}
+
+void fill(const Window& window, int value) {
+  std::memset(window.address(), value, static_cast<size_t>(window.span_bytes()));
+}
+
+bool holds_only(const Window& window, int value) {
+  const char* const data = window.address();
+  const auto rest = static_cast<size_t>(window.span_bytes() - 1);
+  return data[0] == static_cast<char>(value) && std::memcmp(data, data + 1, rest) == 0;
+}
+
+bool refuse(char*, char*, int64_t, bool) { return false; }
+
+// Refuses two moves of three, in both directions.
+bool refuse_often(char* from, char* to, int64_t nbytes, bool keep_source) {
+  static int num_calls = 0;
+  return ++num_calls % 3 == 0 && pages::move(from, to, nbytes, keep_source);
+}
+
+class ArenaWithMover : public testing::TestWithParam<pages::Mover> {};
+INSTANTIATE_TEST_SUITE_P(Movers, ArenaWithMover,
+                         testing::Values(&pages::move, &refuse, &refuse_often));
+
+// Any sequence of map and unmap: the limit holds, and every mapped window keeps its own bytes.
+TEST_P(ArenaWithMover, RandomUseStaysWithinCapacityAndKeepsContents) {
+  constexpr int64_t kCapacity = 12 * kMib;
+  std::mt19937 random(3);
+  WindowSpace space(40 * kMib);
+  Arena arena(kCapacity, GetParam());
+  std::vector<Window*> windows;
+  for (int i = 0; i < 16; ++i)
+    windows.push_back(space.create(i % 4 == 0 ? 3 * kMib : 100000 * (i % 3 + 1)));
+  int64_t mapped_bytes = 0;
+  for (int step = 0; step < 400; ++step) {
+    const size_t index = random() % windows.size();
+    Window& window = *windows[index];
+    if (window.mapped()) {
+      ASSERT_TRUE(holds_only(window, static_cast<int>(index) + 1));
+      arena.unmap(window, random() % 4 != 0);
+      mapped_bytes -= window.span_bytes();
+    } else if (mapped_bytes + window.span_bytes() > kCapacity) {
+      ASSERT_THROW(arena.map(window, false), OutOfBudget);
+    } else {
+      const bool zero = random() % 2 == 0;
+      arena.map(window, zero);
+      ASSERT_TRUE(!zero || holds_only(window, 0));
+      fill(window, static_cast<int>(index) + 1);
+      mapped_bytes += window.span_bytes();
+    }
+    ASSERT_EQ(arena.mapped_bytes(), mapped_bytes);
+    ASSERT_LE(arena.mapped_bytes() + arena.parked_bytes(), kCapacity);
+    ASSERT_LE(arena.peak_bytes(), kCapacity);
+  }
+}
+
+TEST(Arena, RefusalChangesNothing) {
+  WindowSpace space(16 * kMib);
+  Arena arena(4 * kMib);
+  Window* held = space.create(2 * kMib);
+  Window* parked = space.create(kMib);
+  Window* large = space.create(3 * kMib);
+  arena.map(*held, true);
+  fill(*held, 9);
+  arena.map(*parked, true);
+  arena.unmap(*parked, true);
+  EXPECT_THROW(arena.map(*large, true), OutOfBudget);
+  EXPECT_EQ(arena.mapped_bytes(), 2 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), kMib);
+  EXPECT_FALSE(large->mapped());
+  EXPECT_TRUE(holds_only(*held, 9));
+}
+
+TEST(Arena, ParkedBlocksOfOtherSizesMakeRoom) {
+  WindowSpace space(16 * kMib);
+  Arena arena(4 * kMib);
+  Window* small = space.create(kMib);
+  Window* large = space.create(4 * kMib);
+  arena.map(*small, true);
+  arena.unmap(*small, true);
+  arena.map(*large, true);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+  EXPECT_EQ(arena.mapped_bytes(), 4 * kMib);
+}
+
+TEST(Arena, RecycledBlockBringsItsPagesWithIt) {
+  WindowSpace space(64 * kMib);
+  Arena arena(8 * kMib);
+  Window* first = space.create(8 * kMib);
+  Window* second = space.create(8 * kMib);
+  arena.map(*first, false);
+  EXPECT_EQ(resident_pages(*first), 0);
+  fill(*first, 1);
+  arena.unmap(*first, true);
+  EXPECT_EQ(resident_pages(*first), 0);
+  arena.map(*second, false);
+  EXPECT_EQ(resident_pages(*second), 8 * kMib / kPageBytes);
+  EXPECT_EQ(arena.peak_bytes(), 8 * kMib);
+}
+
+TEST(Arena, UnparkedMemoryReturnsToTheSystemAndParkedDoesNot) {
+  constexpr int64_t kBytes = 64 * kMib;
+  WindowSpace space(kBytes);
+  Arena arena(kBytes);
+  Window* window = space.create(kBytes);
+  const int64_t before = resident_bytes();
+  arena.map(*window, false);
+  fill(*window, 1);
+  EXPECT_GT(resident_bytes() - before, kBytes * 9 / 10);
+  arena.unmap(*window, true);
+  EXPECT_GT(resident_bytes() - before, kBytes * 9 / 10);
+  arena.trim(0);
+  EXPECT_LT(resident_bytes() - before, kBytes / 10);
+  arena.map(*window, false);
+  fill(*window, 1);
+  arena.unmap(*window, false);
+  EXPECT_LT(resident_bytes() - before, kBytes / 10);
+}
+
+TEST(Arena, TrimKeepsAtMostTheLimitAndDropsTheOldest) {
+  WindowSpace space(16 * kMib);
+  Arena arena(16 * kMib);
+  std::vector<Window*> windows;
+  for (int i = 0; i < 4; ++i) {
+    windows.push_back(space.create((i + 1) * kPageBytes));
+    arena.map(*windows.back(), true);
+  }
+  for (Window* window : windows) arena.unmap(*window, true);
+  arena.trim(8 * kPageBytes);
+  EXPECT_EQ(arena.parked_bytes(), 7 * kPageBytes);
+  arena.trim(-1);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+}
+
+TEST(Arena, IllegalTransitionsAreRefused) {
+  WindowSpace space(4 * kMib);
+  Arena arena(4 * kMib);
+  Arena other(4 * kMib);
+  Window* window = space.create(kMib);
+  EXPECT_THROW(arena.unmap(*window, true), StateError);
+  arena.map(*window, true);
+  EXPECT_THROW(arena.map(*window, true), StateError);
+  EXPECT_THROW(other.map(*window, true), StateError);
+  EXPECT_THROW(other.unmap(*window, true), StateError);
+  EXPECT_EQ(arena.mapped_bytes(), kMib);
+  EXPECT_EQ(other.mapped_bytes() + other.parked_bytes(), 0);
+  EXPECT_THROW(Arena(-1), StateError);
+}
+
+TEST(Arena, ProcessBytesIsTheSumWhicheverIsDestroyedFirst) {
+  const int64_t before = Arena::process_bytes();
+  auto space = std::make_unique<WindowSpace>(8 * kMib);
+  auto first = std::make_unique<Arena>(4 * kMib);
+  auto second = std::make_unique<Arena>(4 * kMib);
+  Window* mapped = space->create(kMib);
+  Window* orphan = space->create(kMib);
+  Window* parked = space->create(kMib);
+  first->map(*mapped, true);
+  second->map(*orphan, true);
+  second->map(*parked, true);
+  second->unmap(*parked, true);
+  EXPECT_EQ(Arena::process_bytes() - before, 3 * kMib);
+  second.reset();  // the orphan keeps its memory: there may be views of it
+  EXPECT_EQ(Arena::process_bytes() - before, 2 * kMib);
+  orphan->address()[0] = 1;
+  space.reset();
+  EXPECT_EQ(Arena::process_bytes(), before);
+  EXPECT_EQ(first->mapped_bytes(), 0);
+}
+
+TEST(Arena, ManySmallWindowsStayWithinTheMapLimit) {
+  constexpr int kNumWindows = 5000;
+  WindowSpace space(kNumWindows * 2 * kPageBytes);
+  Arena arena(kNumWindows * 2 * kPageBytes);
+  std::vector<Window*> windows;
+  for (int i = 0; i < kNumWindows; ++i) {
+    windows.push_back(space.create(2 * kPageBytes));
+    ASSERT_NO_THROW(arena.map(*windows.back(), true));
+    windows.back()->address()[0] = 1;
+  }
+  for (Window* window : windows) ASSERT_NO_THROW(arena.unmap(*window, true));
+  for (Window* window : windows) ASSERT_NO_THROW(arena.map(*window, true));
+  EXPECT_EQ(arena.mapped_bytes(), kNumWindows * 2 * kPageBytes);
+}
+
+}  // namespace
+}  // namespace gemini
