@@ -1,0 +1,21 @@
+"""Chunks: layout, size search, memory windows and the manager that moves them between tiers."""
+
+from gemini.chunk.build import init_chunk_manager
+from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
+from gemini.chunk.layout import ChunkLayout, TensorSlot
+from gemini.chunk.manager import ChunkManager, TensorIds, TierBudgets
+from gemini.chunk.search import SearchResult, search_chunk_size
+
+__all__ = [
+    "Chunk",
+    "ChunkKind",
+    "ChunkLayout",
+    "ChunkManager",
+    "ChunkSpec",
+    "SearchResult",
+    "TensorIds",
+    "TensorSlot",
+    "TierBudgets",
+    "init_chunk_manager",
+    "search_chunk_size",
+]

@@ -1,0 +1,249 @@
+"""Where each parameter lies: parameters in order, packed into chunks of one size.
+
+A layout is counted in elements and is the same for every chunk kind (parameter, gradient, moments): element
+``i`` of a parameter and element ``i`` of its gradient have the same chunk and offset. It holds no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from gemini.errors import ConfigError
+
+TENSOR_ALIGN_BYTES = 64  # a cache line, and the widest vector the kernels load
+CHUNK_ALIGN_BYTES = 4096  # a page: the unit of windows and of O_DIRECT
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """The place of one parameter. ``offset`` and ``numel`` count elements within the chunk.
+
+    ``stride`` is the one of the view to place there: that of the parameter where its elements are dense in
+    some order of its dimensions, otherwise (expanded, sliced) the contiguous one.
+    """
+
+    name: str
+    chunk: int
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """All slots in placement order, and the size of each chunk in elements.
+
+    ``chunk_numel`` is the common size. A chunk is larger only when it holds one tensor that is larger, and
+    smaller only when it ends a run: before such a tensor, or at the end of the model.
+    """
+
+    slots: tuple[TensorSlot, ...]
+    chunk_numels: tuple[int, ...]
+    chunk_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        named_tensors: Iterable[tuple[str, torch.Tensor | Sequence[int]]],
+        chunk_numel: int,
+        *,
+        itemsize: int,
+        order: Sequence[str] | None = None,
+    ) -> ChunkLayout:
+        """Pack tensors (or bare shapes) one after the other, each chunk a continuous run of them.
+
+        Order is the given one (initialization order), or ``order`` (names by first use in execution); names
+        missing from ``order`` follow at the end as given. ``itemsize`` is that of the *smallest* element of
+        any chunk kind: every offset is then 64-byte aligned and every chunk a whole number of 4 KiB pages in
+        that kind and in all wider ones. ``chunk_numel`` is rounded up to such a page. Only shapes and strides
+        are read: tensors may be on ``meta``. Raises ConfigError for duplicate names or tensors, lazy or
+        sparse parameters, and unknown names in ``order``.
+        """
+        page_numel = page_elements(itemsize)
+        if chunk_numel <= 0:
+            raise ConfigError(f"chunk_numel is {chunk_numel}; a chunk holds at least one element")
+        packer = _Packer(round_up(chunk_numel, page_numel), align_elements(itemsize), page_numel)
+        for name, tensor in _in_order(_checked(named_tensors), order):
+            packer.add(name, *_geometry(name, tensor))
+        packer.close_run()
+        return cls(tuple(packer.slots), tuple(packer.chunk_numels), packer.chunk_numel)
+
+    @property
+    def num_chunks(self) -> int:
+        """Return how many chunks there are."""
+        return len(self.chunk_numels)
+
+    @property
+    def used_numel(self) -> int:
+        """Return the elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def wasted_numel(self) -> int:
+        """Return the elements that belong to no parameter: alignment, padding and unused tails."""
+        return sum(self.chunk_numels) - self.used_numel
+
+    def slot(self, name: str) -> TensorSlot:
+        """Return the slot of a parameter; KeyError where the layout has no such name."""
+        return self._slot_by_name[name]
+
+    def chunk_of(self, name: str) -> int:
+        """Return the index of the chunk that holds a parameter; KeyError where there is no such name."""
+        return self.slot(name).chunk
+
+    def slots_of(self, chunk: int) -> tuple[TensorSlot, ...]:
+        """Return the slots of one chunk, by rising offset; IndexError where there is no such chunk."""
+        return self._slots_by_chunk[chunk]
+
+    def signature(self) -> str:
+        """Return a digest that is equal exactly for equal layouts: what a recorded trace belongs to."""
+        text = repr((self.slots, self.chunk_numels, self.chunk_numel))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def _slot_by_name(self) -> dict[str, TensorSlot]:
+        return {slot.name: slot for slot in self.slots}
+
+    @cached_property
+    def _slots_by_chunk(self) -> tuple[tuple[TensorSlot, ...], ...]:
+        groups: list[list[TensorSlot]] = [[] for _ in self.chunk_numels]
+        for slot in self.slots:
+            groups[slot.chunk].append(slot)
+        return tuple(tuple(group) for group in groups)
+
+
+class _Packer:
+    """Places tensors one by one; a run is what lies between two tensors that are larger than a chunk."""
+
+    def __init__(self, chunk_numel: int, align_numel: int, page_numel: int) -> None:
+        self.chunk_numel = chunk_numel
+        self.slots: list[TensorSlot] = []
+        self.chunk_numels: list[int] = []  # of the closed chunks
+        self._align_numel = align_numel
+        self._page_numel = page_numel
+        self._end: int | None = None  # of the last tensor in the open chunk; None: no chunk is open
+
+    def add(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        numel = occupied_elements(prod(shape))
+        if numel > self.chunk_numel:
+            self.close_run()
+            self._place(name, shape, stride, 0)
+            self.close_run()
+            return
+        offset = 0 if self._end is None else round_up(self._end, self._align_numel)
+        if offset + numel > self.chunk_numel:
+            self._close(self.chunk_numel)
+            offset = 0
+        self._place(name, shape, stride, offset)
+
+    def close_run(self) -> None:
+        """Close the open chunk, if any, at the size it uses."""
+        if self._end is not None:
+            self._close(round_up(self._end, self._page_numel))
+
+    def _place(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
+        numel = prod(shape)
+        self.slots.append(TensorSlot(name, len(self.chunk_numels), offset, numel, shape, stride))
+        self._end = offset + occupied_elements(numel)
+
+    def _close(self, numel: int) -> None:
+        self.chunk_numels.append(numel)
+        self._end = None
+
+
+def round_up(value: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is not below ``value``."""
+    return -(-value // unit) * unit
+
+
+def occupied_elements(numel: int) -> int:
+    """Return the elements a tensor takes up: an empty one counts as one, to have a place of its own."""
+    return max(numel, 1)
+
+
+def align_elements(itemsize: int) -> int:
+    """Return the unit of tensor offsets in elements of ``itemsize`` bytes; ConfigError for odd sizes."""
+    if itemsize not in (1, 2, 4, 8, 16):
+        raise ConfigError(f"itemsize is {itemsize}; elements of 1, 2, 4, 8 or 16 bytes are supported")
+    return TENSOR_ALIGN_BYTES // itemsize
+
+
+def page_elements(itemsize: int) -> int:
+    """Return the unit of chunk sizes in elements of ``itemsize`` bytes; ConfigError as ``align_elements``."""
+    return align_elements(itemsize) * (CHUNK_ALIGN_BYTES // TENSOR_ALIGN_BYTES)
+
+
+def _checked(
+    named_tensors: Iterable[tuple[str, torch.Tensor | Sequence[int]]],
+) -> dict[str, torch.Tensor | Sequence[int]]:
+    """Return the tensors by name, refusing what would give one parameter two places."""
+    by_name: dict[str, torch.Tensor | Sequence[int]] = {}
+    name_of: dict[int, str] = {}
+    for name, tensor in named_tensors:
+        if name in by_name:
+            raise ConfigError(f"parameter {name!r} is given twice")
+        if isinstance(tensor, torch.Tensor):
+            first = name_of.setdefault(id(tensor), name)
+            if first != name:
+                raise ConfigError(f"parameters {first!r} and {name!r} are one tensor (tied); give it once")
+        by_name[name] = tensor
+    return by_name
+
+
+def _in_order(
+    by_name: dict[str, torch.Tensor | Sequence[int]], order: Sequence[str] | None
+) -> Iterable[tuple[str, torch.Tensor | Sequence[int]]]:
+    if order is None:
+        return by_name.items()
+    unknown = [name for name in order if name not in by_name]
+    if unknown:
+        raise ConfigError(
+            f"the order names {len(unknown)} unknown parameters, first {unknown[0]!r}: another model?"
+        )
+    return ((name, by_name[name]) for name in dict.fromkeys((*order, *by_name)))
+
+
+def _geometry(name: str, tensor: torch.Tensor | Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the stride of the view that will stand for ``tensor``."""
+    if not isinstance(tensor, torch.Tensor):
+        shape = tuple(tensor)
+        if min(shape, default=0) < 0:
+            raise ConfigError(f"parameter {name!r} has the shape {shape}; a size cannot be negative")
+        return shape, _contiguous_stride(shape)
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"parameter {name!r} has no shape yet (lazy module); run the model once before wrapping it"
+        )
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"parameter {name!r} is {tensor.layout}; only strided (dense) parameters can be managed"
+        )
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return shape, stride if _is_dense(shape, stride) else _contiguous_stride(shape)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether the elements fill consecutive places, each once, in some order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

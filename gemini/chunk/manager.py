@@ -1,0 +1,356 @@
+"""ChunkManager: owns the chunks' memory and carries out what the chunk table decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gemini import _C
+from gemini.chunk.chunk import Chunk, ChunkSpec
+from gemini.errors import IoError, StateError
+from gemini.offload.async_file import AsyncFile
+
+_WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
+_PREFETCHES_IN_FLIGHT = 2
+_MOVES_UNDER_PRESSURE = frozenset(
+    (_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD)
+)
+
+
+# What the table takes cheaply: no other sequence.
+TensorIds = tuple[int, ...] | list[int]
+
+
+@dataclass(frozen=True)
+class TierBudgets:
+    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked
+    file."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: str | None = None
+
+
+class ChunkManager:
+    """Chunks of one model on three tiers.
+
+    Pin chunks with :meth:`acquire`, give them back with :meth:`release`. Not thread-safe: call it from the
+    thread that trains. Transfers run on the engine's own threads and are polled.
+    """
+
+    def __init__(self, specs: Sequence[ChunkSpec], budgets: TierBudgets) -> None:
+        """Reserve addresses for every chunk and the DISK file; no chunk has content yet.
+
+        Raises:
+            IoError: the DISK directory is missing, read-only or too small.
+        """
+        self.budgets = budgets
+        total = max(sum(spec.nbytes for spec in specs), 1)  # a model may have no parameters
+        self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
+        self._space = _C.WindowSpace(total)
+        self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
+        self._arena = _C.Arena(budgets.device_bytes)
+        self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
+        self._file_bytes = total
+        self._file = self._open_file(total)
+        self._engine = _C.TransferEngine(self._file.native if self._file is not None else None)
+        self.chunks = self._build(specs)
+        self._in_flight: dict[int, _C.Action] = {}  # engine ticket -> action
+        self._sparse: set[int] = set()  # chunks that took disk space in a file that does not reserve it
+        self.stall_seconds = 0.0
+        self.park_limit_bytes = budgets.device_bytes
+        self._under_pressure = False
+        self._suspect = False  # an exception left a decision of the table perhaps half carried out
+        self._closed = False
+
+    def _open_file(self, total: int) -> AsyncFile | None:
+        if self.budgets.disk_dir is None or self.budgets.disk_bytes == 0:
+            return None
+        # With a smaller budget each chunk still has its place; only what the table admits takes disk space.
+        return AsyncFile(self.budgets.disk_dir, total, reserve=self.budgets.disk_bytes >= total)
+
+    def _build(self, specs: Sequence[ChunkSpec]) -> list[Chunk]:
+        chunks = []
+        offset = 0
+        for spec in specs:
+            host_window = self._host_space.create(spec.nbytes) if self._host_space is not None else None
+            chunk_id = self.table.add_chunk(spec.nbytes)
+            chunks.append(Chunk(chunk_id, spec, self._space.create(spec.nbytes), host_window, offset))
+            offset += spec.nbytes
+        return chunks
+
+    # -- what the runtime calls ------------------------------------------------------------------
+
+    def add_tensor(self, chunk: Chunk) -> int:
+        """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""
+        tensor: int = self.table.add_tensor(chunk.id)
+        return tensor
+
+    def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
+        """Bring the tensors' chunks to DEVICE and pin them (HOLD or FREE -> COMPUTE); block until they are
+        there.
+
+        Raises:
+            OutOfBudgetError: they do not fit DEVICE at once; nothing has changed.
+            IoError: a transfer failed; the tensors are not pinned, their content is where it was.
+        """
+        if self._suspect:
+            self._reconcile()
+        table = self.table
+        try:
+            actions = table.access(tensors) if traced else table.access_untraced(tensors)
+            if actions or not table.ready(tensors):
+                self._settle(tensors, actions)
+        except BaseException:
+            self._suspect = True
+            raise
+
+    def release(self, tensors: TensorIds, *, dirty: bool) -> None:
+        """Unpin (COMPUTE -> HOLD); ``dirty`` says that DEVICE now holds the only valid copy."""
+        if self._suspect:
+            self._reconcile()
+        try:
+            actions = self.table.release(tensors, dirty)
+            if actions:
+                self._execute(actions)
+        except BaseException:
+            self._suspect = True
+            raise
+
+    def free(self, tensors: TensorIds) -> None:
+        """Give up the tensors' content (HOLD -> FREE); a chunk without content holds no memory on any
+        tier."""
+        if self._suspect:
+            self._reconcile()
+        try:
+            actions = self.table.free(tensors)
+            if actions:
+                self._execute(actions)
+        except BaseException:
+            self._suspect = True
+            raise
+        for chunk_id in self._sparse & {self.table.chunk_of(tensor) for tensor in tensors}:
+            if _C.Tier.DISK not in self.table.held_tiers(chunk_id):
+                self._discard(self.chunks[chunk_id])
+
+    def prefetch(self) -> None:
+        """Start the transfers that the recorded order asks for next; return without waiting."""
+        try:
+            if self._in_flight:
+                self._reap()
+            actions = self.table.prefetch(_PREFETCHES_IN_FLIGHT)
+            if actions:
+                self._execute(actions)
+        except BaseException:
+            self._suspect = True
+            raise
+
+    def drain(self) -> None:
+        """Wait for every transfer under way.
+
+        Raises:
+            IoError: the first that failed, after all have ended.
+        """
+        error: IoError | None = None
+        if self._suspect:
+            self._reconcile()
+        try:
+            while self._in_flight:
+                try:
+                    self._await_completion()
+                except IoError as failed:
+                    error = error or failed
+        except BaseException:
+            self._suspect = True
+            raise
+        if error is not None:
+            raise error
+
+    def recover(self) -> None:
+        """Unpin everything after an operator that raised half-way."""
+        if self._suspect:
+            self._reconcile()
+        try:
+            actions = self.table.release_all()
+            if actions:
+                self._execute(actions)
+        except BaseException:
+            self._suspect = True
+            raise
+
+    def end_step(self) -> None:
+        """Forget the memory pressure of the step that ended."""
+        self._under_pressure = False
+
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        """Return bytes moved and seconds busy per link since construction."""
+        stats: dict[str, dict[str, float]] = self._engine.stats()
+        return stats
+
+    def arena_bytes(self) -> int:
+        """Return the DEVICE bytes in use: mapped under windows or parked for reuse."""
+        used: int = self._arena.mapped_bytes + self._arena.parked_bytes
+        return used
+
+    def address_range(self) -> tuple[int, int]:
+        """Return the first address of the windows and the first behind them."""
+        first: int = self._space.address
+        return first, first + int(self._space.reserved_bytes)
+
+    def all_on_device(self) -> bool:
+        """Say whether every chunk that has content has it on DEVICE and nothing is under way."""
+        if self._in_flight:
+            return False
+        copies = (self.table.valid_tiers(chunk.id) for chunk in self.chunks)
+        return all(_C.Tier.DEVICE in tiers or not tiers for tiers in copies)
+
+    def chunk_at(self, address: int) -> int:
+        """Return the id of the chunk whose window holds ``address``, or -1."""
+        return int(self._space.find(address))
+
+    def heal(self) -> None:
+        """Take back the poison pages that stray accesses to evicted windows left behind."""
+        self._space.heal()
+
+    def close(self) -> None:
+        """Finish transfers and return all memory and the DISK file; idempotent. Windows stay reserved."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.drain()
+        finally:
+            self._engine.close()
+            if self._file is not None:
+                self._file.close()
+            for chunk in self.chunks:
+                if chunk.window.mapped:
+                    self._arena.unmap(chunk.window, park=False)
+                if chunk.host_window is not None and chunk.host_window.mapped:
+                    self._host_arena.unmap(chunk.host_window, park=False)
+            self._arena.trim(0)
+            self._host_arena.trim(0)
+
+    # -- carrying out actions --------------------------------------------------------------------
+
+    def _settle(self, tensors: TensorIds, actions: Sequence[_C.Action]) -> None:
+        start = time.perf_counter()
+        table = self.table
+        try:
+            self._execute(actions)
+            while not table.ready(tensors):
+                self._await_completion()
+                self._execute(table.ensure(tensors))
+        except BaseException:
+            self._reconcile()
+            self.release(tensors, dirty=False)
+            raise
+        finally:
+            self.stall_seconds += time.perf_counter() - start
+
+    def _await_completion(self) -> None:
+        if not self._in_flight:
+            raise StateError("the chunk table waits for a transfer but none is in flight")
+        while not self._reap():
+            self._engine.wait_any(_WAIT_SECONDS)
+
+    def _execute(self, actions: Sequence[_C.Action]) -> None:
+        for action in actions:
+            chunk = self.chunks[action.chunk]
+            kind = action.kind
+            if kind == _C.ActionKind.ALLOCATE:
+                self._arena.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+            elif kind == _C.ActionKind.DROP:
+                self._unmap(chunk, action.from_tier)
+            else:
+                self._in_flight[self._submit(action, chunk)] = action
+            if kind in _MOVES_UNDER_PRESSURE:
+                self._under_pressure = True
+
+    def _submit(self, action: _C.Action, chunk: Chunk) -> int:
+        """Map the destination and hand the transfer to the engine; return its ticket."""
+        nbytes, window, engine = action.nbytes, chunk.window, self._engine
+        if action.kind == _C.ActionKind.FETCH:
+            self._arena.map(window)
+            return int(engine.copy(window.address, chunk.host.address, nbytes, _C.Link.H2D))
+        if action.kind == _C.ActionKind.LOAD:
+            self._arena.map(window)
+            return int(engine.read(window.address, nbytes, chunk.disk_offset, _C.Link.DISK_READ))
+        if action.kind == _C.ActionKind.EVICT:
+            self._host_arena.map(chunk.host)
+            return int(engine.copy(chunk.host.address, window.address, nbytes, _C.Link.D2H))
+        if self.budgets.disk_bytes < self._file_bytes:
+            self._sparse.add(chunk.id)
+        source = window if action.from_tier == _C.Tier.DEVICE else chunk.host
+        return int(engine.write(source.address, nbytes, chunk.disk_offset, _C.Link.DISK_WRITE))
+
+    def _reap(self) -> bool:
+        """Report finished transfers to the table; say whether there was one.
+
+        Raises:
+            IoError: a transfer failed; its action was aborted, the source is as before.
+        """
+        failed: IoError | None = None
+        completions = self._engine.poll()
+        for completion in completions:
+            action = self._in_flight.pop(completion.ticket)
+            if completion.ok:
+                self._completed(action)
+            else:
+                self._aborted(action)
+                failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
+        if failed is not None:
+            raise failed
+        return bool(completions)
+
+    def _completed(self, action: _C.Action) -> None:
+        self._take_back(action, self.table.complete(action.id))
+
+    def _aborted(self, action: _C.Action) -> None:
+        self._take_back(action, self.table.abort(action.id))
+
+    def _take_back(self, action: _C.Action, outcome: _C.Completion) -> None:
+        chunk = self.chunks[action.chunk]
+        if outcome.source_freed:
+            self._unmap(chunk, action.from_tier)
+        if outcome.destination_freed:
+            self._unmap(chunk, action.to_tier)
+
+    def _reconcile(self) -> None:
+        """Make memory what the table says after an exception, Ctrl-C included, at any point of carrying out
+        its actions.
+
+        Transfers under way end first and count as aborted: their source is as before. May be interrupted and
+            repeated.
+        """
+        self._engine.drain()
+        self._engine.poll()
+        self._in_flight.clear()
+        for chunk in self.chunks:
+            flight = self.table.flight_id(chunk.id)
+            if flight:
+                self.table.abort(flight)
+            held = self.table.held_tiers(chunk.id)
+            if _C.Tier.DEVICE not in held:
+                self._unmap(chunk, _C.Tier.DEVICE)
+            elif not chunk.window.mapped:  # its first use was interrupted: it has no content yet
+                self._arena.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+            if _C.Tier.HOST not in held:
+                self._unmap(chunk, _C.Tier.HOST)
+        self._suspect = False
+
+    def _discard(self, chunk: Chunk) -> None:
+        self._sparse.discard(chunk.id)
+        if self._file is not None:
+            self._file.discard(chunk.disk_offset, chunk.spec.nbytes)
+
+    def _unmap(self, chunk: Chunk, tier: _C.Tier) -> None:
+        """Take the memory of one copy back; DEVICE memory is parked for the next fetch while memory is
+        short."""
+        if tier == _C.Tier.DEVICE and chunk.window.mapped:
+            park = self._under_pressure and self.arena_bytes() <= self.park_limit_bytes
+            self._arena.unmap(chunk.window, park=park)
+        elif tier == _C.Tier.HOST and chunk.host_window is not None and chunk.host_window.mapped:
+            self._host_arena.unmap(chunk.host_window)

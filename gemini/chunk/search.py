@@ -1,0 +1,167 @@
+"""The chunk size that wastes least.
+
+Every candidate size is tried exactly as ``ChunkLayout.build`` would pack it, all candidates at once: one pass
+over the tensors, each step a handful of vector operations over the candidates.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gemini.chunk.layout import (
+    CHUNK_ALIGN_BYTES,
+    align_elements,
+    occupied_elements,
+    page_elements,
+    round_up,
+)
+from gemini.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MEGA = 2**20
+_DEFAULT_HIDDEN_DIM = 1024
+
+_Numels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The chosen chunk size and what it costs, in elements, and how long the search took."""
+
+    chunk_numel: int
+    wasted_numel: int
+    used_numel: int
+    seconds: float
+
+    def report(self) -> None:
+        """Write the three lines to standard output."""
+        sys.stdout.write("\n".join(self.lines()) + "\n")
+
+    def lines(self) -> tuple[str, str, str]:
+        """Return the three lines of the report; ``MB`` there means 2**20 elements, as in the seeds."""
+        used, wasted = self.used_numel / _MEGA, self.wasted_numel / _MEGA
+        percent = 100 * self.wasted_numel / max(self.used_numel + self.wasted_numel, 1)
+        return (
+            f"searching chunk configuration is completed in {self.seconds:.2f} s.",
+            f"used number: {used:.2f} MB, wasted number: {wasted:.2f} MB",
+            f"total wasted percentage is {percent:.2f}%",
+        )
+
+
+def search_chunk_size(
+    params_or_numels: torch.nn.Module | Iterable[torch.Tensor | int],
+    *,
+    search_range_mb: float = 32,
+    min_chunk_size_mb: float = 32,
+    hidden_dim: int | None = None,
+    itemsize: int = 4,
+    max_chunk_bytes: int | None = None,
+    verbose: bool = False,
+) -> SearchResult:
+    """Return the chunk size between the minimum and the minimum plus the range that wastes least.
+
+    Tensors count in the given order. Candidates are ``hidden_dim`` elements apart (None: 1024) and rounded up
+    to whole 4 KiB pages; of equals the smallest wins. ``itemsize`` is that of the smallest element of any
+    chunk kind, and the ``_mb`` (2**20 bytes) and ``_bytes`` arguments are sizes of a chunk of that kind.
+    ``max_chunk_bytes`` caps every candidate; where the minimum is above it, the range is from half of it to
+    all of it. A model that fits into the minimum gets one chunk of its own size. A tensor larger than the
+    chunk has its own and wastes padding only; whether it fits a budget is not asked here. Raises ConfigError
+    for sizes that allow no chunk at all.
+    """
+    begin = time.perf_counter()
+    numels = _numels_of(params_or_numels)
+    used_numel = sum(numels)
+    sizes = [round_up(occupied_elements(numel), align_elements(itemsize)) for numel in numels]
+    page_numel = page_elements(itemsize)
+    smallest, largest = _bounds(search_range_mb, min_chunk_size_mb, itemsize, max_chunk_bytes)
+    total = round_up(max(sum(sizes), 1), page_numel)
+    if total <= smallest:
+        candidates = np.array([total], dtype=np.int64)
+    else:
+        step = _DEFAULT_HIDDEN_DIM if hidden_dim is None else hidden_dim
+        candidates = _candidates(smallest, largest, step, page_numel)
+    slack = _slack(sizes, candidates, page_numel)
+    best = int(np.argmin(slack))
+    result = SearchResult(
+        chunk_numel=int(candidates[best]),
+        wasted_numel=int(slack[best]) + sum(sizes) - used_numel,
+        used_numel=used_numel,
+        seconds=time.perf_counter() - begin,
+    )
+    if verbose:
+        for line in result.lines():
+            logger.info("%s", line)
+    return result
+
+
+def _numels_of(params_or_numels: torch.nn.Module | Iterable[torch.Tensor | int]) -> list[int]:
+    if isinstance(params_or_numels, torch.nn.Module):
+        params_or_numels = params_or_numels.parameters()
+    numels = [item.numel() if isinstance(item, torch.Tensor) else int(item) for item in params_or_numels]
+    if min(numels, default=0) < 0:
+        raise ConfigError(f"a tensor has {min(numels)} elements; a number of elements cannot be negative")
+    return numels
+
+
+def _bounds(
+    search_range_mb: float, min_chunk_size_mb: float, itemsize: int, max_chunk_bytes: int | None
+) -> tuple[int, int]:
+    """Return the smallest and the largest chunk size in elements, whole pages both."""
+    if min_chunk_size_mb <= 0 or search_range_mb < 0:
+        raise ConfigError(
+            f"min_chunk_size_mb is {min_chunk_size_mb} and search_range_mb is {search_range_mb}; "
+            f"the minimum must be above 0 and the range not below"
+        )
+    if max_chunk_bytes is not None and max_chunk_bytes < CHUNK_ALIGN_BYTES:
+        raise ConfigError(
+            f"a chunk may have {max_chunk_bytes} bytes but the smallest possible has {CHUNK_ALIGN_BYTES}; "
+            f"raise device_bytes"
+        )
+    page_numel = page_elements(itemsize)
+    smallest = round_up(int(min_chunk_size_mb * _MEGA) // itemsize, page_numel)
+    smallest = max(smallest, page_numel)
+    largest = smallest + int(search_range_mb * _MEGA) // itemsize // page_numel * page_numel
+    if max_chunk_bytes is not None:
+        cap = max_chunk_bytes // CHUNK_ALIGN_BYTES * page_numel
+        # A cap below the minimum still leaves a range to search: half a chunk moves almost as well as a whole
+        # one.
+        smallest = smallest if smallest <= cap else round_up(cap // 2, page_numel)
+        largest = min(largest, cap)
+    return smallest, largest
+
+
+def _candidates(smallest: int, largest: int, hidden_dim: int, page_numel: int) -> _Numels:
+    if hidden_dim <= 0:
+        raise ConfigError(f"hidden_dim is {hidden_dim}; the search step must be above 0")
+    sizes = np.arange(smallest, largest + 1, hidden_dim, dtype=np.int64)
+    return np.unique(
+        -(-sizes // page_numel) * page_numel
+    )  # largest is whole pages: none is rounded beyond it
+
+
+def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numels:
+    """Return, per candidate chunk size, the elements that no aligned tensor covers."""
+    fill = np.zeros_like(candidates)  # of the open chunk
+    slack = np.zeros_like(candidates)  # of the closed chunks
+    smallest = int(candidates[0])
+    for size in sizes:
+        if size > smallest:
+            oversized = size > candidates
+            # The tensor gets a chunk of its own and ends the run, so the open chunk is cut to what it uses.
+            slack[oversized] += -fill[oversized] % page_numel + -size % page_numel
+            fill[oversized] = -size  # plus size below: nothing is open
+        fill += size
+        closes = fill > candidates
+        if closes.any():
+            slack[closes] += candidates[closes] - (fill[closes] - size)
+            fill[closes] = size
+    return slack + -fill % page_numel

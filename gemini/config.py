@@ -1,0 +1,50 @@
+"""Byte sizes as users write them: ``512MiB``, ``1.5GB``, ``4096``."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from gemini.errors import ConfigError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)} | {
+    unit.lower(): 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
+}
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)", re.ASCII)
+
+
+def parse_bytes(value: int | str | None, *, name: str = "size") -> int | None:
+    """Return a number of bytes from an int, a string such as ``"64 KiB"``, or None for None.
+
+    Units are KiB, MiB, GiB, TiB, PiB (powers of 1024) and KB, MB, GB, TB, PB (powers of 1000), in any case;
+    a number without a unit is bytes. A fraction of a byte is cut off, so that a budget never grows.
+    ``name`` is the argument the message speaks about. Raises ConfigError for everything else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{name} is {value!r}; give a number of bytes or a string such as '512MiB'")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{name} is {value}; a number of bytes cannot be negative")
+        return value
+    match = _SIZE.fullmatch(value.strip().lower())
+    factor = _FACTORS.get(match["unit"] or "b") if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"{name} is {value!r}; write it as '512MiB', '4GiB', '1.5GB' or plain bytes, not negative"
+        )
+    return int(Decimal(match["number"]) * factor)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return ``nbytes`` for people to read, in powers of 1024: ``24.0 MiB``, ``512 B``."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    scaled = float(nbytes)
+    for unit in _UNITS[1:]:
+        scaled /= 1024
+        if abs(round(scaled, 1)) < 1024:
+            return f"{scaled:.1f} {unit}"
+    return f"{scaled:.1f} {_UNITS[-1]}"

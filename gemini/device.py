@@ -1,0 +1,58 @@
+"""What the computing device is and how much memory the process may use. Leaf: the only runtime file that
+knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from gemini.errors import ConfigError
+
+# Left to the interpreter, the page cache and other processes when no budget is given.
+FREE_MARGIN = 0.10
+
+_CGROUP_FILES = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the computing device: the CPU in this release.
+
+    Raises:
+        ConfigError: for a CUDA device, which this release cannot manage yet.
+    """
+    if device is None:
+        return torch.device("cpu")
+    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if resolved.type != "cpu":
+        raise ConfigError(
+            f"device {str(resolved)!r} is not supported in this release: DEVICE is CPU memory; "
+            "pass device='cpu' or leave it out"
+        )
+    return resolved
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes this process could still take: the machine's, or the control group's if that is
+    less."""
+    free = int(psutil.virtual_memory().available)
+    for limit_file, usage_file in _CGROUP_FILES:
+        try:
+            limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and usage.isdigit():
+            free = min(free, max(0, int(limit) - int(usage)))
+    return free
+
+
+def default_budget_bytes() -> int:
+    """Return the DEVICE budget used when none is given: free memory less a margin."""
+    return int(free_memory_bytes() * (1.0 - FREE_MARGIN))

@@ -1,0 +1,7 @@
+"""Memory statistics of one iteration: what is used when, and how much memory is not the model's."""
+
+from gemini.memstats.collector import MemStatsCollector
+from gemini.memstats.monitor import FakeMonitor, MemoryMonitor, ProcessMonitor
+from gemini.memstats.trace import Trace
+
+__all__ = ["FakeMonitor", "MemStatsCollector", "MemoryMonitor", "ProcessMonitor", "Trace"]

@@ -1,0 +1,89 @@
+"""What a placement policy decides: plain data, carried out by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini.errors import OutOfBudgetError
+
+
+@dataclass(frozen=True)
+class ModelDataSize:
+    """What a policy needs to know of a model, in bytes.
+
+    ``total_bytes``: all chunks. ``working_set_bytes``: what the optimizer needs on DEVICE at once for one
+    piece of the model. ``largest_chunk_bytes``: the largest single chunk. ``operator_bytes``: the parameter
+    chunks that the submodule ``operator_name`` needs at once, the most of all submodules.
+    """
+
+    total_bytes: int
+    working_set_bytes: int
+    largest_chunk_bytes: int
+    operator_bytes: int = 0
+    operator_name: str = ""
+
+
+@dataclass(frozen=True)
+class TierCapacity:
+    """Hard byte budgets of the tiers; ``non_model_bytes`` is reserved on DEVICE at all times when given."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    non_model_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """How model data may use DEVICE during an iteration.
+
+    ``device_limit_bytes``: soft limit for model data (operands of a running operator may exceed it, never the
+    budget). ``reserve_bytes``: per moment, what the next period's non-model data needs; empty where nothing
+    was recorded. ``sample_non_model``: whether the iteration should measure non-model memory.
+    """
+
+    device_limit_bytes: int
+    reserve_bytes: tuple[int, ...] = ()
+    sample_non_model: bool = False
+
+
+def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
+    """Refuse what no placement can fit.
+
+    Raises:
+        OutOfBudgetError: with the numbers and the way out.
+    """
+    reserved = capacity.non_model_bytes or 0
+    room = capacity.device_bytes - reserved
+    if size.working_set_bytes > room:
+        raise OutOfBudgetError(
+            f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
+            f"gradients and optimizer "
+            f"states) but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model "
+            f"data; raise device_bytes to "
+            f"at least {size.working_set_bytes + reserved} or lower min_chunk_size_mb (largest chunk: "
+            f"{size.largest_chunk_bytes})"
+        )
+    if size.operator_bytes > room:
+        raise OutOfBudgetError(
+            f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
+            f"DEVICE at once "
+            f"but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data; raise "
+            f"device_bytes to at least {size.operator_bytes + reserved} or lower min_chunk_size_mb "
+            f"(largest chunk: {size.largest_chunk_bytes})"
+        )
+    if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
+        return
+    # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. A
+    # DISK that cannot take every chunk keeps the places of chunks that are elsewhere for a while, so HOST
+    # does not add to it.
+    below = capacity.disk_bytes or capacity.host_bytes
+    held = room - size.working_set_bytes - size.largest_chunk_bytes + below
+    if size.total_bytes > held:
+        raise OutOfBudgetError(
+            f"the model data is {size.total_bytes} bytes but the tiers hold {max(held, 0)} besides the "
+            f"largest update: DEVICE {room}, "
+            f"HOST {capacity.host_bytes}, DISK {capacity.disk_bytes}; raise device_bytes or host_bytes, or "
+            f"give disk_dir with "
+            f"disk_bytes of at least {size.total_bytes}"
+        )

@@ -1,0 +1,92 @@
+"""Sizes as users write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini.config import format_bytes, parse_bytes
+from gemini.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("4GiB", 4 * 2**30),
+        ("64 KiB", 64 * 2**10),
+        ("1.5GB", 1_500_000_000),
+        ("2tb", 2 * 10**12),
+        (" 7 ", 7),
+        ("0", 0),
+        ("12B", 12),
+        ("1.25KiB", 1280),
+        ("0.3KiB", 307),
+        ("9007199254740993B", 9007199254740993),
+    ],
+)
+def test_sizes_are_read_exactly_and_fractions_of_a_byte_are_cut(text: str, want: int) -> None:
+    assert parse_bytes(text) == want
+
+
+@pytest.mark.parametrize("value", [0, 1, 10**15])
+def test_an_integer_is_bytes(value: int) -> None:
+    assert parse_bytes(value) == value
+
+
+def test_none_stays_none() -> None:
+    assert parse_bytes(None) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "MiB",
+        "-1",
+        "-1MiB",
+        -1,
+        "4G",
+        "4 gigs",
+        "1,5GB",
+        "1e9",
+        "inf",
+        "nan",
+        "1_000",
+        "1..5KB",
+        ".5GB",
+        "\u0664MiB",
+        True,
+        1.5,
+        b"1",
+    ],
+)
+def test_anything_else_is_refused_with_name_and_value(value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_bytes(value, name="device_bytes")  # type: ignore[arg-type]
+    assert "device_bytes" in str(refused.value)
+    assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "want"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (24 * 2**20, "24.0 MiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (-24 * 2**20, "-24.0 MiB"),
+        (5 * 2**60, "5120.0 PiB"),
+    ],
+)
+def test_sizes_are_shown_in_the_largest_fitting_unit(nbytes: int, want: str) -> None:
+    assert format_bytes(nbytes) == want
+
+
+@given(st.integers(0, 2**50))
+def test_a_shown_size_reads_back_within_the_shown_digit(nbytes: int) -> None:
+    back = parse_bytes(format_bytes(nbytes))
+    assert back is not None
+    assert abs(back - nbytes) <= 0.05 * 1024 * max(nbytes, 1) / 1000
