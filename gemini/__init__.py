@@ -1,0 +1,38 @@
+"""gemini-runtime: train PyTorch models far larger than the memory they are given."""
+
+from __future__ import annotations
+
+from gemini.ddp import GeminiDDP
+from gemini.errors import (
+    CheckpointError,
+    ConfigError,
+    EvictedAccessError,
+    GeminiError,
+    IoError,
+    OutOfBudgetError,
+    StateError,
+)
+from gemini.optim import CPUAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
+from gemini.runtime import init_on
+from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "CPUAdam",
+    "CheckpointError",
+    "ConfigError",
+    "EvictedAccessError",
+    "GeminiAdamOptimizer",
+    "GeminiDDP",
+    "GeminiError",
+    "GeminiOptimizer",
+    "HybridAdam",
+    "IoError",
+    "OutOfBudgetError",
+    "StateError",
+    "__version__",
+    "init_on",
+    "zero_model_wrapper",
+    "zero_optim_wrapper",
+]

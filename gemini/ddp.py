@@ -1,0 +1,334 @@
+"""GeminiDDP: a module whose model data lives in chunks on DEVICE, HOST and DISK."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini import _C
+from gemini.device import resolve_device
+from gemini.errors import ConfigError
+from gemini.memstats import Trace
+from gemini.offload.mapped import MappedTensors
+from gemini.placement import PlacementPlan, PlacementPolicy
+from gemini.runtime import ManagedParameter, ManagedSlot, read_values, write_values
+from gemini.runtime.build import build_runtime
+from gemini.runtime.config import GeminiConfig
+from gemini.runtime.nested import map_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class GeminiDDP(nn.Module):
+    """Train ``module`` within byte budgets: its parameters, gradients and optimizer states move between tiers
+    as needed.
+
+    The module is changed in place: its parameters keep their identity and become managed. Use the wrapper
+    like the module; ``loss.backward()`` is legal. Pair it with :class:`gemini.GeminiOptimizer`. May be used
+    as a context manager.
+
+    Args:
+        module: the model, on ``cpu`` or ``meta`` (see :func:`gemini.init_on`).
+        device: the computing device; the CPU in this release.
+        placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
+            methods.
+        pin_memory: whether HOST memory is page-locked; there is nothing to lock for without a GPU, so
+            ``True`` changes nothing here.
+        search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
+            ``device_bytes`` could not hold the chunks of one update.
+        mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
+            kept).
+        device_bytes, host_bytes, disk_bytes: hard budgets, an int or text such as ``"512MiB"``.
+        disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
+        non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
+        force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
+        strict_ddp_mode: every rank runs the same operators in the same order; holds trivially for one
+            process.
+        process_group: ``None``: one process.
+        memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
+            warmup is skipped when it was recorded with this layout.
+        config: a :class:`GeminiConfig` that replaces all of the above from ``placement_policy`` on.
+        verbose: print the result of the chunk-size search.
+
+    Raises:
+        OutOfBudgetError: the model cannot fit the budgets; nothing was changed.
+        ConfigError, IoError: see the message.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str | int | None = None,
+        placement_policy: str | PlacementPolicy = "auto",
+        *,
+        pin_memory: bool | None = None,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        mixed_precision: str | torch.dtype | None = None,
+        device_bytes: int | str | None = None,
+        host_bytes: int | str | None = None,
+        disk_dir: str | None = None,
+        disk_bytes: int | str | None = None,
+        non_model_bytes: int | str | None = None,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        process_group: object | None = None,
+        memstats: Trace | None = None,
+        config: GeminiConfig | None = None,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__()
+        resolve_device(device)
+        if process_group is not None:
+            raise ConfigError("process_group: this release manages one process; leave it out")
+        self.config = config or GeminiConfig.from_options(
+            placement_policy=placement_policy,
+            search_range_mb=search_range_mb,
+            hidden_dim=hidden_dim,
+            min_chunk_size_mb=min_chunk_size_mb,
+            mixed_precision=mixed_precision,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk_dir=disk_dir,
+            disk_bytes=disk_bytes,
+            non_model_bytes=non_model_bytes,
+            force_outputs_fp32=force_outputs_fp32,
+            memstats=memstats,
+            verbose=verbose,
+        )
+        self.storage, self.manager, self._search = build_runtime(module, self.config)
+        self.module = module
+        if self.config.precision is not None:
+            _cast_buffers(module, self.config.precision)
+        self.manager.expects_scaled_loss = self.config.precision == torch.float16
+        if self.config.verbose:
+            self._search.report()
+
+    # -- training --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; floating-point inputs are cast to the compute precision first."""
+        precision = self.config.precision
+        if precision is not None:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: _cast(tensor, precision))
+        with self.manager.forward_pass(torch.is_grad_enabled()):
+            outputs = self.module(*args, **kwargs)
+        if precision is not None and self.config.force_outputs_fp32:
+            outputs = map_tensors(outputs, lambda tensor: _cast(tensor, torch.float32))
+        return outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run ``loss.backward()``; gradients end up in chunks."""
+        loss.backward()
+
+    def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
+        """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
+        needed, self.manager.expects_scaled_loss = self.manager.expects_scaled_loss, False
+        try:
+            self.backward(loss.float() * scale)
+        finally:
+            self.manager.expects_scaled_loss = needed
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without synchronizing them; with one process there is nothing to
+        synchronize."""
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up all gradients, or fill them with zeros; also what to call after a step that raised, before
+        repeating it."""
+        self.manager.recover()
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
+            for param in self.module.parameters():
+                param.grad = None
+        for slot in self.storage.slots.values():
+            if set_to_none:
+                slot.free_grad()
+            elif slot.grad is not None:
+                slot.grad.fill_zero()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the module's state as ordinary full tensors (fp32 for managed weights), under the module's
+        own names.
+
+        Streamed: one parameter at a time is on DEVICE. With a DISK tier the tensors are mapped from a file
+        there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
+        in memory.
+        """
+        state: dict[str, Any] = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
+        managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
+        export = self._exporter(
+            sum(p.numel() * max(4, p.element_size()) for p in managed.values()), len(managed)
+        )
+        full: dict[int, torch.Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, ManagedParameter):
+                if id(value) not in full:
+                    full[id(value)] = self.full_value(value._slot, export)
+                state[key] = full[id(value)]
+            elif isinstance(value, torch.Tensor):
+                state[key] = value.detach()
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy weights into the chunks, one parameter at a time; fp32 masters take the values before any
+        cast.
+
+        Raises:
+            ConfigError: with ``assign=True``, or for a shape that does not match; nothing was changed.
+            RuntimeError: names are missing or unexpected and ``strict``, as in torch.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True) cannot re-point managed parameters; use assign=False"
+            )
+        own = self.module.state_dict(keep_vars=True)
+        managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
+        for key in [
+            key for key, value in own.items() if isinstance(value, torch.Tensor) and key in state_dict
+        ]:
+            _check_loadable(key, state_dict[key], own[key])
+        missing = [key for key in own if key not in state_dict]
+        unexpected = [key for key in state_dict if key not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {unexpected}")
+        with torch.no_grad():
+            for key, param in managed.items():
+                if key in state_dict:
+                    write_values(param._slot, state_dict[key], self.manager)
+        rest = {key: value for key, value in state_dict.items() if key in own and key not in managed}
+        self.module.load_state_dict(rest, strict=False)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def full_value(self, slot: ManagedSlot, export: MappedTensors | None = None) -> torch.Tensor:
+        """Return a copy of a parameter in fp32: of its master where it has one."""
+        value = read_values(slot, self.manager)
+        value = value.float() if value.dtype.itemsize < 4 else value
+        return export.copy(value) if export else value
+
+    def _exporter(self, capacity_bytes: int, num_tensors: int) -> MappedTensors | None:
+        directory = self.manager.chunks.budgets.disk_dir
+        return MappedTensors(directory, capacity_bytes, num_tensors) if directory is not None else None
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
+        keys)."""
+        chunks = self.manager.chunks
+        table = chunks.table
+        tiers = _tiers(table)
+        tiers["device"]["bytes"] += sum(
+            s.grad.loose_bytes for s in self.storage.slots.values() if s.grad is not None
+        )
+        links = chunks.link_stats()
+        size = self.manager.context.size
+        return {
+            **tiers,
+            **{link: links[link] for link in ("h2d", "d2h", "disk_read", "disk_write")},
+            "stall_seconds": chunks.stall_seconds,
+            "step": self.manager.step,
+            "warmup": self.manager.is_warmup,
+            "num_chunks": len(chunks.chunks),
+            "wasted_bytes": self._wasted_bytes(),
+            "model_data_bytes": size.total_bytes,
+        }
+
+    def plan(self) -> PlacementPlan:
+        """Return the plan in force: how much of DEVICE model data may take at each moment."""
+        return self.manager.plan
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the fill of each tier at every moment of the last complete step."""
+        reserve = self.manager.trace.non_model_bytes if self.manager.trace is not None else ()
+        return [
+            {
+                "moment": moment,
+                "phase": phase,
+                "device_bytes": device,
+                "host_bytes": host,
+                "disk_bytes": disk,
+                "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
+            }
+            for moment, (phase, device, host, disk) in enumerate(self.manager.timeline())
+        ]
+
+    def memstats(self) -> Trace | None:
+        """Return the recorded iteration, or None before the first step has ended."""
+        return self.manager.trace
+
+    def _wasted_bytes(self) -> int:
+        used = sum(slot.param_view.numel() for slot in self.storage.slots.values())
+        held = sum(group.param.spec.numel for group in self.storage.groups)
+        return (held - used) * 4
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent."""
+        self.manager.close()
+
+    def __enter__(self) -> GeminiDDP:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:
+        """Refuse ``double()``, ``to("meta")`` and the like before anything changes; what would change nothing
+        is allowed."""
+        for param in self.module.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+                raise ConfigError(
+                    f"a managed model stays {param.dtype} on {param.device}: its memory is laid out once, "
+                    f"when it is wrapped; choose "
+                    "mixed_precision and device there"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GeminiDDP:
+        raise ConfigError(
+            "a GeminiDDP cannot be copied: its memory is under one budget; copy.deepcopy(model.module) "
+            "gives an ordinary, unmanaged model"
+        )
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _check_loadable(key: str, value: Any, target: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{key!r} is a {type(value).__name__} in the state but a tensor in the model")
+    if value.shape != target.shape:
+        raise ConfigError(
+            f"{key!r} has shape {tuple(value.shape)} in the state but {tuple(target.shape)} in the model"
+        )
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(owner, name, buffer.to(dtype))
+
+
+def _tiers(table: Any) -> dict[str, dict[str, int]]:
+    named = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
+    return {
+        name: {"bytes": table.usage(tier), "peak_bytes": table.peak(tier), "budget_bytes": table.budget(tier)}
+        for name, tier in named.items()
+    }

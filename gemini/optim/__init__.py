@@ -1,0 +1,7 @@
+"""Optimizers: Adam at the memory limit on plain parameters, and over the chunks of a managed model."""
+
+from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
+from gemini.optim.hybrid_adam import HybridAdam
+
+__all__ = ["CPUAdam", "GeminiAdamOptimizer", "GeminiOptimizer", "HybridAdam"]

@@ -1,0 +1,272 @@
+"""GeminiOptimizer: Adam over chunks, one state piece at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gemini.chunk import ChunkKind
+from gemini.ddp import GeminiDDP
+from gemini.errors import ConfigError
+from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.gradients import scaled, then_clamp, then_multiply, total_norm, visit_gradients
+from gemini.optim.hybrid_adam import HybridAdam
+from gemini.optim.kernels import AdamHyper, GradScale, adam_update
+from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.state_exchange import export_state, import_state
+from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot, StatePiece
+
+logger = logging.getLogger(__name__)
+
+
+class GeminiOptimizer(torch.optim.Optimizer):
+    """Run the Adam of ``optim`` on the chunks of ``model``.
+
+    Shares the parameter groups of ``optim``, so schedulers may hold either. :meth:`step` consumes the
+    gradients: their memory is given back and ``param.grad`` is None afterwards.
+
+    Args:
+        optim: a CPUAdam or HybridAdam over parameters of ``model`` (made before or after wrapping).
+        max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
+            loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
+
+    Raises:
+        ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
+    """
+
+    def __init__(
+        self,
+        optim: CPUAdam | HybridAdam,
+        model: GeminiDDP,
+        *,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+    ) -> None:
+        if not isinstance(optim, CPUAdam):
+            raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
+        _check_parameters(optim, model)
+        if optim.disk_fraction > 0 and model.manager.chunks.budgets.disk_dir is None:
+            raise ConfigError(
+                "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
+                "device_bytes=...) to GeminiDDP "
+                "instead of nvme_offload_fraction to the optimizer"
+            )
+        super().__init__(optim.param_groups, optim.defaults)
+        self.model = model
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.steps: dict[ManagedSlot, int] = {}
+        fp16 = model.config.precision == torch.float16
+        scale = LossScaleConfig(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
+        self.loss_scale = LossScale(scale) if fp16 else None
+        self._scale = GradScale()
+        self._clipped = False
+
+    # -- one iteration ---------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of ``loss``, scaled under fp16."""
+        if self.loss_scale is not None:
+            self.model.backward_scaled(loss, self.loss_scale.scale)
+        else:
+            self.model.backward(loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up the gradients."""
+        self.model.zero_grad(set_to_none)
+        self._forget_scale()
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
+
+        Same numbers as ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. The factor is applied inside the
+        update, not written to the gradients.
+        """
+        norm = self._global_norm(norm_type or self.norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._scale = then_multiply(self._scale, float(factor))
+        self._clipped = True
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        after = then_clamp(self._unscaled(), clip_value)
+        if after is None:
+            before = self._unscaled()
+            visit_gradients(
+                self.model.storage,
+                self.model.manager,
+                lambda _slot, grad: grad.copy_(scaled(grad, before)),
+                writes=True,
+            )
+            after = GradScale(1.0, clip_value, 1.0)
+        self._scale = after
+        self._clipped = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; end the iteration.
+
+        Under fp16 a step whose gradients overflowed is skipped and the loss scale backs off.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.max_norm > 0 and not self._clipped:
+            self.clip_grad_by_norm(self.max_norm)
+        overflowed = self.loss_scale is not None and not math.isfinite(float(self._global_norm(math.inf)))
+        if not overflowed:
+            self._update()
+        self.model.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed)
+        self._forget_scale()
+        self.model.manager.end_step()
+        return loss
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in ``torch.optim.AdamW``'s format, plus the loss scale under fp16.
+
+        Streamed as :meth:`GeminiDDP.state_dict`.
+        """
+        state = export_state(self)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in ``torch.optim.AdamW``'s format.
+
+        Raises:
+            ConfigError: groups or shapes do not match; nothing was changed.
+        """
+        import_state(self, state_dict)
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _unscaled(self) -> GradScale:
+        """Return the pending transform, with the loss scale taken out first."""
+        if self.loss_scale is None or self._clipped:
+            return self._scale
+        return GradScale(pre_scale=1.0 / self.loss_scale.scale)
+
+    def _forget_scale(self) -> None:
+        self._scale = GradScale()
+        self._clipped = False
+
+    def _global_norm(self, norm_type: float) -> torch.Tensor:
+        self._scale = self._unscaled()
+        order = [
+            param._slot for param in self.model.module.parameters() if isinstance(param, ManagedParameter)
+        ]
+        return total_norm(self.model.storage, self.model.manager, order, norm_type, self._scale)
+
+    def _update(self) -> None:
+        manager = self.model.manager
+        manager.phase = "optimizer"
+        scale = self._unscaled()
+        hypers = {
+            param._slot: AdamHyper.from_group(group)
+            for group in self.param_groups
+            for param in group["params"]
+        }
+        for group in self.model.storage.trainable_groups():
+            slots = [slot for slot in group.slots if slot.has_grad and slot in hypers]
+            for slot in slots:
+                self.steps[slot] = self.steps.get(slot, 0) + 1
+            rewritten = {slot for slot in slots if manager.take_written(slot.param_ref.tensors[0])}
+            for piece in group.pieces:
+                self._update_piece(group, piece, slots, hypers, scale, rewritten)
+            for slot in slots:
+                slot.free_grad()
+
+    def _update_piece(
+        self,
+        group: ChunkGroup,
+        piece: StatePiece,
+        slots: Sequence[ManagedSlot],
+        hypers: dict[ManagedSlot, AdamHyper],
+        scale: GradScale,
+        rewritten: set[ManagedSlot],
+    ) -> None:
+        """Update the elements of ``piece``, everything they need pinned at once."""
+        touched = [slot for slot in slots if slot.start < piece.stop and piece.start < slot.stop]
+        if not touched:
+            return
+        written = [slot.param_ref.tensors[0] for slot in touched] + list(piece.tensors.values())
+        grads = [tensor for slot in touched for tensor in slot.trainable_grad.tensors]
+        with self.model.manager.operator(written + grads, written), torch.no_grad():
+            for slot in touched:
+                start, stop = slot.overlapping(piece)
+                param = group.param.tensor[start:stop]
+                half_out = None
+                if piece.has(ChunkKind.MASTER):
+                    half_out, param = param, piece.flat(ChunkKind.MASTER, start, stop)
+                    if slot in rewritten:
+                        param.copy_(half_out)
+                adam_update(
+                    param,
+                    slot.trainable_grad.flat(start - slot.start, stop - slot.start),
+                    piece.flat(ChunkKind.EXP_AVG, start, stop),
+                    piece.flat(ChunkKind.EXP_AVG_SQ, start, stop),
+                    hypers[slot],
+                    self.steps[slot],
+                    half_out=half_out,
+                    pre_scale=scale.pre_scale,
+                    clip_value=scale.clip_value,
+                    post_scale=scale.post_scale,
+                )
+
+
+def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
+    for index, group in enumerate(optim.param_groups):
+        for param in group["params"]:
+            if type(param) is not ManagedParameter or param._slot not in model.storage.slots.values():
+                raise ConfigError(
+                    f"group {index} of the optimizer holds a parameter of shape {tuple(param.shape)} that "
+                    f"the model does not manage; "
+                    "build the optimizer from the wrapped model's parameters"
+                )
+
+
+class GeminiAdamOptimizer(GeminiOptimizer):
+    """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
+    max_norm=1.0)``."""
+
+    _OWN = frozenset(
+        [
+            "max_norm",
+            "norm_type",
+            "initial_scale",
+            "min_scale",
+            "growth_factor",
+            "backoff_factor",
+            "growth_interval",
+            "hysteresis",
+            "max_scale",
+        ]
+    )
+
+    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
+        """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
+        own = {name: defaults.pop(name) for name in list(defaults) if name in self._OWN}
+        params = [param for param in model.parameters() if param.requires_grad]
+        super().__init__(HybridAdam(params, **defaults), model, **own)

@@ -1,0 +1,76 @@
+"""Global operations on gradients that live in chunks: finite check, norm, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gemini.optim.kernels import GradScale
+from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
+
+
+def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
+    """Return the gradient in fp32 as the optimizer kernel will see it; the input itself when nothing
+    changes."""
+    grad = grad.float()
+    if scale.pre_scale != 1.0:
+        grad = grad * scale.pre_scale
+    if scale.clip_value != math.inf:
+        grad = grad.clamp(-scale.clip_value, scale.clip_value)
+    return grad * scale.post_scale if scale.post_scale != 1.0 else grad
+
+
+def then_multiply(scale: GradScale, factor: float) -> GradScale:
+    """Return ``scale`` followed by a multiplication."""
+    return GradScale(scale.pre_scale, scale.clip_value, scale.post_scale * factor)
+
+
+def then_clamp(scale: GradScale, value: float) -> GradScale | None:
+    """Return ``scale`` followed by a clamp, or None when its three numbers cannot say it."""
+    if scale.clip_value != math.inf or (scale.post_scale != 1.0 and scale.pre_scale != 1.0):
+        return None
+    return GradScale(scale.pre_scale * scale.post_scale, value, 1.0)
+
+
+def visit_gradients(
+    storage: ModelStorage,
+    manager: GeminiManager,
+    visit: Callable[[ManagedSlot, torch.Tensor], object],
+    *,
+    writes: bool = False,
+) -> None:
+    """Call ``visit(slot, gradient)`` for every gradient there is, chunk by chunk, each pinned meanwhile."""
+    for group in storage.trainable_groups():
+        slots = [slot for slot in group.slots if slot.has_grad]
+        tensors = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
+        with manager.operator(tensors, tensors if writes else ()), torch.no_grad():
+            for slot in slots:
+                visit(slot, slot.trainable_grad.value)
+
+
+def total_norm(
+    storage: ModelStorage,
+    manager: GeminiManager,
+    order: Sequence[ManagedSlot],
+    norm_type: float,
+    scale: GradScale,
+) -> torch.Tensor:
+    """Return the norm of all gradients, scaled, as one vector, with the bits of
+    ``torch.nn.utils.get_total_norm``.
+
+    ``order`` is the order in which the per-parameter norms are combined. Extra memory: one parameter in fp32
+    where the gradient is 16-bit or scaled.
+    """
+    norms: dict[ManagedSlot, torch.Tensor] = {}
+
+    def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
+        norms[slot] = torch.linalg.vector_norm(scaled(grad, scale), norm_type)
+
+    visit_gradients(storage, manager, measure)
+    if not norms:
+        return torch.tensor(0.0)
+    each = torch.stack([norms[slot] for slot in order if slot in norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    return norm

@@ -1,0 +1,71 @@
+"""Dynamic loss scale for fp16: as large as gradients allow without overflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """``growth_interval``: clean steps before growth. ``hysteresis``: overflows in a row of bad luck that are
+    forgiven less one."""
+
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ConfigError(
+                f"loss scale: need 0 < min_scale ({self.min_scale}) <= initial_scale ({self.initial_scale}) "
+                f"<= max_scale ({self.max_scale})"
+            )
+        if (
+            self.growth_factor <= 1
+            or not 0 < self.backoff_factor < 1
+            or self.growth_interval < 1
+            or self.hysteresis < 1
+        ):
+            raise ConfigError(
+                "loss scale: growth_factor must exceed 1, backoff_factor lie in (0, 1), growth_interval and "
+                "hysteresis be at least 1"
+            )
+
+
+class LossScale:
+    """The scale in force; :meth:`update` it once per step with whether a gradient overflowed."""
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self.scale = float(config.initial_scale)
+        self._clean_steps = 0
+        self._forgiven = config.hysteresis
+
+    def update(self, overflowed: bool) -> None:
+        """Back off after ``hysteresis`` overflows, grow after ``growth_interval`` clean steps."""
+        config = self._config
+        if overflowed:
+            self._clean_steps = 0
+            self._forgiven -= 1
+            if self._forgiven <= 0:
+                self.scale = max(config.min_scale, self.scale * config.backoff_factor)
+            return
+        self._clean_steps += 1
+        if self._clean_steps == config.growth_interval:
+            self._clean_steps = 0
+            self._forgiven = config.hysteresis
+            self.scale = min(config.max_scale, self.scale * config.growth_factor)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "clean_steps": self._clean_steps, "forgiven": self._forgiven}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self._clean_steps = int(state["clean_steps"])
+        self._forgiven = int(state["forgiven"])

@@ -1,0 +1,103 @@
+"""Optimizer states in and out of chunks, in the format of torch's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini.chunk import ChunkKind
+from gemini.errors import ConfigError
+from gemini.offload.mapped import MappedTensors
+from gemini.runtime import ManagedSlot
+
+if TYPE_CHECKING:
+    from gemini.optim.gemini_optimizer import GeminiOptimizer
+
+_MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
+
+
+def read_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind) -> torch.Tensor:
+    """Return a copy of one state of a parameter, in the parameter's shape, fp32."""
+    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
+    flat = torch.as_strided(full, (full.numel(),), (1,))
+    for piece in slot.group.pieces:
+        start, stop = slot.overlapping(piece)
+        if start < stop:
+            with optimizer.model.manager.operator((piece.tensors[kind],)):
+                flat[start - slot.start : stop - slot.start] = piece.flat(kind, start, stop)
+    return full
+
+
+def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, values: torch.Tensor) -> None:
+    """Copy ``values`` (the parameter's shape) into one state of a parameter."""
+    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
+    full.copy_(values)
+    flat = torch.as_strided(full, (full.numel(),), (1,))
+    for piece in slot.group.pieces:
+        start, stop = slot.overlapping(piece)
+        if start < stop:
+            tensors = (piece.tensors[kind],)
+            with optimizer.model.manager.operator(tensors, tensors):
+                piece.flat(kind, start, stop).copy_(flat[start - slot.start : stop - slot.start])
+
+
+def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
+    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does."""
+    slots = _slots_in_order(optimizer)
+    directory = optimizer.model.manager.chunks.budgets.disk_dir
+    capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
+    export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for index, slot in enumerate(slots):
+        if slot not in optimizer.steps:
+            continue
+        state[index] = {"step": torch.tensor(float(optimizer.steps[slot]))}
+        for name, kind in _MOMENTS.items():
+            value = read_state(optimizer, slot, kind)
+            state[index][name] = export.copy(value) if export is not None else value
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        count = len(group["params"])
+        groups.append({**settings, "params": list(range(first, first + count))})
+        first += count
+    return {"state": state, "param_groups": groups}
+
+
+def import_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> None:
+    """Take over what :func:`export_state` or a torch Adam returned. Raises ConfigError before anything
+    changes."""
+    groups = state_dict["param_groups"]
+    lengths = [len(group["params"]) for group in groups]
+    if lengths != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ConfigError(f"the state has parameter groups of {lengths} parameters; the optimizer's differ")
+    slots = _slots_in_order(optimizer)
+    keys = [key for group in groups for key in group["params"]]
+    state = {
+        slot: state_dict["state"][key]
+        for slot, key in zip(slots, keys, strict=True)
+        if key in state_dict["state"]
+    }
+    for slot, entry in state.items():
+        for name in _MOMENTS:
+            if tuple(entry[name].shape) != tuple(slot.param_view.shape):
+                raise ConfigError(
+                    f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "
+                    f"{tuple(slot.param_view.shape)}"
+                )
+    with torch.no_grad():
+        for slot in optimizer.steps.keys() - state.keys():  # torch replaces all states: this one starts anew
+            for kind in _MOMENTS.values():
+                write_state(optimizer, slot, kind, torch.zeros(()))
+        optimizer.steps = {slot: int(entry["step"]) for slot, entry in state.items()}
+        for slot, entry in state.items():
+            for name, kind in _MOMENTS.items():
+                write_state(optimizer, slot, kind, entry[name])
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in loaded.items() if key in group and key != "params"})
+
+
+def _slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+    return [param._slot for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,78 @@
+"""Reading optimizer states made by torch or by us, without losing a bit and without aliasing them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, StateDict
+
+from gemini.errors import ConfigError
+
+from .kernels import ordered_like
+
+# Keys of torch's groups that mean nothing here once the two that change results are known to be off.
+_UNSUPPORTED = ("amsgrad", "maximize")
+_TORCH_ONLY = (*_UNSUPPORTED, "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, eq=False)
+class _Box:
+    """Hides a value from ``Optimizer.load_state_dict``, which casts every tensor it sees."""
+
+    value: Any
+
+
+def refuse_unsupported(group: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a group asks for a variant of Adam that the kernel does not do."""
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ConfigError(f"{name}=True is not supported; use torch.optim.AdamW for it")
+
+
+def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Check a state dict and box its values (a load_state_dict pre-hook)."""
+    for group in state_dict["param_groups"]:
+        refuse_unsupported(group)
+    boxed = {}
+    for key, state in state_dict["state"].items():
+        missing = [name for name in _STATE_KEYS if name not in state]
+        if state and missing:
+            raise ConfigError(f"the state of parameter {key} has no {', '.join(missing)}: not an Adam state")
+        boxed[key] = {name: _Box(value) for name, value in state.items()}
+    return {**state_dict, "state": boxed}
+
+
+def unboxed_state(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+    """Return the states with fp32 moments in their parameters' memory order; boxed ones are copied."""
+    result: defaultdict[Any, Any] = defaultdict(dict)
+    for param, values in state.items():
+        result[param] = {name: _unboxed(param, name, value) for name, value in values.items()}
+    return result
+
+
+def complete_groups(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Give groups that torch made our keys, and take away those that have no meaning here."""
+    for group in groups:
+        decoupled = group.get("decoupled_weight_decay", defaults["adamw_mode"])
+        group.setdefault("adamw_mode", decoupled)
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        for name in _TORCH_ONLY:
+            group.pop(name, None)
+
+
+def _unboxed(param: Any, name: str, boxed: Any) -> Any:
+    value = boxed.value if isinstance(boxed, _Box) else boxed
+    if name == "step":
+        return torch.tensor(float(value), dtype=torch.float32)
+    if not isinstance(value, torch.Tensor) or not isinstance(param, torch.Tensor):
+        return value
+    if name not in _STATE_KEYS:
+        return value.clone() if boxed is not value else value
+    ordered = ordered_like(value, param, torch.float32)
+    return ordered.clone() if ordered is value and boxed is not value else ordered

@@ -1,0 +1,36 @@
+"""The runtime: managed parameters, the memory manager of a model, and the move of a module into chunks."""
+
+from gemini.runtime.adopt import adopt_module, read_values, refresh_master, unique_parameters, write_values
+from gemini.runtime.gemini_mgr import GeminiManager, PlacementContext
+from gemini.runtime.init import init_on
+from gemini.runtime.param import ManagedParameter, ManagedTensor
+from gemini.runtime.storage import (
+    ChunkGroup,
+    GroupSpec,
+    ManagedSlot,
+    ModelStorage,
+    StatePiece,
+    model_data_sizes,
+)
+from gemini.runtime.tensor_mgr import StatefulTensorMgr, TensorState
+
+__all__ = [
+    "ChunkGroup",
+    "GeminiManager",
+    "GroupSpec",
+    "ManagedParameter",
+    "ManagedSlot",
+    "ManagedTensor",
+    "ModelStorage",
+    "PlacementContext",
+    "StatePiece",
+    "StatefulTensorMgr",
+    "TensorState",
+    "adopt_module",
+    "init_on",
+    "model_data_sizes",
+    "read_values",
+    "refresh_master",
+    "unique_parameters",
+    "write_values",
+]

@@ -1,0 +1,242 @@
+"""Moving a module's parameters into chunks, one parameter at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gemini.chunk import ChunkKind
+from gemini.errors import ConfigError, GeminiError
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.param import ManagedParameter, make_managed, make_plain
+from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
+
+logger = logging.getLogger(__name__)
+
+
+def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter once, by its first name, in initialization order.
+
+    Raises:
+        ConfigError: a parameter cannot be managed (not floating point, not strided, or managed already), or a
+            submodule on ``meta`` does not say how to initialize its own.
+    """
+    for name, owner in module.named_modules():
+        if _is_on_meta(owner) and not hasattr(owner, "reset_parameters"):
+            raise ConfigError(
+                f"submodule {name or 'the model itself'!r} ({type(owner).__name__}) is on 'meta' but has no "
+                f"reset_parameters(); add one "
+                "that initializes its parameters and buffers, or build the model on 'cpu'"
+            )
+    for name, param in module.named_parameters():
+        if isinstance(param, ManagedParameter):
+            raise ConfigError(f"parameter {name!r} is managed already; unwrap its model or build a new one")
+        if not param.is_floating_point() or param.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {name!r} is {param.dtype} with layout {param.layout}; only dense floating-point "
+                f"parameters are managed"
+            )
+        if param.device.type not in ("cpu", "meta"):
+            raise ConfigError(f"parameter {name!r} is on {param.device}; build the model on 'cpu' or 'meta'")
+        yield name, param
+
+
+def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
+    """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
+    way.
+
+    The original memory of each parameter is given back before the next is adopted. Extra memory: the
+    parameters of one submodule. Without gradients recorded.
+
+    Raises:
+        ConfigError: a submodule on ``meta`` shares a parameter with one that was initialized before it.
+        OutOfBudgetError, IoError: the tiers could not take the parameters. They are ordinary ones again,
+            initialized where they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast
+            values.
+    """
+    storage.register(manager)
+    adopted: list[_Adopted] = []
+    try:
+        with torch.no_grad():
+            for name, owner in module.named_modules():  # the order in which torch initializes
+                if _is_on_meta(owner):
+                    _materialize(name, owner, module)
+                for key, param in owner.named_parameters(prefix=name, recurse=False):
+                    if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
+                        adopted.append(_adopt(param, storage.slots[key], manager))
+    except BaseException:
+        _release_adopted(adopted, manager)
+        raise
+
+
+def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
+    """Copy ``values`` (shape of the parameter, any float dtype) into the parameter and, if there is one, its
+    fp32 master."""
+    with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
+        slot.param_view.copy_(values)
+    manager.take_written(slot.param_ref.tensors[0])  # the master follows right here, uncast
+    pieces = _master_pieces(slot)
+    if not pieces:
+        return
+    flat = _memory_order(slot, values)
+    for piece in pieces:
+        start, stop = slot.overlapping(piece)
+        tensors = (piece.tensors[ChunkKind.MASTER],)
+        with manager.operator(tensors, tensors):
+            piece.flat(ChunkKind.MASTER, start, stop).copy_(flat[start - slot.start : stop - slot.start])
+
+
+@torch.no_grad()
+def read_values(slot: ManagedSlot, manager: GeminiManager) -> torch.Tensor:
+    """Return a copy of the parameter, of its fp32 master where it has one, in the parameter's own memory
+    layout."""
+    pieces = _master_pieces(slot)
+    if not pieces:
+        with manager.operator(slot.param_ref.tensors):
+            return slot.param_view.clone()
+    refresh_master(slot, manager)
+    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
+    flat = torch.as_strided(full, (full.numel(),), (1,))
+    for piece in pieces:
+        start, stop = slot.overlapping(piece)
+        with manager.operator((piece.tensors[ChunkKind.MASTER],)):
+            flat[start - slot.start : stop - slot.start] = piece.flat(ChunkKind.MASTER, start, stop)
+    return full
+
+
+def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
+    """Copy a 16-bit parameter to its fp32 master if user code wrote to it since the last update; else do
+    nothing.
+
+    Raises:
+        OutOfBudgetError, IoError: a chunk cannot be had; the master still counts as not up to date.
+    """
+    tensor = slot.param_ref.tensors[0]
+    if not manager.take_written(tensor):
+        return
+    try:
+        for piece in _master_pieces(slot):
+            start, stop = slot.overlapping(piece)
+            master = piece.tensors[ChunkKind.MASTER]
+            with manager.operator((tensor, master), (master,)), torch.no_grad():
+                piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.param.tensor[start:stop])
+    except BaseException:
+        manager.note_written((tensor,))
+        raise
+
+
+def _master_pieces(slot: ManagedSlot) -> list[StatePiece]:
+    """Return the state pieces that hold a part of the parameter's master."""
+    pieces = [piece for piece in slot.group.pieces if piece.has(ChunkKind.MASTER)]
+    return [piece for piece in pieces if slot.start < piece.stop and piece.start < slot.stop]
+
+
+def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` flat, in the order in which the parameter's elements lie in memory."""
+    if slot.param_view.is_contiguous():
+        return values.reshape(-1)
+    laid_out = torch.empty_strided(slot.param_view.shape, slot.param_view.stride(), dtype=values.dtype)
+    laid_out.copy_(values)
+    return torch.as_strided(laid_out, (laid_out.numel(),), (1,))
+
+
+def _is_on_meta(owner: nn.Module) -> bool:
+    """Say whether a parameter or buffer that the submodule itself holds is on ``meta``."""
+    return any(p.is_meta for p in owner.parameters(recurse=False)) or any(
+        b.is_meta for b in owner.buffers(recurse=False)
+    )
+
+
+def _materialize(name: str, owner: nn.Module, module: nn.Module) -> None:
+    """Give a submodule of ``module`` on ``meta`` real parameters and buffers and let it initialize them."""
+    for key, param in list(owner.named_parameters(recurse=False)):
+        if param.is_meta:
+            real = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+            _replace(param, real, module)
+        elif isinstance(param, ManagedParameter):
+            raise ConfigError(
+                f"parameter {key!r} of {name!r} is tied to a submodule that was initialized before it; "
+                f"build the model on 'cpu', or tie "
+                "parameters only between submodules that have no others"
+            )
+    for key, buffer in list(owner.named_buffers(recurse=False)):
+        if buffer.is_meta:
+            setattr(owner, key, torch.empty_like(buffer, device="cpu"))
+    owner.reset_parameters()  # type: ignore[operator]
+
+
+def _replace(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
+    """Put ``real`` in the place of ``param``, which keeps its identity unless something refers to it weakly
+    (recurrent modules)."""
+    try:
+        torch.utils.swap_tensors(param, real)
+    except RuntimeError:
+        for owner in module.modules():
+            for key, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if held is param:
+                    setattr(owner, key, real)
+
+
+@dataclass(frozen=True)
+class _Adopted:
+    """What it takes to make a parameter an ordinary one again."""
+
+    param: nn.Parameter
+    slot: ManagedSlot
+    dtype: torch.dtype
+    hook: RemovableHandle | None
+
+
+def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
+    dtype, hook = param.dtype, None
+    write_values(slot, param.data, manager)
+    param.grad = None
+    param.data = slot.param_view
+    if slot.grad is not None:
+        hook = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
+        # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
+        hooks = param._post_accumulate_grad_hooks
+        for key in [key for key in hooks if key != hook.id]:
+            hooks[key] = hooks.pop(key)
+    make_managed(param, slot.param_ref, slot)
+    return _Adopted(param, slot, dtype, hook)
+
+
+@torch.no_grad()
+def _release_adopted(adopted: Sequence[_Adopted], manager: GeminiManager) -> None:
+    """Make the parameters ordinary ones with memory of their own. One that cannot be read stays managed, with
+    a warning."""
+    manager.recover()
+    all_read = True
+    for entry in adopted:
+        try:
+            values = read_values(entry.slot, manager).to(entry.dtype)
+        except GeminiError as error:
+            logger.warning(
+                "parameter %r stays in its chunk, which cannot be read: %s", entry.slot.name, error
+            )
+            all_read = False
+            continue
+        if entry.hook is not None:
+            entry.hook.remove()
+        make_plain(entry.param, values)
+    if all_read:
+        with suppress(GeminiError):  # of a transfer that nobody needs any more
+            manager.close()
+
+
+def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
+    """Take the gradient that autograd just accumulated off the parameter and into its chunk."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
+        param.grad = None
+    if grad is not None:
+        with torch.no_grad():
+            slot.trainable_grad.collect(grad)

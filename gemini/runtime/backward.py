@@ -1,0 +1,150 @@
+"""PreOp and PostOp of the backward pass: hooks on the autograd nodes that an operator made.
+
+A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
+after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
+autograd's sequence
+number: those made since the operator began are its own, so composite operators, in-place results and
+recomputation under checkpointing need no special case. See docs/notes/interception.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+
+from gemini.runtime.phases import BACKWARD
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+NodeHooks = tuple[Callable[..., None], Callable[..., None]]
+
+# AccumulateGrad nodes carry the largest sequence number: they outlive operators.
+_ACCUMULATE_GRAD = 2**63
+
+# Nodes of these kinds keep no tensor of a weight's memory for their backward.
+_SAVES_NO_WEIGHT = frozenset(
+    f"{name}Backward0"
+    for name in [
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Alias",
+        "Expand",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Unbind",
+        "Squeeze",
+        "Unsqueeze",
+        "Clone",
+        "ToCopy",
+        "Add",
+        "Sub",
+        "Neg",
+        "Sum",
+        "Mean",
+        "Embedding",
+        "Cat",
+        "Stack",
+        "AsStrided",
+        "Detach",
+    ]
+)
+
+next_node_number: Callable[[], int] = _get_sequence_nr
+
+
+class BackwardPins:
+    """What autograd nodes keep pinned: the node that runs, those around it, and the one that ran last.
+
+    The pin of the last node stays until the next PreOp, so that nodes of one operator share it. A node may
+    call Python before it reads what it saved (recomputation under checkpointing, custom functions, a backward
+    pass within): operators run meanwhile leave its pin alone.
+    """
+
+    def __init__(self, manager: GeminiManager) -> None:
+        self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
+        self._running: list[
+            int
+        ] = []  # per node that runs, outermost first: the number of the first node it may make
+        self._manager = manager
+        self._hooks: dict[tuple[int, ...], NodeHooks] = {}
+
+    def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
+        """Return the hooks that run before and after an autograd node that reads ``tensors``."""
+        hooks = self._hooks.get(tensors)
+        if hooks is None:
+            hooks = self._hooks[tensors] = self._make_hooks(tensors)
+        return hooks
+
+    def settle(self) -> None:
+        """End the pin of the node that ran last; called by every PreOp while there is one."""
+        if not self._running:
+            held, self.held = self.held, None
+            if held is not None:
+                self._manager.chunks.release(held, dirty=False)
+        elif torch._C._current_graph_task_id() == -1:  # a node raised
+            self._manager.recover()
+
+    def forget(self) -> None:
+        """Drop the record of every pin; the caller unpins."""
+        self.held = None
+        self._running.clear()
+
+    def _make_hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
+        manager, running = self._manager, self._running
+
+        def before(_grad_outputs: object) -> None:
+            manager.phase = BACKWARD
+            if running:
+                manager.pre_op(tensors)
+            elif self.held != tensors:
+                manager.pre_op(tensors)
+                self.held = tensors
+            running.append(next_node_number())
+
+        def after(grad_inputs: object, _grad_outputs: object) -> None:
+            first_node = running.pop()
+            if running:
+                manager.post_op(tensors, False)
+            if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
+                hook_backward(grad_inputs, first_node, manager, tensors)
+
+        return before, after
+
+
+def hook_backward(out: Any, first_node: int, manager: GeminiManager, tensors: tuple[int, ...]) -> None:
+    """Hook every node made since ``first_node`` that ``out`` depends on so that it runs with ``tensors``
+    pinned."""
+    stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
+    seen = set()
+    hooks: NodeHooks | None = None
+    while stack:
+        node = stack.pop()
+        if node is None or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD or node in seen:
+            continue
+        seen.add(node)
+        if node.name() not in _SAVES_NO_WEIGHT:
+            hooks = hooks or manager.backward_pins.hooks(tensors)
+            node.register_prehook(hooks[0])
+            node.register_hook(hooks[1])
+        for child, _ in node.next_functions:
+            stack.append(child)
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            yield from _tensors(item)
+    elif isinstance(out, dict):
+        yield from _tensors(tuple(out.values()))

@@ -1,0 +1,109 @@
+"""From a module and a configuration to chunks on tiers and a manager over them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gemini.chunk import ChunkLayout, SearchResult, TierBudgets, search_chunk_size
+from gemini.device import default_budget_bytes
+from gemini.placement import ModelDataSize, TierCapacity, make_policy
+from gemini.runtime.adopt import adopt_module, unique_parameters
+from gemini.runtime.config import GeminiConfig
+from gemini.runtime.gemini_mgr import GeminiManager, PlacementContext
+from gemini.runtime.storage import GroupSpec, ModelStorage, largest_operator, model_data_sizes
+
+logger = logging.getLogger(__name__)
+
+# DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
+# the next.
+_CHUNKS_ON_DEVICE = 10
+
+
+def build_runtime(
+    module: nn.Module, config: GeminiConfig
+) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+    """Lay the module's parameters out in chunks, move them there, and return what manages them.
+
+    Raises:
+        OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
+        ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`.
+    """
+    params = list(unique_parameters(module))
+    device_bytes = config.device_bytes if config.device_bytes is not None else default_budget_bytes()
+    room = device_bytes - (config.non_model_bytes or 0)
+    itemsize = min((_dtype(param, config).itemsize for _, param in params), default=4)
+    found = search_chunk_size(
+        [param for _, param in params],
+        search_range_mb=config.search_range_mb,
+        min_chunk_size_mb=config.min_chunk_size_mb,
+        hidden_dim=config.hidden_dim,
+        itemsize=itemsize,
+        max_chunk_bytes=max(4096, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
+        verbose=config.verbose,
+    )
+    groups = _group(params, config, found.chunk_numel, itemsize)
+    size = ModelDataSize(*model_data_sizes(groups, found.chunk_numel), *largest_operator(module, groups))
+    capacity = _capacity(config, device_bytes, size)
+    policy = make_policy(config.placement_policy)
+    policy.warmup_plan(size, capacity)  # refuse before anything is touched
+    storage = ModelStorage(groups, found.chunk_numel, _budgets(config, capacity))
+    signature = "+".join(spec.layout.signature() for spec in groups)
+    manager = GeminiManager(
+        storage.chunks, PlacementContext(policy, size, capacity, signature), memstats=config.memstats
+    )
+    adopt_module(module, storage, manager)
+    manager.name_parameters({slot.param_ref.tensors[0]: name for name, slot in storage.slots.items()})
+    return storage, manager, found
+
+
+def _dtype(param: nn.Parameter, config: GeminiConfig) -> torch.dtype:
+    return config.precision if config.precision is not None else param.dtype
+
+
+def _group(
+    params: Sequence[tuple[str, nn.Parameter]], config: GeminiConfig, chunk_numel: int, itemsize: int
+) -> list[GroupSpec]:
+    """Split parameters by (dtype, trainable) and lay out each part."""
+    parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
+    for name, param in params:
+        parts.setdefault((_dtype(param, config), param.requires_grad), []).append((name, param))
+    order = config.memstats.param_order if config.memstats is not None else ()
+    return [
+        GroupSpec(
+            layout=ChunkLayout.build(
+                members,
+                chunk_numel,
+                itemsize=itemsize,
+                order=[name for name in order if name in dict(members)] or None,
+            ),
+            dtype=dtype,
+            trainable=trainable,
+            master=trainable and config.precision is not None,
+        )
+        for (dtype, trainable), members in parts.items()
+    ]
+
+
+def _capacity(config: GeminiConfig, device_bytes: int, size: ModelDataSize) -> TierCapacity:
+    """Return the budgets with defaults filled in."""
+    host_bytes = config.host_bytes
+    if host_bytes is None:
+        # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
+        host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0
+    disk_bytes = config.disk_bytes if config.disk_bytes is not None else size.total_bytes
+    return TierCapacity(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes if config.disk_dir is not None else 0,
+        non_model_bytes=config.non_model_bytes,
+    )
+
+
+def _budgets(config: GeminiConfig, capacity: TierCapacity) -> TierBudgets:
+    disk_dir = os.fspath(config.disk_dir) if config.disk_dir is not None else None
+    return TierBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, disk_dir)

@@ -1,0 +1,78 @@
+"""What a managed model is built with: every option of GeminiDDP in one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gemini.config import parse_bytes
+from gemini.errors import ConfigError
+from gemini.memstats import Trace
+from gemini.placement import PlacementPolicy
+
+_PRECISIONS: dict[object, torch.dtype | None] = {
+    None: None,
+    "fp32": None,
+    torch.float32: None,
+    "bf16": torch.bfloat16,
+    torch.bfloat16: torch.bfloat16,
+    "fp16": torch.float16,
+    torch.float16: torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiConfig:
+    """Options of a managed model. Sizes in bytes; ``None`` where the default depends on machine or model.
+
+    ``precision`` is the dtype that parameters compute in, or None to leave each as it is.
+    """
+
+    placement_policy: str | PlacementPolicy = "auto"
+    search_range_mb: float = 32
+    min_chunk_size_mb: float = 32
+    hidden_dim: int | None = None
+    precision: torch.dtype | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_dir: str | None = None
+    disk_bytes: int | None = None
+    non_model_bytes: int | None = None
+    force_outputs_fp32: bool = False
+    memstats: Trace | None = None
+    verbose: bool = False
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        mixed_precision: str | torch.dtype | None = None,
+        device_bytes: int | str | None = None,
+        host_bytes: int | str | None = None,
+        disk_bytes: int | str | None = None,
+        non_model_bytes: int | str | None = None,
+        **options: object,
+    ) -> GeminiConfig:
+        """Return the configuration for a user's keywords: sizes may be text such as ``"512MiB"``.
+
+        Raises:
+            ConfigError: a value or a combination cannot work.
+        """
+        if mixed_precision not in _PRECISIONS:
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} is unknown; choose None, 'bf16' or 'fp16'"
+            )
+        config = cls(
+            precision=_PRECISIONS[mixed_precision],
+            device_bytes=parse_bytes(device_bytes),
+            host_bytes=parse_bytes(host_bytes),
+            disk_bytes=parse_bytes(disk_bytes),
+            non_model_bytes=parse_bytes(non_model_bytes),
+            **options,  # type: ignore[arg-type]
+        )
+        if config.disk_bytes and config.disk_dir is None:
+            raise ConfigError("disk_bytes is given without disk_dir; name the directory for the DISK tier")
+        if config.device_bytes is not None and config.device_bytes <= 0:
+            raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")
+        return config

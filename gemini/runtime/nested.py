@@ -1,0 +1,40 @@
+"""Tensors inside the containers that models take and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value`` with every tensor in it replaced by ``change(tensor)``.
+
+    Looks into lists, tuples (named ones too), mutable mappings and dataclasses; other objects are returned as
+    they are. Containers are rebuilt, never changed in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, change)
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not dataclasses.replace(): it would run __post_init__ again and refuses fields that are not
+        # arguments.
+        changed = copy.copy(value)
+        for item in dataclasses.fields(value):
+            if hasattr(value, item.name):
+                object.__setattr__(changed, item.name, map_tensors(getattr(value, item.name), change))
+        return changed
+    return value

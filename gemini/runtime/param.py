@@ -1,0 +1,344 @@
+"""Managed parameters: operators that take one are the runtime's PreOp and PostOp.
+
+A parameter keeps its identity when it becomes managed (its class changes, its data moves into a chunk's
+window), so optimizers, tied modules and user code that hold it go on working. Every torch operator that takes
+a managed tensor arrives in ``__torch_function__`` and is run with the chunks of its operands pinned on
+DEVICE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.autograd.graph import get_gradient_edge
+
+from gemini.errors import ConfigError
+from gemini.runtime.backward import hook_backward, next_node_number
+from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+    from gemini.runtime.storage import ManagedSlot
+
+
+class TensorRef:
+    """Which managed memory a tensor views: its manager and its id in the chunk table."""
+
+    __slots__ = ("manager", "tensors")
+
+    def __init__(self, manager: GeminiManager, tensor: int) -> None:
+        self.manager = manager
+        self.tensors = (tensor,)
+
+
+class ManagedTensor(torch.Tensor):
+    """A view into a chunk's window, such as ``param.detach()`` or ``param.grad``: using it fetches the
+    chunk."""
+
+    _ref: TensorRef
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain copy that nobody manages."""
+        if id(self) not in memo:
+            memo[id(self)] = plain_copy(self)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return plain_copy(self).__reduce_ex__(proto)
+
+
+class ManagedParameter(torch.nn.Parameter):
+    """A parameter whose data lives in a chunk. Made by wrapping a module, never constructed."""
+
+    _ref: TensorRef
+    _slot: ManagedSlot
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Return a plain parameter with a copy of the data that nobody manages."""
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad)
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad).__reduce_ex__(proto)
+
+
+_MANAGED = frozenset((ManagedTensor, ManagedParameter))
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a clone of a managed tensor as an ordinary tensor with memory of its own."""
+    with torch.no_grad():
+        return torch.clone(tensor)
+
+
+def make_managed(param: torch.nn.Parameter, ref: TensorRef, slot: ManagedSlot) -> None:
+    """Turn ``param``, whose data already views its chunk's window, into a managed parameter."""
+    param.__class__ = ManagedParameter
+    param._ref = ref  # type: ignore[attr-defined]
+    param._slot = slot  # type: ignore[attr-defined]
+
+
+def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Turn a managed parameter back into an ordinary one with ``values`` as its data."""
+    param.__class__ = torch.nn.Parameter
+    for name in ("_ref", "_slot"):
+        delattr(param, name)
+    param.data = values
+
+
+def as_managed(view: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Turn a plain view of a window into one whose use fetches its chunk."""
+    view.__class__ = ManagedTensor
+    view._ref = ref  # type: ignore[attr-defined]
+    return view
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in METADATA_FUNCTIONS:
+        with PlainTensors():
+            return func(*args, **kwargs)
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **kwargs)
+    operands = _operands(args, kwargs)
+    if func in ALIASING_FUNCTIONS:
+        with PlainTensors():
+            out = func(*args, **kwargs)
+            return _adopt(out, operands)
+    return _operate(func, args, kwargs, operands)
+
+
+def _operate(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> Any:
+    """Run one operator with its managed operands pinned; see that its backward nodes do the same."""
+    manager = operands[0]._ref.manager
+    if len(operands) == 1:
+        tensors = operands[0]._ref.tensors
+    else:
+        if any(operand._ref.manager is not manager for operand in operands):
+            return _operate_across(func, args, kwargs, operands)
+        tensors = tuple([operand._ref.tensors[0] for operand in operands])
+    with PlainTensors():
+        versions = [operand._version for operand in operands]
+        pinned = not manager.resident
+        first_node = next_node_number()
+        if pinned:
+            manager.pre_op(tensors)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            written = [operand._version for operand in operands] != versions
+            if written:
+                manager.note_written(_written(operands, versions))
+                if not pinned:
+                    manager.pre_op(tensors)
+            if pinned or written:
+                manager.post_op(tensors, written)
+        # Without gradients nothing depends on the operands, and asking a view that was written to for its
+        # node is an error.
+        if pinned and torch.is_grad_enabled():
+            hook_backward(out, first_node, manager, tensors)
+        return _adopt(out, operands)
+
+
+def _operate_across(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> Any:
+    """Run an operator whose operands belong to several managed models: pin each model's share in turn."""
+    shares: dict[GeminiManager, list[Any]] = {}
+    for operand in operands:
+        shares.setdefault(operand._ref.manager, []).append(operand)
+    with PlainTensors():
+        first_node = next_node_number()
+        with ExitStack() as stack:
+            for manager, share in shares.items():
+                stack.enter_context(_pinned(manager, share))
+            out = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for manager, share in shares.items():
+                hook_backward(out, first_node, manager, tuple([operand._ref.tensors[0] for operand in share]))
+        return _adopt(out, operands)
+
+
+@contextmanager
+def _pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
+    """Pin the operands, all of one model, for the block; those it writes to count as written."""
+    tensors = [operand._ref.tensors[0] for operand in operands]
+    versions = [operand._version for operand in operands]
+    manager.pre_op(tensors)
+    try:
+        yield
+    finally:
+        written = _written(operands, versions)
+        manager.note_written(written)
+        manager.post_op(tensors, bool(written))
+
+
+def _written(operands: list[Any], versions: list[int]) -> list[int]:
+    """Return the ids of the operands whose version is no longer the given one."""
+    return [o._ref.tensors[0] for o, version in zip(operands, versions, strict=True) if o._version != version]
+
+
+def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the managed tensors among the arguments, also inside lists, tuples and dicts."""
+    found: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind in _MANAGED:
+            found.append(arg)
+        elif kind is list or kind is tuple:
+            found.extend(_operands(arg, {}))
+        elif kind is dict:
+            found.extend(_operands(arg.values(), {}))
+    if kwargs:
+        found.extend(_operands(kwargs.values(), {}))
+    return found
+
+
+def _adopt(out: Any, operands: list[Any]) -> Any:
+    """Make results that view a window managed, so that their later use fetches the chunk."""
+    kind = type(out)
+    if kind is torch.Tensor:
+        if out.layout is torch.strided:
+            address = out.data_ptr()
+            for operand in operands:
+                if operand._ref.manager.views(operand._ref, address):
+                    return as_managed(out, operand._ref)
+    elif kind is list or kind is tuple:
+        return kind([_adopt(item, operands) for item in out])
+    return out
+
+
+def _grad_of(param: Any) -> torch.Tensor | None:
+    if type(param) is ManagedParameter:
+        return param._slot.grad.alias() if param._slot.grad is not None else None
+    with PlainTensors():
+        grad: torch.Tensor | None = param.grad
+        return grad
+
+
+def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
+    if type(param) is not ManagedParameter:
+        raise ConfigError(
+            "assigning .grad to a view of a managed parameter has no effect; assign it to the parameter"
+        )
+    if grad is None:
+        param._slot.free_grad()
+    else:
+        param._slot.trainable_grad.assign(grad)
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    """``param.data = value`` writes the values into the chunk: a window's address never changes."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(value, what) != getattr(tensor, what):
+            raise ConfigError(
+                f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
+                f"{getattr(value, what)}: its "
+                "memory is laid out once, when the model is wrapped"
+            )
+    if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
+        return  # what module.to("cpu") does: nothing was written
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
+    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped has no place for
+    gradients."""
+    if requires_grad and type(tensor) is ManagedParameter and tensor._slot.grad is None:
+        raise ConfigError(
+            f"parameter {tensor._slot.name!r} was frozen when the model was wrapped and has no memory for a "
+            f"gradient; "
+            "wrap the model after unfreezing it (and freeze again afterwards)"
+        )
+    with PlainTensors():
+        return tensor.requires_grad_(requires_grad)
+
+
+def _set_requires_grad(tensor: Any, requires_grad: bool) -> None:
+    _require_grad(tensor, requires_grad)
+
+
+def _gradients(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    *args: Any,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need no
+    memory."""
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if materialize_grads:
+        options["allow_unused"] = True
+    edges: Any = [get_gradient_edge(t) if type(t) in _MANAGED else t for t in inputs]
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        [torch.clone(t) if type(t) in _MANAGED else t for t in outputs], edges, *args, **options
+    )
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``tensor.backward()`` on a view of a parameter: no operator either."""
+    torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
+        raise ConfigError(
+            f"{name}() would take a managed tensor of shape {tuple(tensor.shape)} off its chunk; use it on "
+            f"a copy, for example "
+            "param.detach().clone()"
+        )
+
+    return refuse
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.backward: _backward,
+    torch.autograd.grad: _gradients,
+    **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
+}

@@ -1,0 +1,229 @@
+"""ModelStorage: which chunks hold which part of a model's parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gemini.chunk import Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.errors import ConfigError
+from gemini.runtime.gradient import SlotGradient
+from gemini.runtime.param import TensorRef
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+# State pieces begin at multiples of this many elements, so that every kind stays 4 KiB aligned.
+_PIECE_ALIGN = 2048
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Parameters of one dtype that either all train or are all frozen, and their layout."""
+
+    layout: ChunkLayout
+    dtype: torch.dtype
+    trainable: bool
+    master: bool
+
+
+@dataclass
+class StatePiece:
+    """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that moves as one."""
+
+    start: int
+    stop: int
+    chunks: dict[ChunkKind, Chunk]
+    tensors: dict[ChunkKind, int]
+
+    def flat(self, kind: ChunkKind, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of the parameter chunk as they stand in the state of ``kind``."""
+        return self.chunks[kind].tensor[start - self.start : stop - self.start]
+
+    def has(self, kind: ChunkKind) -> bool:
+        return kind in self.chunks
+
+
+@dataclass
+class ChunkGroup:
+    """A parameter chunk and the gradient and state chunks that go with it."""
+
+    param: Chunk
+    grad: Chunk | None
+    pieces: list[StatePiece]
+    slots: list[ManagedSlot] = field(default_factory=list)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that must be on DEVICE at once to update one piece of this group."""
+        states = max((sum(c.spec.nbytes for c in p.chunks.values()) for p in self.pieces), default=0)
+        return self.param.spec.nbytes + (self.grad.spec.nbytes if self.grad is not None else 0) + states
+
+
+class ManagedSlot:
+    """One parameter: its place in its group's chunks and its gradient."""
+
+    def __init__(self, manager: GeminiManager, group: ChunkGroup, slot: TensorSlot) -> None:
+        self.name = slot.name
+        self.group = group
+        self.start = slot.offset
+        self.stop = slot.offset + slot.numel
+        add = manager.chunks.add_tensor
+        self.param_ref = TensorRef(manager, add(group.param))
+        self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
+        self.grad: SlotGradient | None = None  # None: frozen when the model was wrapped
+        if group.grad is not None:
+            view = torch.as_strided(group.grad.tensor, slot.shape, slot.stride, slot.offset)
+            self.grad = SlotGradient(slot.name, manager, add(group.grad), view)
+
+    def overlapping(self, piece: StatePiece) -> tuple[int, int]:
+        """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
+        >= stop."""
+        return max(self.start, piece.start), min(self.stop, piece.stop)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.grad is not None and self.grad.exists
+
+    @property
+    def trainable_grad(self) -> SlotGradient:
+        """The gradient of a parameter that trains.
+
+        Raises:
+            ConfigError: the parameter was frozen when the model was wrapped.
+        """
+        if self.grad is None:
+            raise ConfigError(
+                f"parameter {self.name!r} was frozen when the model was wrapped; wrap it after unfreezing"
+            )
+        return self.grad
+
+    def free_grad(self) -> None:
+        """Give up the gradient's memory."""
+        if self.grad is not None:
+            self.grad.free()
+
+
+class ModelStorage:
+    """Every chunk of one model, by group; builds them and answers which tensors share them."""
+
+    def __init__(self, groups: Sequence[GroupSpec], piece_numel: int, budgets: TierBudgets) -> None:
+        """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements."""
+        self._plans = [
+            _plan_group(spec, numel, piece_numel) for spec in groups for numel in spec.layout.chunk_numels
+        ]
+        specs = [chunk for plan in self._plans for chunk in plan.specs()]
+        self.chunks = ChunkManager(specs, budgets)
+        self.groups = self._build()
+        self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
+        self.slots: dict[str, ManagedSlot] = {}
+
+    def register(self, manager: GeminiManager) -> None:
+        """Create a slot per parameter; ``manager`` becomes the one that their use goes through."""
+        for spec, base in self._layouts:
+            for slot in spec.layout.slots:
+                group = self.groups[base + slot.chunk]
+                managed = ManagedSlot(manager, group, slot)
+                group.slots.append(managed)
+                self.slots[slot.name] = managed
+
+    def trainable_groups(self) -> Iterator[ChunkGroup]:
+        """Yield the groups that an optimizer updates, in forward order."""
+        return (group for group in self.groups if group.grad is not None)
+
+    def _build(self) -> list[ChunkGroup]:
+        chunks = iter(self.chunks.chunks)
+        groups = []
+        for plan in self._plans:
+            param = next(chunks)
+            grad = next(chunks) if plan.trainable else None
+            pieces = []
+            for start, stop in plan.pieces:
+                owned = {kind: next(chunks) for kind in plan.state_kinds}
+                tensors = {kind: self.chunks.add_tensor(chunk) for kind, chunk in owned.items()}
+                pieces.append(StatePiece(start, stop, owned, tensors))
+            groups.append(ChunkGroup(param, grad, pieces))
+        return groups
+
+
+@dataclass(frozen=True)
+class _GroupPlan:
+    numel: int
+    dtype: torch.dtype
+    trainable: bool
+    state_kinds: tuple[ChunkKind, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+    def specs(self) -> Iterator[ChunkSpec]:
+        """Yield the chunks of the group in the order in which they are built."""
+        yield ChunkSpec(ChunkKind.PARAM, self.numel, self.dtype)
+        if self.trainable:
+            yield ChunkSpec(ChunkKind.GRAD, self.numel, self.dtype)
+        for start, stop in self.pieces:
+            for kind in self.state_kinds:
+                yield ChunkSpec(kind, stop - start, torch.float32)
+
+
+def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int) -> tuple[int, int, int]:
+    """Return (all model data, largest optimizer working set, largest chunk), in bytes, before anything is
+    allocated."""
+    total, working, largest = 0, 0, 0
+    for spec in groups:
+        for numel in spec.layout.chunk_numels:
+            plan = _plan_group(spec, numel, piece_numel)
+            sizes = [chunk.nbytes for chunk in plan.specs()]
+            total += sum(sizes)
+            largest = max(largest, *sizes)
+            states = max((stop - start for start, stop in plan.pieces), default=0) * 4 * len(plan.state_kinds)
+            working = max(working, numel * spec.dtype.itemsize * (2 if spec.trainable else 1) + states)
+    return total, working, largest
+
+
+def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[int, str]:
+    """Return the most bytes of parameter chunks that one submodule's operator takes at once, and that
+    submodule's name.
+
+    Known for torch's own layers: an operator takes the parameters that its submodule holds directly;
+    attention takes its output projection's too. What other submodules do with theirs shows only when they
+    run.
+    """
+    chunks = {
+        slot.name: ((index, slot.chunk), spec.layout.chunk_numels[slot.chunk] * spec.dtype.itemsize)
+        for index, spec in enumerate(groups)
+        for slot in spec.layout.slots
+    }
+    names = {id(param): name for name, param in module.named_parameters()}
+    largest, largest_name = 0, ""
+    for name, owner in module.named_modules():
+        home = type(owner).__module__
+        if not home.startswith("torch.nn.modules.") or home == nn.ParameterList.__module__:
+            continue
+        used = owner.parameters(recurse=isinstance(owner, nn.MultiheadAttention))
+        sizes = dict(chunks[names[id(param)]] for param in used)
+        if sum(sizes.values()) > largest:
+            largest, largest_name = sum(sizes.values()), name or type(owner).__name__
+    return largest, largest_name
+
+
+def _plan_group(spec: GroupSpec, numel: int, piece_numel: int) -> _GroupPlan:
+    kinds: tuple[ChunkKind, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
+    if spec.trainable:
+        kinds = (ChunkKind.EXP_AVG, ChunkKind.EXP_AVG_SQ)
+        kinds = (ChunkKind.MASTER, *kinds) if spec.master else kinds
+        step = max(_PIECE_ALIGN, piece_numel // _PIECE_ALIGN * _PIECE_ALIGN)
+        pieces = tuple((start, min(start + step, numel)) for start in range(0, numel, step))
+    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces)
+
+
+def _bases(groups: Sequence[GroupSpec]) -> list[int]:
+    bases, base = [], 0
+    for spec in groups:
+        bases.append(base)
+        base += len(spec.layout.chunk_numels)
+    return bases

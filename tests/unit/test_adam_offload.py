@@ -1,0 +1,311 @@
+"""Adam with states in a file: no share of them on disk, and no failure, may change a number silently."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError, IoError, StateError
+from gemini.optim import moment_file
+from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.hybrid_adam import HybridAdam
+from gemini.optim.moment_file import lay_out
+
+FRACTIONS = [0.0, 0.1, 0.5, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a small model fill many batches: parameters span them and share them."""
+    monkeypatch.setattr(moment_file, "lay_out", lambda params: lay_out(params, batch_bytes=4096))
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 67), nn.Tanh(), nn.Linear(67, 31), nn.Linear(31, 5))
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, stop: int = 5) -> None:
+    for step in range(start, stop):
+        torch.manual_seed(100 + step)
+        optimizer.zero_grad()
+        model(torch.randn(7, 13)).square().mean().backward()
+        optimizer.step()
+
+
+def adam(model: nn.Module, fraction: float, **options: Any) -> CPUAdam:
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, **options}
+    return HybridAdam(model.parameters(), nvme_offload_fraction=fraction, **settings)
+
+
+def trained(fraction: float, **options: Any) -> tuple[nn.Module, CPUAdam]:
+    model = small_model()
+    optimizer = adam(model, fraction, **options)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def assert_same_parameters(got: nn.Module, want: nn.Module) -> None:
+    for (name, one), other in zip(got.named_parameters(), want.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def assert_same_states(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got["state"].keys() == want["state"].keys()
+    for key, state in want["state"].items():
+        assert list(got["state"][key]) == ["step", "exp_avg", "exp_avg_sq"]
+        for name, value in state.items():
+            assert torch.equal(got["state"][key][name], value), (key, name)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_no_fraction_changes_parameters_or_states(fraction: float, tmp_path: Path) -> None:
+    want, reference = trained(0.0)
+    got, optimizer = trained(fraction, nvme_offload_dir=tmp_path)
+    assert_same_parameters(got, want)
+    assert_same_states(optimizer.state_dict(), reference.state_dict())
+    train(want, reference, 5, 8)
+    train(got, optimizer, 5, 8)  # reading the states out has not disturbed them
+    assert_same_parameters(got, want)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_share_of_state_bytes_in_memory_is_as_asked(fraction: float) -> None:
+    model, optimizer = trained(fraction)
+    optimizer.state_dict()  # has copied the states out, not brought them back
+    total = sum(param.numel() for param in model.parameters())
+    largest = max(param.numel() for param in model.parameters())
+    in_memory = sum(p.numel() for p, state in optimizer.state.items() if "exp_avg" in state)
+    assert (1 - fraction) * total - largest < in_memory <= (1 - fraction) * total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_are_the_same_from_disk(dtype: torch.dtype) -> None:
+    results = []
+    for fraction in (0.0, 1.0):
+        torch.manual_seed(0)
+        param = torch.randn(3001).to(dtype).requires_grad_()
+        optimizer = CPUAdam([param], lr=0.1, nvme_offload_fraction=fraction)
+        for _ in range(4):
+            param.grad = torch.randn(3001).to(dtype)
+            optimizer.step()
+        results.append(param.detach())
+    assert torch.equal(*results)
+
+
+def test_parameters_without_gradient_keep_their_states_on_disk() -> None:
+    results = []
+    for fraction in (0.0, 1.0):
+        model = small_model()
+        optimizer = adam(model, fraction)
+        for step in range(6):
+            model[2].bias.requires_grad_(step not in (0, 3))
+            train(model, optimizer, step, step + 1)
+        results.append(model)
+    assert_same_parameters(*results)
+
+
+def test_added_group_joins_the_file() -> None:
+    results = []
+    for fraction in (0.0, 1.0):
+        model = small_model()
+        optimizer = CPUAdam(model[0].parameters(), nvme_offload_fraction=fraction)
+        train(model, optimizer, 0, 2)
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        train(model, optimizer, 2, 4)
+        assert fraction == 0.0 or all("exp_avg" not in state for state in optimizer.state.values())
+        results.append(model)
+    assert_same_parameters(*results)
+
+
+@pytest.mark.parametrize("before", FRACTIONS)
+@pytest.mark.parametrize("after", [0.0, 0.5, 1.0])
+def test_state_dict_moves_between_fractions(before: float, after: float) -> None:
+    want, reference = trained(0.0)
+    train(want, reference, 5, 8)
+    model, optimizer = trained(before)
+    successor = adam(model, after)
+    successor.load_state_dict(optimizer.state_dict())
+    assert_same_states(successor.state_dict(), optimizer.state_dict())
+    train(model, successor, 5, 8)
+    assert_same_parameters(model, want)
+
+
+def test_loading_replaces_what_is_in_the_file() -> None:
+    model, optimizer = trained(1.0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 5, 8)
+    want = [param.clone() for param in model.parameters()]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, 5, 8)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), want, strict=True))
+
+
+def test_cleared_state_starts_from_zero() -> None:
+    results = []
+    for fraction in (0.0, 1.0):
+        model, optimizer = trained(fraction)
+        optimizer.state.clear()
+        train(model, optimizer, 5, 7)
+        results.append(model)
+    assert_same_parameters(*results)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_copies_take_the_states_with_them(how: str) -> None:
+    both = trained(0.5)
+    model, optimizer = pickle.loads(pickle.dumps(both)) if how == "pickle" else copy.deepcopy(both)
+    train(*both, 5, 8)
+    train(model, optimizer, 5, 8)
+    assert_same_parameters(model, both[0])
+    assert any("exp_avg" not in state for state in optimizer.state.values())
+
+
+def test_users_state_dict_hook_sees_complete_states() -> None:
+    _, optimizer = trained(1.0)
+    seen: list[bool] = []
+    optimizer.register_state_dict_post_hook(
+        lambda _, saved: seen.extend("exp_avg" in state for state in saved["state"].values())
+    )
+    optimizer.state_dict()
+    assert seen == [True] * 6
+
+
+def test_nothing_is_left_in_either_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    for directory in (None, tmp_path):
+        _, optimizer = trained(1.0, nvme_offload_dir=directory)
+        assert list(tmp_path.iterdir()) == []  # not even while it is in use: a kill leaves nothing
+        optimizer.close()
+        optimizer.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_closed_optimizer_says_so() -> None:
+    model, optimizer = trained(1.0)
+    optimizer.close()
+    for use in (optimizer.step, optimizer.state_dict, lambda: pickle.dumps(optimizer)):
+        with pytest.raises(StateError, match="closed"):
+            use()
+    assert_same_parameters(model, trained(0.0)[0])
+
+
+def test_unusable_directory_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(ConfigError, match=directory.name):
+            adam(small_model(), 1.0, nvme_offload_dir=directory)
+
+
+def test_full_disk_is_an_io_error_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(_directory: str | None, _nbytes: int) -> None:
+        raise IoError(errno.ENOSPC, "no space")
+
+    model, want = small_model(), small_model()
+    optimizer = adam(model, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(moment_file, "_open", no_space)
+        with pytest.raises(IoError):
+            train(model, optimizer)
+    assert_same_parameters(model, want)
+    train(model, optimizer)  # space was made: it works
+    assert_same_parameters(model, trained(0.0)[0])
+
+
+class FailingFile:
+    """A file whose ``fail_at``-th request fails when it is waited for."""
+
+    def __init__(self, file: Any, fail_at: int) -> None:
+        self.file = file
+        self.left = fail_at
+        self.bad: set[int] = set()
+
+    def read(self, *request: int) -> int:
+        return self._start(self.file.read(*request))
+
+    def write(self, *request: int) -> int:
+        return self._start(self.file.write(*request))
+
+    def _start(self, ticket: int) -> int:
+        self.left -= 1
+        if self.left == 0:
+            self.bad.add(ticket)
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        self.file.wait(ticket)
+        if ticket in self.bad:
+            raise IoError(errno.EIO, "broken", "the disk", 4096)
+
+    def wait_all(self) -> None:
+        self.file.wait_all()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 9])
+def test_failed_step_is_reported_and_blocks_until_a_checkpoint_is_loaded(fail_at: int) -> None:
+    want, reference = trained(0.0)
+    model, optimizer = trained(1.0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer._files[0]._file = FailingFile(optimizer._files[0]._file, fail_at)  # type: ignore[assignment]
+    with pytest.raises(IoError, match="broken"):
+        train(model, optimizer, 5, 6)
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(StateError, match=r"half-way.*broken"):
+            use()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(want, reference, 5, 8)
+    train(model, optimizer, 5, 8)
+    assert_same_parameters(model, want)
+
+
+def test_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
+    model, optimizer = trained(1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.state_dict()
+        except StateError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    want, reference = trained(0.0)
+    train(want, reference, 5, 6)
+    train(model, optimizer, 5, 6)
+    assert_same_parameters(model, want)
+
+
+def test_layout_covers_every_element_once_in_aligned_disjoint_places() -> None:
+    params = [torch.zeros(n) for n in (1, 5000, 16, 17, 1, 3000, 1)]
+    covered = {id(param): 0 for param in params}
+    end = 0
+    for batch in lay_out(params, batch_bytes=8192):
+        assert (batch.offset, batch.nbytes % 4096) == (end, 0)
+        assert 0 < batch.nbytes <= 8192
+        end += batch.nbytes
+        used = 0
+        for part in batch.segments:
+            assert part.start == covered[id(part.param)]
+            covered[id(part.param)] += part.numel
+            assert part.exp_avg >= used
+            assert part.exp_avg_sq >= part.exp_avg + part.numel
+            assert part.exp_avg % 16 == part.exp_avg_sq % 16 == 0
+            used = part.exp_avg_sq + part.numel
+        assert 4 * used <= batch.nbytes
+    assert list(covered.values()) == [param.numel() for param in params]
