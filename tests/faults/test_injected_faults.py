@@ -1,0 +1,54 @@
+"""Run injected_faults.py in a process whose reads and writes can be made to fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Path:
+    """Compile fault_shim.c."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux and a C compiler to make system calls fail")
+    library = tmp_path / "fault_shim.so"
+    source = str(HERE / "fault_shim.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
+    return library
+
+
+def test_a_failed_transfer_is_raised_and_loses_nothing(shim: Path, tmp_path: Path) -> None:
+    """Every test of injected_faults.py passes; its output says which did not."""
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(shim),
+        "GEMINI_FAULT_SHIM": str(shim),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp",
+        str(tmp_path / "inner"),
+    ]
+    done = subprocess.run(
+        [*command, str(HERE / "injected_faults.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

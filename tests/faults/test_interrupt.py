@@ -1,0 +1,94 @@
+"""Ctrl-C anywhere in a step: the books stay right and the next step works."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from fault_training import KIB, adam, assert_sound, assert_weights, managed, train_step, undisturbed, weights
+
+from gemini import checkpoint
+
+
+class InterruptAt:
+    """Sends SIGINT to this process at the ``number``-th "line" or "call" that it executes in some files."""
+
+    def __init__(self, number: int, event: str, files: tuple[str, ...]) -> None:
+        self._left = number
+        self._event = event
+        self._files = files
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "call" and not frame.f_code.co_filename.endswith(self._files):
+            return None
+        if event == self._event:
+            self._left -= 1
+            if self._left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def interrupted(action: Callable[[], Any], number: int, event: str, files: tuple[str, ...]) -> bool:
+    """Run ``action`` with Ctrl-C at one line or call in ``files``; say whether it came to that."""
+    sys.settrace(InterruptAt(number, event, files))
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+# Between any two lines; elsewhere at calls, where CPython looks for signals: an exception between the last
+# line of ``with torch.no_grad()`` and its end leaves gradients disabled, with or without this library.
+CORE = ("line", ("chunk/manager.py", "gemini_mgr.py"))
+REST = ("call", ("param.py", "backward.py", "storage.py", "gemini_optimizer.py", "adopt.py", "ddp.py"))
+
+
+@pytest.mark.parametrize("options", [{}, {"host_bytes": 48 * KIB}], ids=["disk", "host"])
+@pytest.mark.parametrize(("where", "stride"), [(CORE, 43), (REST, 5)], ids=["core", "rest"])
+def test_the_step_after_an_interrupted_one_is_exact(
+    tmp_path: Path, where: tuple[str, tuple[str, ...]], stride: int, options: dict[str, Any]
+) -> None:
+    want_losses, want = undisturbed(3)
+    model = managed(tmp_path, **options)
+    optimizer = adam(model)
+    for step in (0, 1):
+        train_step(model, optimizer, step)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    number, came = 1, True
+    while came:
+        came = interrupted(lambda: train_step(model, optimizer, 2), number, *where)
+        optimizer.zero_grad()
+        assert_sound(model)
+        checkpoint.load(tmp_path / "run", model, optimizer)
+        number += stride
+    assert number > 20 * stride
+    assert train_step(model, optimizer, 2) == want_losses[2]
+    assert_weights(weights(model), want)
+
+
+def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    model = managed(tmp_path)
+    optimizer = adam(model)
+    train_step(model, optimizer, 0)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    number, came = 1, True
+    while came:
+        train_step(model, optimizer, model.stats()["step"])
+        files = ("checkpoint/directory.py", "checkpoint/saving.py", "tensor_file.py", "values.py")
+        came = interrupted(lambda: checkpoint.save(tmp_path / "run", model, optimizer), number, "call", files)
+        number += 11
+        assert checkpoint.is_complete(tmp_path / "run")
+    assert number > 100
+    assert_weights(weights(model), undisturbed(model.stats()["step"])[1])
+    names = {file.name for file in (tmp_path / "run").iterdir()}
+    assert names == {f"step-{model.stats()['step']:08d}", "latest.json"}
+    assert torch.get_num_threads() == 1

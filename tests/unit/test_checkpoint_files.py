@@ -1,0 +1,265 @@
+"""What is on disk: files that anyone can read, that only their owner may read, and whose damage is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from checkpoint_models import KIB, Model, Run, assert_equal, start
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import gemini
+from gemini import checkpoint
+from gemini.checkpoint.directory import new_checkpoint
+from gemini.checkpoint.sealed_file import SealedFile
+from gemini.checkpoint.tensor_file import resident_source, write_tensors
+from gemini.errors import CheckpointError, IoError
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Run, Path]:
+    """A run after two steps in several chunks, and its checkpoint."""
+    run = start(device_bytes=128 * KIB, disk_dir=str(tmp_path)).train(2)
+    return run, run.save(tmp_path / "run")
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    return {name: load_file(path / file)[name] for name, file in index["weight_map"].items()}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_plain_torch_reads_the_weights(tmp_path: Path, precision: str | None) -> None:
+    run = start(device_bytes=128 * KIB, disk_dir=str(tmp_path), mixed_precision=precision).train(2)
+    weights = read_all(run.save(tmp_path / "run"))
+    want = run.model.state_dict()  # fp32, the masters where there are any
+    plain = Model()
+    result = plain.load_state_dict(weights, strict=False)
+    assert result.missing_keys == ["head.weight"]  # tied: stored once
+    assert result.unexpected_keys == []
+    own = {key: value for key, value in want.items() if key != "head.weight"}
+    assert_equal({key: weights[key] for key in own}, own)
+    assert plain.head.weight is plain.tokens.weight
+    params = dict(plain.named_parameters())
+    assert all(torch.equal(params[name], own[name]) for name in params)
+
+
+def test_the_index_is_hugging_faces(saved: tuple[Run, Path]) -> None:
+    _, path = saved
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    weights = read_all(path)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    stored = {name for file in path.glob("model-*.safetensors") for name in load_file(file)}
+    assert stored == set(index["weight_map"])
+    assert len(set(index["weight_map"].values())) > 2  # several chunks, several files
+
+
+def test_safetensors_ties_what_was_tied(tmp_path: Path) -> None:
+    run = start().train(1)
+    path = run.save(tmp_path / "run")
+    holder = next(file for file in path.glob("model-0*") if "tokens.weight" in load_file(file))
+    plain = nn.ModuleDict({"tokens": nn.Embedding(17, 32), "head": nn.Linear(32, 17, bias=False)})
+    plain["head"].weight = plain["tokens"].weight
+    missing, _ = load_model(plain, holder, strict=False)
+    assert not missing
+    assert torch.equal(plain["head"].weight, run.model.state_dict()["head.weight"])
+
+
+def test_only_the_owner_may_read(saved: tuple[Run, Path]) -> None:
+    _, path = saved
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o700
+    files = [*path.iterdir(), path.parent / "latest.json"]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_only_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    run = start()
+    paths = [run.train(steps).save(tmp_path / "run") for steps in (1, 1, 0, 0)]
+    assert paths[1] != paths[2] != paths[3]  # of one step: the older one stays until the newer is complete
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == sorted(
+        [paths[-1].name, "latest.json"]
+    )
+
+
+def damage(file: Path, how: str) -> None:
+    if how == "missing":
+        file.unlink()
+        return
+    content = bytearray(file.read_bytes())
+    if how == "truncated":
+        del content[-1:]
+    elif how == "one bit":
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
+@pytest.mark.parametrize("name", ["model-00001.safetensors", "exp_avg_sq-00001.safetensors", "manifest.json"])
+def test_damage_is_named_and_changes_nothing(saved: tuple[Run, Path], name: str, how: str) -> None:
+    run, path = saved
+    run.train(1)
+    before = {key: value.clone() for key, value in run.model.state_dict().items()}, run.optimizer.state_dict()
+    damage(path / name, how)
+    with pytest.raises(CheckpointError, match=path.name if name == "manifest.json" else name):
+        run.load(path.parent)
+    assert_equal((run.model.state_dict(), run.optimizer.state_dict()), before)
+    run.train(1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "gemini-checkpoint-1"}'])
+def test_a_damaged_latest_file_is_named_and_removes_nothing(saved: tuple[Run, Path], text: str) -> None:
+    run, path = saved
+    (path.parent / "latest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"latest\.json"):
+        run.load(path.parent)
+    assert not checkpoint.is_complete(path.parent)
+
+
+def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
+    run = start()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        run.load(tmp_path / "nothing")
+    assert not checkpoint.is_complete(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_leftovers_of_killed_saves_are_removed_and_nothing_else(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    (path.parent / "step-00000009.partial").mkdir()
+    (path.parent / "step-00000009.partial" / "model-00000.safetensors").write_bytes(b"x")
+    (path.parent / "step-00000008").mkdir()  # complete, but killed before it was named the latest
+    (path.parent / "latest.json.tmp").write_text("{")
+    (path.parent / "notes.txt").write_text("mine")
+    new = run.train(1).save(path.parent)
+    assert {file.name for file in path.parent.iterdir()} == {new.name, "latest.json", "notes.txt"}
+    run.load(path.parent)
+
+
+def test_a_second_saver_is_refused(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    with new_checkpoint(path.parent, 9) as other:
+        with pytest.raises(CheckpointError, match="another process"):
+            run.save(path.parent)
+        other.finish({})
+    assert run.save(path.parent).exists()
+
+
+def test_a_reader_overtaken_by_a_save_reads_the_newer_one(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    reader = start(seed=7)
+    check_files = checkpoint.loading.check_files
+    rounds: list[int] = []
+
+    def overtaken(*args: Any, **kwargs: Any) -> None:
+        if not rounds:
+            rounds.append(1)
+            run.train(1).save(path.parent)  # removes the checkpoint being read
+        check_files(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.loading, "check_files", overtaken)
+    reader.load(path.parent)
+    assert reader.model.stats()["step"] == 3
+    assert_equal(reader.model.state_dict(), run.model.state_dict())
+
+
+def test_saving_where_no_directory_can_be(tmp_path: Path) -> None:
+    run = start()
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/gemini-checkpoint")):
+        with pytest.raises(IoError) as caught:
+            run.save(place)
+        assert caught.value.errno
+        assert str(place) in str(caught.value)
+    run.train(1)
+
+
+def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
+    dtypes = [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.bfloat16,
+        torch.float16,
+        torch.int32,
+        torch.int64,
+        torch.float64,
+    ]
+    tensors = {
+        f"{dtype}-{shape}": torch.ones(shape).to(dtype) for dtype in dtypes for shape in [(), (0, 3), (3, 5)]
+    }
+    with SealedFile(tmp_path / "file") as file:
+        write_tensors(file, [resident_source(name, value) for name, value in tensors.items()], {})
+    assert_equal(load_file(tmp_path / "file"), tensors)
+
+
+def test_a_type_without_a_name_is_refused(tmp_path: Path) -> None:
+    run = start()
+    run.save(tmp_path / "run")
+    run.model.module.register_buffer("angle", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match="angle"):
+        run.save(tmp_path / "run")
+    assert len(list((tmp_path / "run").iterdir())) == 2
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))  # 64 MiB
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("operation", ["save", "load"])
+def test_a_checkpoint_needs_little_memory(tmp_path: Path, operation: str) -> None:
+    """192 MiB of weights and moments pass through a process that holds 40 MiB of them at a time."""
+    with gemini.init_on("meta"):
+        module = Wide()
+    options: dict[str, Any] = {"non_model_bytes": 0, "min_chunk_size_mb": 4, "search_range_mb": 0}
+    model = gemini.GeminiDDP(module, device_bytes=40 * MIB, disk_dir=str(tmp_path), **options)
+    optimizer = gemini.GeminiAdamOptimizer(model)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "run", model, optimizer)  # maps everything that the second one needs, too
+    peak = PeakMemory()
+    if operation == "save":
+        checkpoint.save(tmp_path / "run", model, optimizer)
+    else:
+        checkpoint.load(tmp_path / "run", model, optimizer)
+    assert peak.growth_bytes() < 24 * MIB
+    model.close()
+
+
+class PeakMemory:
+    """How far the resident memory of the process has grown, at its peak, since this was made."""
+
+    def __init__(self) -> None:
+        Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")  # resets VmHWM
+        self._before = psutil.Process().memory_info().rss
+
+    def growth_bytes(self) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM"))
+        return peak - self._before
