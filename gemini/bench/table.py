@@ -1,0 +1,67 @@
+"""The record of a benchmark as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gemini.config import format_bytes
+
+_VERDICTS = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
+
+
+def render(record: Mapping[str, Any], console: Console) -> None:
+    """Print where the record comes from and one line per figure."""
+    where = record["environment"]
+    table = Table(title="gemini bench runtime", title_justify="left")
+    table.add_column("case", style="bold")
+    table.add_column("what", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("target", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name, case in record["cases"].items():
+        if "error" in case:
+            table.add_row(name, escape(case["error"]), "", "", "[red]failed[/]")
+        for index, row in enumerate(case.get("rows", ())):
+            table.add_row(
+                "" if index else name,
+                escape(row["what"]),
+                value_text(row["value"], row["unit"]),
+                _target_text(row),
+                _VERDICTS[row["met"]],
+            )
+        table.add_section()
+    console.print(table)
+    commit = where["commit"] or "unknown"
+    changed = ", with uncommitted changes" if where["uncommitted_changes"] else ""
+    console.print(
+        f"{where['cpu']}, {where['cores']} cores, {format_bytes(where['ram_bytes'])} RAM, "
+        f"load {where['load_average'][0]:.2f}, torch {where['torch']}, {where['date']}, "
+        f"commit {commit}{changed}",
+        markup=False,
+        highlight=False,
+    )
+    if record["quick"]:
+        console.print("--quick: everything is tiny; these figures say only that the cases run.", markup=False)
+
+
+def value_text(value: float, unit: str) -> str:
+    """Return a figure with its unit, bytes scaled for people."""
+    if unit == "bytes":
+        return format_bytes(round(value))
+    if unit == "share":
+        return f"{value:.1%}"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,} {unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _target_text(row: Mapping[str, Any]) -> str:
+    if row["target"] is None:
+        return ""
+    sign, _, number = row["target"].partition(" ")
+    return f"{sign} {value_text(float(number), row['unit'])}"

@@ -1,0 +1,272 @@
+"""``gemini check``: what this machine and this build have, and how to add what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from gemini import _C
+from gemini.config import format_bytes
+from gemini.device import free_memory_bytes
+
+PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
+PROBE_BYTES = 1 << 20
+SYS_IO_URING_SETUP = 425  # the same number on every architecture
+HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+REBUILD = "pip install --force-reinstall --no-deps .   (in the checkout)"
+
+Facts = dict[str, Any]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "check",
+        help="show what this machine and this build have, and what is missing",
+        description="Show versions, compiled parts, CPU, memory, I/O and GPU, and what would add the rest.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="the directory that a DISK tier would use; a small file is tried in it (default: .)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; return 0, also when optional parts are missing."""
+    facts = collect(options.dir)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        render(facts, Console())
+    return 0
+
+
+def collect(directory: Path) -> Facts:
+    """Return every fact as plain data, one dict per section, and the list ``missing``.
+
+    Raises:
+        IoError: if ``directory`` cannot hold a file.
+    """
+    facts: Facts = {
+        "versions": versions(),
+        "compiled": _C.build_info(),
+        "cpu": cpu(),
+        "memory": memory(),
+        "io": io(directory),
+        "gpu": gpu(),
+    }
+    del facts["compiled"]["version"]
+    facts["missing"] = [
+        {"what": what, "why": why, "command": command} for what, why, command in missing(facts)
+    ]
+    return facts
+
+
+def versions() -> Facts:
+    """Return the versions of gemini, Python and the packages; None where one is not installed."""
+    found: Facts = {"gemini": _C.build_info()["version"], "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return found
+
+
+def cpu() -> Facts:
+    """Return the CPU's model, the cores this process may use and the Adam kernels it can run."""
+    return {
+        "model": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "adam_isa": _C.adam_isa(),
+        "adam_isas": list(_C.adam_isas()),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def memory() -> Facts:
+    """Return RAM, huge pages and how much may be locked; a limit of None is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "total_bytes": psutil.virtual_memory().total,
+        "free_bytes": free_memory_bytes(),
+        "huge_pages": _huge_pages(),
+        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
+    }
+
+
+def _huge_pages() -> str:
+    """Return the kernel's setting: ``always``, ``madvise``, ``never``, or ``unknown``."""
+    try:
+        text = HUGE_PAGES_FILE.read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def io(directory: Path) -> Facts:
+    """Return what a DISK tier in ``directory`` would get; leaves nothing behind."""
+    file = _C.AsyncFile(str(directory), PROBE_BYTES)
+    try:
+        direct = file.direct
+    finally:
+        file.close()
+    return {
+        "backend": "threads",
+        "directory": str(directory.resolve()),
+        "direct": direct,
+        "free_bytes": psutil.disk_usage(str(directory)).free,
+        "kernel_io_uring": _kernel_io_uring(),
+    }
+
+
+def _kernel_io_uring() -> str:
+    """Ask the kernel for io_uring without creating one: with null parameters an allowed call gives EFAULT."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    ctypes.set_errno(0)
+    call(ctypes.c_long(SYS_IO_URING_SETUP), ctypes.c_uint(0), ctypes.c_void_p(None))
+    code = ctypes.get_errno()
+    if code in (errno.EFAULT, errno.EINVAL):
+        return "allowed"
+    return "not in this kernel" if code == errno.ENOSYS else f"refused ({errno.errorcode.get(code, code)})"
+
+
+def gpu() -> Facts:
+    """Return the GPUs that the CUDA part sees, and what torch was built for."""
+    import torch
+
+    return {
+        "driver": Path("/proc/driver/nvidia/version").exists(),
+        "devices": _C.cuda_devices(),
+        "problem": _C.cuda_problem() or None,
+        "torch_cuda": torch.version.cuda,
+    }
+
+
+def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Yield what is missing, why it would help, and the command that adds it."""
+    if facts["versions"]["matplotlib"] is None:
+        yield "matplotlib", "pictures of memory per tier", "pip install 'gemini-runtime[plot]'"
+    compiled, has_gpu = facts["compiled"], facts["gpu"]["driver"]
+    if not compiled["uring"]:
+        yield "liburing", "io_uring part of the build", f"apt-get install liburing-dev && {REBUILD}"
+    if not compiled["openmp"]:
+        yield "OpenMP", "Adam on more than one core", f"apt-get install g++ && CXX=g++ {REBUILD}"
+    if has_gpu and compiled["cuda"] is None:
+        yield (
+            "CUDA part",
+            "a GPU is here, but nvcc was not at build time",
+            f"install CUDA's nvcc && {REBUILD}",
+        )
+    if has_gpu and facts["gpu"]["torch_cuda"] is None:
+        yield "torch with CUDA", "this torch is built for the CPU only", "pip install --force-reinstall torch"
+    if facts["memory"]["huge_pages"] == "never":
+        command = f"echo madvise | sudo tee {HUGE_PAGES_FILE}"
+        yield "huge pages", "first touch of a window is several times faster", command
+    if not facts["io"]["direct"]:
+        why = f"no O_DIRECT in {facts['io']['directory']}: reads and writes pass the page cache"
+        yield "direct I/O", why, "choose a disk directory on ext4 or xfs:  gemini check --dir DIR"
+
+
+def render(facts: Facts, console: Console) -> None:
+    """Print the facts as one table, and below it what is missing."""
+    table = Table(title="gemini check", title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for section, rows in (
+        ("versions", facts["versions"].items()),
+        ("compiled", _compiled_rows(facts["compiled"])),
+        ("CPU", _cpu_rows(facts["cpu"])),
+        ("memory", _memory_rows(facts["memory"])),
+        ("I/O", _io_rows(facts["io"])),
+        ("GPU", _gpu_rows(facts["gpu"], facts["compiled"])),
+    ):
+        for index, (label, value) in enumerate(rows):
+            table.add_row("" if index else section, label, "not installed" if value is None else str(value))
+        table.add_section()
+    console.print(table)
+    if not facts["missing"]:
+        console.print("\nNothing is missing.")
+    for entry in facts["missing"]:
+        console.print(f"\n[yellow]missing[/]  {entry['what']}: {entry['why']}", highlight=False)
+        console.print(f"         {entry['command']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _compiled_rows(compiled: Facts) -> list[tuple[str, str]]:
+    rows = [
+        ("compiler", compiled["compiler"]),
+        ("CUDA part", compiled["cuda"] or "no"),
+        ("io_uring part", "yes" if compiled["uring"] else "no"),
+        ("OpenMP", "yes" if compiled["openmp"] else "no"),
+    ]
+    return [*rows, ("sanitizers", compiled["sanitize"])] if compiled["sanitize"] else rows
+
+
+def _cpu_rows(cpu: Facts) -> list[tuple[str, str]]:
+    others = ", ".join(isa for isa in cpu["adam_isas"] if isa != cpu["adam_isa"])
+    return [
+        ("model", cpu["model"]),
+        ("cores", str(cpu["cores"])),
+        ("Adam kernel", f"{cpu['adam_isa']} (also here: {others})" if others else cpu["adam_isa"]),
+    ]
+
+
+def _memory_rows(memory: Facts) -> list[tuple[str, str]]:
+    locked = memory["memlock_bytes"]
+    return [
+        ("RAM", f"{format_bytes(memory['total_bytes'])}, free {format_bytes(memory['free_bytes'])}"),
+        ("huge pages", memory["huge_pages"]),
+        ("may be locked", "no limit" if locked is None else format_bytes(locked)),
+    ]
+
+
+def _io_rows(io: Facts) -> list[tuple[str, str]]:
+    return [
+        ("backend", io["backend"]),
+        ("directory", f"{io['directory']}, free {format_bytes(io['free_bytes'])}"),
+        ("direct I/O", "yes" if io["direct"] else "no, through the page cache"),
+        ("io_uring (kernel)", io["kernel_io_uring"]),
+    ]
+
+
+def _gpu_rows(gpu: Facts, compiled: Facts) -> list[tuple[str, str]]:
+    rows = [("torch's CUDA", gpu["torch_cuda"] or "none")]
+    for device in gpu["devices"]:
+        capability = ".".join(str(number) for number in device["capability"])
+        text = f"{device['name']}, {format_bytes(device['total_bytes'])}, capability {capability}"
+        rows.append((f"device {device['index']}", text))
+    if not gpu["devices"]:
+        reason = gpu["problem"] if gpu["driver"] else "no NVIDIA driver on this machine"
+        rows.append(("devices", "none" if compiled["cuda"] is None and gpu["driver"] else f"none ({reason})"))
+    return rows

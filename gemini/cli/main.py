@@ -1,0 +1,66 @@
+"""Entry point of the ``gemini`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from gemini._C import build_info
+from gemini.cli import bench, check, train
+from gemini.errors import GeminiError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+EPILOG = """\
+start here:
+  gemini check                         what this machine and this build have, and what is missing
+  gemini train --device-bytes 64MiB --disk-dir .
+                                       train a GPT on Python's own sources in 64 MiB of memory
+  gemini train --help                  every option, with its unit and default
+  gemini bench --help                  measure on this machine
+
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
+    parser = argparse.ArgumentParser(
+        prog="gemini",
+        description="Train PyTorch models several times larger than the memory they are allowed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (check, train, bench):
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    An error of ours is one line on standard error and code 2; Ctrl-C is code 130.
+    """
+    options = build_parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except GeminiError as error:
+        print(f"gemini: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("gemini: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has left; the interpreter must not try to flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""``gemini train``: train a GPT on text, under byte budgets, with a live display."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from gemini.config import parse_bytes
+from gemini.errors import ConfigError
+from gemini.train.config import POLICIES, PRECISIONS, TrainConfig
+
+EPILOG = """\
+examples:
+  gemini train --device-bytes 24MiB --disk-dir out/disk --layers 8 --hidden 256 --heads 8 --verify
+      train a model several times larger than 24 MiB, the rest on disk; prove that this changed nothing
+  gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200
+      train on your own text and keep a checkpoint; Ctrl-C saves one and ends cleanly
+  gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200 --resume
+      go on where it ended: the same losses, bit for bit, as if it had never stopped
+  gemini train --device-bytes 64MiB --disk-dir out/disk --quiet --json > summary.json
+      for scripts: nothing but the summary, as JSON
+
+in the --checkpoint directory:
+  checkpoint/    the newest complete one               metrics.jsonl   one line per step
+  summary.json   what is printed at the end            memory.png      memory per tier over one step
+
+exit codes:
+  0 done    1 --verify found a difference    2 an error, with its reason
+  130, 143 ended by Ctrl-C or SIGTERM after its step, with a checkpoint where --checkpoint is given
+
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``train`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a GPT on text within byte budgets",
+        description="Train a decoder-only GPT on bytes of real text, in as much memory as you allow. "
+        "Parameters, gradients and optimizer states live on three tiers (DEVICE, HOST, DISK) so that every "
+        "operator finds its operands; the numbers are those of a run without any budget.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model_options(parser.add_argument_group("model and text"))
+    _add_training_options(parser.add_argument_group("training"))
+    _add_memory_options(parser.add_argument_group("memory"))
+    _add_run_options(parser.add_argument_group("run and output"))
+    parser.set_defaults(run=run)
+
+
+def config_from(options: argparse.Namespace) -> TrainConfig:
+    """Return the run that parsed ``options`` describe. Raise ConfigError for one that cannot work."""
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    return TrainConfig(**{name: getattr(options, name) for name in names})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, print the summary, and return the exit code."""
+    config = config_from(options)
+    from rich.console import Console
+
+    from gemini.train import job
+    from gemini.train.display import make_display
+    from gemini.train.summary import difference_table, summary_table
+
+    # Progress goes to standard error: standard output is the result, for people or for a script.
+    display = make_display(Console(stderr=True), steps=config.steps, quiet=options.quiet)
+    result = job.run(config, display=display)
+    if options.json:
+        print(json.dumps(result.summary.to_dict(), indent=2))
+        return result.exit_code
+    console = Console()
+    console.print(summary_table(result.summary))
+    verdict = result.summary.verify
+    if verdict is not None and not verdict.identical:
+        console.print(difference_table(verdict))
+    return result.exit_code
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "--data",
+        metavar="PATH",
+        help="a text file, or a directory read recursively (binary and hidden "
+        "files left out); default: the sources of Python's own library",
+    )
+    _add(group, "--layers", type=int, metavar="N", help="transformer blocks")
+    _add(group, "--hidden", type=int, metavar="N", help="width of the model; a multiple of --heads")
+    _add(group, "--heads", type=int, metavar="N", help="attention heads")
+    _add(group, "--seq", type=int, metavar="N", help="length of a training sequence in bytes of text")
+    _add(
+        group,
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute activations again in backward instead of keeping them: less memory, more work",
+    )
+
+
+def _add_training_options(group: argparse._ArgumentGroup) -> None:
+    _add(group, "--batch", type=int, metavar="N", help="sequences per forward pass")
+    _add(
+        group,
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="passes per optimizer step; a step learns from batch * accumulate sequences",
+    )
+    _add(
+        group, "--steps", type=int, metavar="N", help="optimizer steps in all, those before --resume included"
+    )
+    _add(
+        group,
+        "--lr",
+        type=float,
+        metavar="X",
+        help="highest learning rate; warms up over a tenth of the steps (at most 100), then falls as a "
+        "cosine to a tenth",
+    )
+    _add(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
+    _add(
+        group,
+        "--precision",
+        choices=PRECISIONS,
+        help="of weights and activations; bf16 keeps an fp32 master of every weight",
+    )
+    _add(group, "--seed", type=int, metavar="N", help="of the weights and of the choice of text")
+
+
+def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "--device-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="budget of DEVICE, where operators compute: model data and activations; default: the free "
+        "memory, less a margin",
+    )
+    _add(
+        group,
+        "--host-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="budget of HOST, CPU memory next to the device; default: chosen by the policy (0 where DEVICE "
+        "is CPU memory already)",
+    )
+    _add(
+        group,
+        "--disk-dir",
+        metavar="DIR",
+        help="directory of the DISK tier, made if missing; default: no DISK tier, so that all model data "
+        "must fit above",
+    )
+    _add(
+        group,
+        "--policy",
+        choices=POLICIES,
+        help="who stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
+        "all of it on DEVICE, const keeps a fixed part there",
+    )
+
+
+def _add_run_options(group: argparse._ArgumentGroup) -> None:
+    _add(
+        group,
+        "--checkpoint",
+        metavar="DIR",
+        help="directory of the run: checkpoint, metrics, summary and picture; default: nothing is kept",
+    )
+    _add(
+        group,
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="also save after every N steps; 0: at the end and on Ctrl-C only",
+    )
+    _add(group, "--resume", action="store_true", help="continue the run in --checkpoint, bit for bit")
+    _add(
+        group,
+        "--overwrite",
+        action="store_true",
+        help="start over in a --checkpoint directory that holds a run",
+    )
+    _add(
+        group,
+        "--verify",
+        action="store_true",
+        help="afterwards run the same seed unmanaged (which takes the memory of all model data, and the "
+        "time again) and say whether every loss and weight is identical",
+    )
+    group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")
+
+
+def _add(group: argparse._ArgumentGroup, option: str, **settings: Any) -> None:
+    """Add ``option`` with the default of its TrainConfig field, named in the help where there is one."""
+    name = option.lstrip("-").replace("-", "_")
+    default = TrainConfig.__dataclass_fields__[name].default
+    if default is not None and default is not False:
+        settings["help"] += f" (default: {default})"
+    group.add_argument(option, default=default, **settings)
+
+
+def _size(text: str) -> int | None:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

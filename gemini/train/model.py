@@ -1,0 +1,162 @@
+"""A decoder-only GPT: pre-LN blocks, learned positions, GELU MLP, embedding tied to the head.
+
+Every module that owns parameters initializes all of them in ``reset_parameters`` and nowhere else, and
+owns no child that does: building under ``init_on("meta")`` and calling ``reset_parameters`` module by module
+in ``modules()`` order draws the same random numbers as building at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gemini.errors import ConfigError
+
+_INIT_STD = 0.02
+_MLP_RATIO = 4
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Describe a GPT; ``seq`` is the longest sequence in tokens. Raise ConfigError where it cannot work."""
+
+    vocab: int = 256
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq: int = 128
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "layers", "hidden", "heads", "seq"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"hidden {self.hidden} does not divide into {self.heads} heads; "
+                f"take hidden {self.heads * math.ceil(self.hidden / self.heads)} or another number of heads"
+            )
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Return the exact number of parameters of ``GPT(config)``; the tied head counts once."""
+    hidden = config.hidden
+    attention = (3 * hidden * hidden + 3 * hidden) + (hidden * hidden + hidden)
+    mlp = (_MLP_RATIO * hidden * hidden + _MLP_RATIO * hidden) + (_MLP_RATIO * hidden * hidden + hidden)
+    block = attention + mlp + 2 * (2 * hidden)
+    return (config.vocab + config.seq) * hidden + config.layers * block + 2 * hidden
+
+
+class Embedding(nn.Embedding):
+    """A table of vectors with the small initialization a tied head needs."""
+
+    def reset_parameters(self) -> None:
+        """Fill the table from the global generator."""
+        nn.init.normal_(self.weight, std=_INIT_STD)
+
+
+class Linear(nn.Module):
+    """``x @ weight.t() + bias`` with a chosen initial standard deviation."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from the global generator and zero the bias."""
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., inputs]`` to ``[..., outputs]``."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over ``heads`` heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.hidden, 3 * config.hidden, std=_INIT_STD)
+        self.out = Linear(config.hidden, config.hidden, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within ``x`` of shape ``[batch, seq, hidden]``."""
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden, _MLP_RATIO * config.hidden, std=_INIT_STD)
+        self.down = Linear(_MLP_RATIO * config.hidden, config.hidden, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform every position of ``x`` on its own."""
+        projected: Tensor = self.down(F.gelu(self.up(x)))
+        return projected
+
+
+class Block(nn.Module):
+    """One pre-LN transformer layer."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config)
+        self.norm_mlp = nn.LayerNorm(config.hidden)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention and MLP to the residual stream ``x``."""
+        attended: Tensor = x + self.attention(self.norm_attention(x))
+        transformed: Tensor = attended + self.mlp(self.norm_mlp(attended))
+        return transformed
+
+
+class GPT(nn.Module):
+    """Predict the next token; parameters come from torch's global generator."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = Embedding(config.vocab, config.hidden)
+        self.positions = Embedding(config.seq, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits ``[batch, seq, vocab]`` for int64 ``tokens`` ``[batch, seq]``."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            if self.config.checkpoint_activations and torch.is_grad_enabled():
+                # No dropout anywhere: stashing the RNG state would only cost time.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def language_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats, computed in fp32 whatever the logits' dtype."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """Shrink what is added to the residual stream, so that depth does not blow it up."""
+    return _INIT_STD / math.sqrt(2 * config.layers)

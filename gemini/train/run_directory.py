@@ -1,0 +1,122 @@
+"""The directory of a run: its checkpoint, and metrics, summary and picture next to it.
+
+``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers of the run depend on),
+``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import CheckpointError, ConfigError
+
+
+class RunDirectory:
+    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded."""
+
+    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[Path], bool]) -> None:
+        self.path = Path(path)
+        self._is_complete = is_complete
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the directory that gemini.checkpoint writes and reads."""
+        return self.path / "checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """Return the file with one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Return the file with the summary of the run."""
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        """Return the picture of memory per tier over one step."""
+        return self.path / "memory.png"
+
+    @property
+    def _identity(self) -> Path:
+        return self.path / "run.json"
+
+    def refuse_older_run(self) -> None:
+        """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it."""
+        if self.checkpoint.exists():
+            raise ConfigError(
+                f"{self.path} already holds a run; "
+                "continue it with --resume, start over with --overwrite, or choose another directory"
+            )
+
+    def start(self, identity: Mapping[str, Any]) -> None:
+        """Make the directory, without any older run, for a run of this ``identity``. Raise ConfigError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self.checkpoint.exists():
+                shutil.rmtree(self.checkpoint)
+            for file in (self.metrics, self.summary, self.picture):
+                file.unlink(missing_ok=True)
+            _replace(self._identity, json.dumps(identity, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write to --checkpoint {self.path}: {error.strerror}") from error
+
+    def check_resume(self, identity: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run."""
+        if not self._is_complete(self.checkpoint):
+            raise CheckpointError(
+                f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
+            )
+        saved = self._read_identity()
+        for name, value in identity.items():
+            if saved.get(name) != value:
+                raise ConfigError(
+                    f"the run in {self.path} has {name} = {saved.get(name)!r}, this one {value!r}; "
+                    "resume with the options of the first run (budgets, tiers and policy may change)"
+                )
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line, readable at once by whoever follows the file."""
+        with self.metrics.open("a", encoding="ascii") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
+        """Return the records of steps 1 to ``before_step`` and forget later ones, to be trained again.
+
+        A line that a killed run left unfinished ends the file.
+        """
+        records: list[dict[str, Any]] = []
+        lines = self.metrics.read_text(encoding="ascii").splitlines() if self.metrics.exists() else []
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if record["step"] <= before_step:
+                records.append(record)
+        _replace(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
+        return records
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, whole or not at all."""
+        _replace(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def _read_identity(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._identity.read_text(encoding="ascii")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._identity} cannot be read, so the run is unknown: {error}"
+            ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="ascii")
+    temporary.replace(path)

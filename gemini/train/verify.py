@@ -1,0 +1,150 @@
+"""Law 1 on one run: the same seed unmanaged must give the same losses and the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One loss or weight that differs: its name, what both runs have, and how far they are apart."""
+
+    name: str
+    managed: str
+    unmanaged: str
+    max_abs: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a comparison; ``differences`` holds the first ones, the counts hold all."""
+
+    losses_compared: int
+    losses_different: int
+    weights_compared: int
+    weights_different: int
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def identical(self) -> bool:
+        """Return whether every loss and every weight is the same."""
+        return self.losses_different == 0 and self.weights_different == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for summary.json."""
+        return {"identical": self.identical, **asdict(self)}
+
+
+class WeightFile:
+    """Weights set aside in one flat fp32 file, so that two models need not be in memory together.
+
+    The file has no name and is gone when this context manager, or the process, ends. ``directory`` None is
+    the system's place for temporary files; it must exist when :meth:`write` is called.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._file: IO[bytes] | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write ``weights`` one after the other; extra memory is one weight."""
+        self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - closed in __exit__
+        for name, weight in weights:
+            self._file.write(weight.detach().float().numpy().tobytes())
+            self._shapes[name] = tuple(weight.shape)
+        self._file.flush()
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the order written."""
+        assert self._file is not None, "read before write"
+        self._file.seek(0)
+        for name, shape in self._shapes.items():
+            data = bytearray(self._file.read(4 * math.prod(shape)))
+            yield name, torch.from_numpy(np.frombuffer(data, dtype=np.float32)).view(shape)
+
+
+class LossComparison:
+    """Compare losses as the unmanaged run produces them; ``managed`` maps 0-based steps to losses."""
+
+    def __init__(self, managed: dict[int, float]) -> None:
+        self._managed = managed
+        self.different: list[Difference] = []
+
+    def add(self, step: int, loss: float) -> None:
+        """Compare the loss of ``step``, if the managed run's is known."""
+        want = self._managed.get(step)
+        if want is not None and want != loss:
+            self.different.append(
+                Difference(f"loss of step {step + 1}", repr(want), repr(loss), abs(want - loss))
+            )
+
+
+def compare_weights(
+    managed: Iterable[tuple[str, Tensor]], unmanaged: Iterable[tuple[str, Tensor]]
+) -> tuple[int, list[Difference]]:
+    """Return how many weights were compared and those that are not ``torch.equal``, missing ones included."""
+    others = dict(unmanaged)
+    different: list[Difference] = []
+    count = 0
+    for name, weight in managed:
+        count += 1
+        other = others.pop(name, None)
+        if other is None:
+            different.append(Difference(f"weight {name}", "present", "missing", math.inf))
+        elif not torch.equal(weight, other):
+            different.append(_weight_difference(name, weight, other))
+    missing = [Difference(f"weight {name}", "missing", "present", math.inf) for name in others]
+    return count + len(missing), different + missing
+
+
+def verdict(losses: LossComparison, num_losses: int, weights: tuple[int, Sequence[Difference]]) -> Verdict:
+    """Put both comparisons together."""
+    num_weights, different = weights
+    return Verdict(
+        losses_compared=num_losses,
+        losses_different=len(losses.different),
+        weights_compared=num_weights,
+        weights_different=len(different),
+        differences=tuple([*losses.different[:_MAX_LISTED], *different[:_MAX_LISTED]]),
+    )
+
+
+def _weight_difference(name: str, managed: Tensor, unmanaged: Tensor) -> Difference:
+    if managed.shape != unmanaged.shape:
+        shapes = (str(tuple(managed.shape)), str(tuple(unmanaged.shape)))
+        return Difference(f"weight {name}", *shapes, math.inf)
+    wrong = torch.nonzero(managed != unmanaged, as_tuple=True)
+    first = tuple(int(axis[0]) for axis in wrong)
+    distance = float((managed.double() - unmanaged.double()).abs().max())
+    index = ", ".join(map(str, first))
+    return Difference(
+        f"weight {name}[{index}] ({len(wrong[0])} of {managed.numel()} elements)",
+        repr(float(managed[first])),
+        repr(float(unmanaged[first])),
+        distance,
+    )

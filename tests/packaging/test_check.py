@@ -1,0 +1,101 @@
+"""The ``gemini`` command and ``gemini check``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gemini.cli import check, main
+from gemini.errors import ConfigError
+
+
+def test_json_has_every_section_and_only_plain_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["check", "--json", "--dir", str(tmp_path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"versions", "compiled", "cpu", "memory", "io", "gpu", "missing"}
+    assert facts["cpu"]["adam_isa"] in facts["cpu"]["adam_isas"]
+    assert 0 < facts["memory"]["free_bytes"] <= facts["memory"]["total_bytes"]
+    assert facts["io"]["directory"] == str(tmp_path)
+
+
+def test_check_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
+    check.collect(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_of_a_missing_directory_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = tmp_path / "absent"
+    assert main.main(["check", "--dir", str(absent)]) == main.EXIT_ERROR
+    printed = capsys.readouterr().err
+    assert printed.startswith("gemini: error: ")
+    assert str(absent) in printed
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "what"),
+    [
+        ("versions", "matplotlib", None, "matplotlib"),
+        ("compiled", "uring", False, "liburing"),
+        ("compiled", "openmp", False, "OpenMP"),
+        ("memory", "huge_pages", "never", "huge pages"),
+        ("io", "direct", False, "direct I/O"),
+    ],
+)
+def test_what_is_missing_is_shown_with_a_command(
+    section: str, key: str, value: object, what: str, tmp_path: Path
+) -> None:
+    facts = copy.deepcopy(check.collect(tmp_path))
+    facts[section][key] = value
+    entry = next(entry for entry in check.missing(facts) if entry[0] == what)
+    facts["missing"] = [dict(zip(("what", "why", "command"), entry, strict=True))]
+    out = io.StringIO()
+    check.render(facts, Console(file=out, width=200))
+    assert what in out.getvalue()
+    assert entry[2] in out.getvalue()
+
+
+def test_cuda_is_missed_only_where_there_is_a_gpu(tmp_path: Path) -> None:
+    facts = check.collect(tmp_path)
+    facts["compiled"]["cuda"] = facts["gpu"]["torch_cuda"] = None
+    for driver, expected in ((False, set()), (True, {"CUDA part", "torch with CUDA"})):
+        facts["gpu"]["driver"] = driver
+        found = {what for what, _, _ in check.missing(facts)}
+        assert found & {"CUDA part", "torch with CUDA"} == expected
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "printed"),
+    [
+        (ConfigError("bad size"), 2, "gemini: error: bad size"),
+        (KeyboardInterrupt(), 130, "gemini: interrupted"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    raised: BaseException,
+    code: int,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(directory: Path) -> check.Facts:
+        raise raised
+
+    monkeypatch.setattr(check, "collect", fail)
+    assert main.main(["check"]) == code
+    assert capsys.readouterr().err == f"{printed}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"gemini {command}" in out for command in ("check", "train", "bench"))

@@ -1,0 +1,133 @@
+"""The import direction of the design: every file imports only from its own layer or below."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lower imports nothing higher. A name not listed here is a new part: give it its layer.
+PYTHON_LAYERS = [
+    {"_C"},
+    {"device", "config", "errors"},
+    {"chunk", "offload", "memstats"},
+    {"placement"},
+    {"runtime"},
+    {"ddp", "optim", "checkpoint", "simulate", "wrappers"},
+    {"parallel"},
+    {"cli", "compat", "train", "bench"},
+]
+# Neighbours that must not know each other, although they share a layer.
+FORBIDDEN_NEIGHBOURS = {
+    ("memstats", "chunk"),
+    ("memstats", "offload"),
+    ("offload", "chunk"),
+    ("offload", "memstats"),
+}
+TOP = len(PYTHON_LAYERS) - 1
+DISTRIBUTED_FROM = 5  # torch.distributed: in the layer of ddp and above
+TORCH_CUDA_FILES = {"gemini/device.py"}
+
+CPP_ALLOWED = {
+    "common": {"common"},
+    "chunk": {"common", "chunk"},
+    "adam": {"common", "adam"},
+    "aio": {"common", "aio"},
+    "transfer": {"common", "chunk", "adam", "aio", "transfer"},
+    "bindings": {"common", "chunk", "adam", "aio", "transfer", "bindings"},
+}
+
+LEVEL = {part: level for level, parts in enumerate(PYTHON_LAYERS) for part in parts}
+PYTHON_FILES = sorted(p for top in ("gemini", "parallel") for p in (ROOT / top).rglob("*.py"))
+# All but the file that re-exports the public names.
+LAYERED_FILES = [p for p in PYTHON_FILES if p != ROOT / "gemini" / "__init__.py"]
+CPP_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".inc"})
+
+
+def module_of(path: Path) -> list[str]:
+    """Return the dotted name of a file as it is installed, as a list."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "parallel":
+        parts.insert(0, "gemini")
+    return parts
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the absolute dotted name of everything a file imports, also inside functions."""
+    package = module_of(path)[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def dotted_uses(path: Path) -> Iterator[str]:
+    """Yield every import and every attribute chain (``torch.cuda.empty_cache``) of a file."""
+    yield from imported_names(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def identify(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", LAYERED_FILES, ids=identify)
+def test_python_imports_go_down_only(path: Path) -> None:
+    part = module_of(path)[1]
+    assert part in LEVEL, f"{identify(path)}: give the new part {part!r} a layer in {Path(__file__).name}"
+    for name in imported_names(path):
+        assert name != "gemini" or LEVEL[part] == TOP, f"{identify(path)} imports the whole of gemini"
+        if not name.startswith("gemini."):
+            continue
+        target = name.split(".")[1]
+        assert target in LEVEL, f"{identify(path)} imports {name}: import from the module that defines it"
+        assert LEVEL[target] <= LEVEL[part], f"{identify(path)} imports {name}, which is above it"
+        assert (part, target) not in FORBIDDEN_NEIGHBOURS, f"{identify(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", LAYERED_FILES, ids=identify)
+def test_torch_distributed_and_cuda_stay_where_they_belong(path: Path) -> None:
+    for name in dotted_uses(path):
+        if name.startswith("torch.distributed"):
+            assert LEVEL[module_of(path)[1]] >= DISTRIBUTED_FROM, f"{identify(path)} uses {name}"
+        if name == "torch.cuda" or name.startswith("torch.cuda."):
+            assert identify(path) in TORCH_CUDA_FILES, f"{identify(path)} uses {name}"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=identify)
+def test_library_below_the_command_line_does_not_print(path: Path) -> None:
+    if module_of(path)[1] == "cli":
+        return
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    lines = [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+    assert not lines, f"{identify(path)} prints in lines {lines}"
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=identify)
+def test_cpp_includes_go_down_only(path: Path) -> None:
+    part = path.relative_to(ROOT / "csrc").parts[0]
+    text = path.read_text()
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE):
+        target = name.split("/")[0] if "/" in name else part
+        assert target in CPP_ALLOWED[part], f"{identify(path)} includes {name}"
+    for name in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, flags=re.MULTILINE):
+        assert not re.match(r"torch/|ATen/|c10/", name), f"{identify(path)} includes {name}"
+        assert part == "bindings" or not re.match(r"pybind11/|Python\.h", name), (
+            f"{identify(path)} includes {name}"
+        )
+
+
+def test_layer_rules_see_the_files() -> None:
+    assert len(PYTHON_FILES) > 10
+    assert len(CPP_FILES) > 10
+    assert LEVEL["cli"] > LEVEL["ddp"] > LEVEL["runtime"] > LEVEL["errors"] > LEVEL["_C"]

@@ -1,0 +1,90 @@
+"""The programs a new user copies first run as they stand: examples/ with tiny sizes, and the README's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemini
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {
+    "wrap_a_model.py": [
+        "--hidden",
+        "64",
+        "--layers",
+        "4",
+        "--steps",
+        "3",
+        "--policy",
+        "const",
+        "--device-bytes",
+        "128KiB",
+    ],
+    "save_and_resume.py": ["--hidden", "32", "--steps", "4", "--precision", "bf16"],
+    "adam_on_disk.py": ["--hidden", "64", "--steps", "3"],
+}
+
+
+def run(arguments: list[str], directory: Path) -> str:
+    """Run Python with ``arguments`` in ``directory``, with this gemini; return its output."""
+    path = str(Path(gemini.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def readme_program() -> str:
+    """Return the README's first Python block."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None, "README.md has no Python block"
+    return found[1]
+
+
+def test_every_example_is_run_here() -> None:
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    assert run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrapped_model_is_larger_than_its_memory(tmp_path: Path) -> None:
+    output = run([str(ROOT / "examples" / "wrap_a_model.py"), *EXAMPLES["wrap_a_model.py"]], tmp_path)
+    numbers = {
+        match[1]: int(match[2].replace(",", ""))
+        for match in re.finditer(r"(model data|device  peak)\s+([\d,]+)", output)
+    }
+    assert numbers["device  peak"] <= 128 * 1024 < numbers["model data"]
+
+
+@pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py"])
+def test_example_proves_what_it_says(name: str, tmp_path: Path) -> None:
+    assert "identical" in run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
+
+
+def test_readme_program_runs_with_falling_loss(tmp_path: Path) -> None:
+    program = readme_program()
+    assert len(program.strip().splitlines()) <= 16
+    # Smaller, so that it takes a moment; everything else as printed.
+    tiny = (
+        program.replace("1024", "64")
+        .replace("96MiB", "192KiB")
+        .replace("min_chunk_size_mb=4", "min_chunk_size_mb=0.02")
+    )
+    assert tiny != program
+    lines = run(["-c", tiny], tmp_path).splitlines()
+    losses = [float(line.split()[1]) for line in lines]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]

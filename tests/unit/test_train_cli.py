@@ -1,0 +1,70 @@
+"""The options of ``gemini train``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+
+import pytest
+
+from gemini.cli import train
+from gemini.errors import ConfigError
+from gemini.train.config import TrainConfig
+from gemini.train.schedule import lr_factor
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_parser(parser.add_subparsers())
+    return parser.parse_args(["train", *arguments])
+
+
+def test_no_options_are_the_defaults_of_the_config() -> None:
+    options = parse()
+    assert train.config_from(options) == TrainConfig()
+    assert options.run is train.run
+
+
+def test_every_field_of_the_config_has_an_option_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')}" in shown
+
+
+def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
+    config = train.config_from(parse("--device-bytes", "24MiB", "--host-bytes", "0"))
+    assert (config.device_bytes, config.host_bytes) == (24 * 2**20, 0)
+    with pytest.raises(SystemExit):
+        parse("--device-bytes", "lots")
+    assert "lots" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint DIR"),
+        (["--resume", "--overwrite", "--checkpoint", "run"], "give one of them"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--clip", "-1"], "--clip is -1"),
+        (["--hidden", "30", "--heads", "4"], "take hidden 32"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train.config_from(parse(*arguments))
+
+
+@pytest.mark.parametrize("steps", [1, 5, 40, 5000])
+def test_learning_rate_warms_up_then_falls_to_a_tenth(steps: int) -> None:
+    factors = [lr_factor(step, steps=steps) for step in range(steps)]
+    peak = factors.index(max(factors))
+    assert max(factors) == 1.0
+    assert peak < max(1, min(100, steps // 10))
+    assert factors[:peak] == sorted(factors[:peak])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert math.isclose(lr_factor(steps, steps=steps), 1.0 if steps == 1 else 0.1)

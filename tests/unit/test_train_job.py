@@ -1,0 +1,236 @@
+"""The job around an engine: stop, resume, verify, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_train_engine import FakeEngine, fake_is_complete
+
+from gemini.errors import CheckpointError, ConfigError, GeminiError
+from gemini.train import job
+from gemini.train.config import TrainConfig
+from gemini.train.job import TrainResult
+from gemini.train.run_directory import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep matrices this small off the thread pool, which costs more than it saves where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+    return TrainConfig(
+        data=str(text),
+        layers=1,
+        hidden=16,
+        heads=2,
+        seq=16,
+        batch=2,
+        steps=6,
+        checkpoint=str(tmp_path / "run"),
+    )
+
+
+def run(
+    config: TrainConfig, engine: Callable[[TrainConfig], Any] = FakeEngine, **changes: Any
+) -> TrainResult:
+    return job.run(
+        dataclasses.replace(config, **changes), engine_factory=engine, is_complete=fake_is_complete
+    )
+
+
+def stopping_at(step: int, signum: int = signal.SIGINT) -> Callable[[TrainConfig], FakeEngine]:
+    class Stopping(FakeEngine):
+        def step(self) -> None:
+            super().step()
+            if self.steps == step:
+                os.kill(os.getpid(), signum)
+
+    return Stopping
+
+
+def metrics(config: TrainConfig) -> list[dict[str, Any]]:
+    assert config.checkpoint is not None
+    return [json.loads(line) for line in Path(config.checkpoint, "metrics.jsonl").read_text().splitlines()]
+
+
+class Drawn(FakeEngine):
+    """One that knows where its memory was."""
+
+    def timeline(self) -> list[dict[str, Any]]:
+        sizes = {"device_bytes": 400, "host_bytes": 0, "disk_bytes": 4000, "non_model_bytes": 200}
+        return [{"moment": moment, "phase": "forward", **sizes} for moment in range(4)]
+
+
+def test_run_writes_checkpoint_metrics_and_summary(config: TrainConfig) -> None:
+    result = run(config, Drawn)
+    assert config.checkpoint is not None
+    directory = Path(config.checkpoint)
+    assert result.exit_code == 0
+    assert [record["loss"] for record in metrics(config)] == list(result.losses)
+    assert fake_is_complete(directory / "checkpoint")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["ratio"] == 4.0
+    assert summary["link_bytes"]["disk_read"] == 6 * 64
+    assert summary["peak_non_model_bytes"] == 200
+    assert summary["verify"] is None
+    assert (summary["picture"] is not None) == (directory / "memory.png").exists()
+    assert not summary["interrupted"]
+
+
+def test_loss_falls_on_forty_steps(config: TrainConfig) -> None:
+    losses = run(config, steps=40, checkpoint=None).losses
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1.0
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"accumulate": 3, "clip": 0.1}])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
+    config: TrainConfig, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    want = run(config, checkpoint=str(tmp_path / "whole"), verify=True, **changes)
+    stopped = run(config, stopping_at(2), **changes)
+    resumed = run(config, resume=True, verify=True, **changes)
+    assert stopped.exit_code == 130
+    assert stopped.summary.interrupted
+    assert stopped.summary.last_step == 2
+    assert resumed.losses == want.losses
+    assert resumed.exit_code == want.exit_code == 0
+    assert [record["step"] for record in metrics(config)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_saves_like_ctrl_c_and_handlers_come_back(config: TrainConfig) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert run(config, stopping_at(3, signal.SIGTERM)).exit_code == 143
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert run(config, resume=True).summary.first_step == 3
+
+
+def test_second_ctrl_c_stops_at_once_and_closes_the_engine(config: TrainConfig) -> None:
+    engines: list[FakeEngine] = []
+
+    class Impatient(FakeEngine):
+        def step(self) -> None:
+            engines.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Impatient)
+    assert engines[0].closed
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_engine_that_fails_in_the_middle_leaves_the_last_checkpoint(config: TrainConfig) -> None:
+    engines: list[FakeEngine] = []
+
+    class Failing(FakeEngine):
+        def step(self) -> None:
+            super().step()
+            engines.append(self)
+            if self.steps == 5:
+                raise GeminiError("the disk went away")
+
+    with pytest.raises(GeminiError, match="the disk went away"):
+        run(config, Failing, checkpoint_every=2)
+    assert engines[0].closed
+    assert run(config, resume=True).summary.first_step == 4
+    assert [record["step"] for record in metrics(config)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_verify_finds_one_changed_bit(config: TrainConfig) -> None:
+    class Wrong(FakeEngine):
+        def step(self) -> None:
+            super().step()
+            if self.steps == 4:
+                weight = self._updated()[0]
+                with torch.no_grad():
+                    weight.view(-1)[3] = torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+
+    result = run(config, Wrong, verify=True)
+    verdict = result.summary.verify
+    assert result.exit_code == 1
+    assert verdict is not None
+    assert not verdict.identical
+    assert verdict.weights_different > 0
+    assert 0 < len(verdict.differences) <= 16
+    assert run(config, verify=True, overwrite=True).exit_code == 0
+
+
+def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> None:
+    run(config)
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite"):
+        run(config)
+    with pytest.raises(ConfigError, match="has hidden = 16, this one 32"):
+        run(config, resume=True, hidden=32)
+    assert run(config, resume=True).summary.last_step == 6
+
+
+def test_refused_budget_does_not_cost_the_run_to_be_overwritten(config: TrainConfig) -> None:
+    run(config)
+
+    def refuse(_: TrainConfig) -> FakeEngine:
+        raise ConfigError("does not fit")
+
+    with pytest.raises(ConfigError, match="does not fit"):
+        run(config, refuse, overwrite=True)
+    assert run(config, resume=True).summary.first_step == 6
+
+
+def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+        run(config, resume=True)
+    run(config)
+    with pytest.raises(ConfigError, match="--steps changed from 6 to 8"):
+        run(config, resume=True, steps=8, verify=True)
+    with pytest.raises(ConfigError, match="at step 6, past --steps 3"):
+        run(config, resume=True, steps=3)
+    assert run(config, resume=True, steps=8).summary.last_step == 8
+
+
+def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainConfig) -> None:
+    class Exploding(FakeEngine):
+        def step(self) -> None:
+            super().step()
+            if self.steps == 3:
+                with torch.no_grad():
+                    self._updated()[0].fill_(float("nan"))
+
+    with pytest.raises(ConfigError, match="became nan at step 4"):
+        run(config, Exploding, checkpoint_every=2)
+    assert run(config, resume=True).summary.first_step == 2
+
+
+def test_metrics_of_a_killed_run_end_at_the_checkpoint(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, fake_is_complete)
+    directory.start({})
+    for step in (1, 2, 3):
+        directory.append_metrics({"step": step, "loss": 0.1 + step})
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [record["step"] for record in directory.read_metrics(2)] == [1, 2]
+    directory.append_metrics({"step": 3, "loss": 9.0})
+    assert [record["loss"] for record in directory.read_metrics(3)] == [1.1, 2.1, 9.0]
+
+
+def test_starting_a_run_touches_no_file_of_others(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    directory = RunDirectory(tmp_path, fake_is_complete)
+    directory.refuse_older_run()
+    directory.start({"seed": 0})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "run.json", "step-00000001"]
