@@ -7,9 +7,9 @@ PYTHON ?= python3
 export PYTHON
 
 DEMO_STEPS ?= 40
-DEMO_ARGS ?= --layers 8 --hidden 256 --heads 8 --seq 128 --batch 4 --steps $(DEMO_STEPS) \
-             --device-bytes 24MiB --host-bytes 0 --disk-dir demo-output/disk \
-             --checkpoint demo-output/checkpoint --verify
+DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-checkpointing \
+             --steps $(DEMO_STEPS) --device-bytes 80MiB --host-bytes 0 --disk-dir demo-output/disk \
+             --checkpoint demo-output/run --overwrite --verify
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 

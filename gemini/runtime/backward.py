@@ -72,9 +72,8 @@ class BackwardPins:
 
     def __init__(self, manager: GeminiManager) -> None:
         self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
-        self._running: list[
-            int
-        ] = []  # per node that runs, outermost first: the number of the first node it may make
+        # Per node that runs, outermost first: the number of the first node that it may make.
+        self._running: list[int] = []
         self._manager = manager
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
 
