@@ -2,8 +2,7 @@
 
 A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
 after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
-autograd's sequence
-number: those made since the operator began are its own, so composite operators, in-place results and
+autograd's sequence number: those made since the operator began are its own, so composite operators, in-place results and
 recomputation under checkpointing need no special case. See docs/notes/interception.md.
 """
 
@@ -124,17 +123,16 @@ def hook_backward(out: Any, first_node: int, manager: GeminiManager, tensors: tu
     """Hook every node made since ``first_node`` that ``out`` depends on so that it runs with ``tensors``
     pinned."""
     stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
-    seen = set()
-    hooks: NodeHooks | None = None
+    seen = []  # few: the nodes of one operator
     while stack:
         node = stack.pop()
         if node is None or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD or node in seen:
             continue
-        seen.add(node)
+        seen.append(node)
         if node.name() not in _SAVES_NO_WEIGHT:
-            hooks = hooks or manager.backward_pins.hooks(tensors)
-            node.register_prehook(hooks[0])
-            node.register_hook(hooks[1])
+            before, after = manager.backward_pins.hooks(tensors)
+            node.register_prehook(before)
+            node.register_hook(after)
         for child, _ in node.next_functions:
             stack.append(child)
 

@@ -139,13 +139,13 @@ def _operate(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> Any:
     """Run one operator with its managed operands pinned; see that its backward nodes do the same."""
-    manager = operands[0]._ref.manager
-    if len(operands) == 1:
-        tensors = operands[0]._ref.tensors
-    else:
-        if any(operand._ref.manager is not manager for operand in operands):
+    ref = operands[0]._ref
+    manager, tensors = ref.manager, ref.tensors
+    for operand in operands[1:]:
+        ref = operand._ref
+        if ref.manager is not manager:
             return _operate_across(func, args, kwargs, operands)
-        tensors = tuple([operand._ref.tensors[0] for operand in operands])
+        tensors += ref.tensors
     with PlainTensors():
         versions = [operand._version for operand in operands]
         pinned = not manager.resident
