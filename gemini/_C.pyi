@@ -15,7 +15,6 @@ class BuildInfo(TypedDict):
     compiler: str
     cuda: str | None
     uring: bool
-    openmp: bool
     sanitize: str
 
 class CudaDeviceInfo(TypedDict):

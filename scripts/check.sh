@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 ROOT=$PWD
 BIN=$ROOT/.venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
-MAX_LINES=450
+MAX_LINES=400
 
 say() { printf '[check] %s\n' "$*" >&2; }
 
@@ -102,7 +102,7 @@ cpp() {
   check "C++ tests" run_tests build/cpp-tests
 }
 
-# The thread sanitizer looks at the parts that own threads; OpenMP's own runtime is not instrumented for it.
+# The thread sanitizer looks at the parts that own threads.
 sanitize() {
   has_gtest || return 0
   local threaded=(arena_test engine_test async_file_test)
@@ -110,7 +110,7 @@ sanitize() {
     -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
   check "C++ tests with address,undefined" run_tests build/cpp-asan
   check "build with thread" build_tests build/cpp-tsan "${threaded[*]}" -DGEMINI_SANITIZE=thread \
-    -DGEMINI_OPENMP=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
   check "C++ tests with thread" run_tests build/cpp-tsan -R "^($(IFS='|'; echo "${threaded[*]}"))$"
 }
 

@@ -94,7 +94,7 @@ build() {
   want=$(find csrc gemini parallel CMakeLists.txt setup.py pyproject.toml -type f \
     \( -path 'csrc/*' -o -name '__init__.py' -o -name CMakeLists.txt -o -name setup.py -o -name pyproject.toml \) \
     -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
-    | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "${GEMINI_OPENMP:-}" "$(missing_packages)" "$(cat "$STAMPS/venv")")
+    | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "$(missing_packages)" "$(cat "$STAMPS/venv")")
   if is_fresh build "$want" && compgen -G 'gemini/_C.*.so' > /dev/null; then return; fi
   say "building gemini._C and installing the checkout into $VENV"
   quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . \

@@ -59,7 +59,7 @@ void bind_aio(py::module_& m) {
            "Block until the transfer has ended. Raises its first IoError.")
       .def("wait_all", &AsyncFile::wait_all, ReleaseGil(),
            "Block until all transfers have ended. Raises the first IoError not raised yet.")
-      .def("discard", &AsyncFile::discard, py::arg("offset"), py::arg("nbytes"),
+      .def("discard", &AsyncFile::discard, ReleaseGil(), py::arg("offset"), py::arg("nbytes"),
            "Give the disk space of a range back, in a file made without reserve. Raises IoError.")
       .def("close", &AsyncFile::close, ReleaseGil(),
            "Complete all transfers and free the disk space. Idempotent.")

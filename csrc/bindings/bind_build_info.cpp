@@ -36,11 +36,6 @@ py::dict build_info() {
 #else
   info["uring"] = false;
 #endif
-#ifdef _OPENMP
-  info["openmp"] = true;
-#else
-  info["openmp"] = false;
-#endif
   info["sanitize"] = GEMINI_SANITIZE;
   return info;
 }
@@ -62,7 +57,7 @@ py::list cuda_devices() {
 
 void bind_build_info(py::module_& m) {
   m.def("build_info", &build_info,
-        "Return version, compiler, cuda (toolkit version or None), uring, openmp, sanitize.");
+        "Return version, compiler, cuda (toolkit version or None), uring, sanitize.");
   m.def("cuda_devices", &cuda_devices,
         "Return index, name, total_bytes and capability of every GPU; empty without CUDA.");
   m.def(

@@ -13,7 +13,6 @@ namespace gemini {
 
 namespace {
 
-constexpr int64_t kIdleMoments = 8;  // between two prefetch walks while nothing changes
 constexpr size_t kMaxRecorded = size_t{1} << 22;  // entries; a longer step is not recorded further
 
 TierLedger::Bytes checked_budgets(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes) {
@@ -228,11 +227,8 @@ Actions ChunkTable::free(std::span<const TensorId> tensors) {
 
 Actions ChunkTable::prefetch(int32_t max_in_flight) {
   if (!on_trace()) return {};
-  // A walk that found nothing to do is not repeated at once: only time, or moved bytes, help it.
-  if (chunks_.version() == idle_.version && moment_ < idle_.until) return {};
   Actions actions =
       gemini::prefetch(chunks_, *schedule_, limit_, {moment_, limit(), max_in_flight});
-  if (actions.empty()) idle_ = {chunks_.version(), moment_ + kIdleMoments};
   audit();
   return actions;
 }
@@ -257,7 +253,6 @@ void ChunkTable::begin_step() {
   untraced_ = false;
   recorded_.clear();
   record_end_.clear();
-  idle_ = {};
 }
 
 bool ChunkTable::end_step() {
@@ -271,7 +266,6 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
                      " chunks, the table has " + std::to_string(num_chunks()));
   }
   schedule_ = std::move(schedule);
-  idle_ = {};
   diverged_ = false;
 }
 

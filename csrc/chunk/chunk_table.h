@@ -116,12 +116,7 @@ class ChunkTable {
   bool untraced_ = false;           // the latest access was not part of the step
   std::vector<ChunkId> recorded_;   // of all moments, one after the other
   std::vector<size_t> record_end_;  // per moment, offset into recorded_
-  struct Idle {
-    uint64_t version = 0;
-    int64_t until = 0;  // moment
-  };
-  Idle idle_;                    // the last prefetch that found nothing to do
-  std::vector<ChunkId> wanted_;  // scratch: the chunks of one call, ascending, each once
+  std::vector<ChunkId> wanted_;     // scratch: the chunks of one call, ascending, each once
 };
 
 }  // namespace gemini

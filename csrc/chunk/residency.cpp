@@ -14,10 +14,7 @@ class Residency::Tally {
   }
   Tally(const Tally&) = delete;
   Tally& operator=(const Tally&) = delete;
-  ~Tally() {
-    owner_.num_absent_ += chunk_.absent() ? 1 : 0;
-    ++owner_.version_;
-  }
+  ~Tally() { owner_.num_absent_ += chunk_.absent() ? 1 : 0; }
 
  private:
   Residency& owner_;

@@ -91,8 +91,6 @@ class Residency {
   [[nodiscard]] const TierLedger& ledger() const { return ledger_; }
   [[nodiscard]] int64_t pinned_bytes() const { return pinned_bytes_; }
   [[nodiscard]] int32_t num_absent() const { return num_absent_; }
-  // Grows with every change of copies, bytes or transfers.
-  [[nodiscard]] uint64_t version() const { return version_; }
   [[nodiscard]] std::span<const ChunkId> in_flight() const { return in_flight_; }
   [[nodiscard]] int32_t num_incoming() const;
   // DEVICE bytes that transfers under way will give back.
@@ -103,7 +101,7 @@ class Residency {
   void check_invariants() const;
 
  private:
-  class Tally;  // keeps num_absent_ and version_ true across one change
+  class Tally;  // keeps num_absent_ true across one change
 
   Chunk& mut(ChunkId chunk) { return chunks_[static_cast<size_t>(chunk)]; }
   static Reservation& held(Chunk& chunk, Tier tier) {
@@ -118,7 +116,6 @@ class Residency {
   std::vector<ChunkId> in_flight_;
   int64_t pinned_bytes_ = 0;
   int32_t num_absent_ = 0;
-  uint64_t version_ = 0;
   ActionId last_id_ = 0;
   uint64_t clock_ = 0;
 };

@@ -13,9 +13,7 @@ from gemini.offload.async_file import AsyncFile
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _PREFETCHES_IN_FLIGHT = 2
-_MOVES_UNDER_PRESSURE = frozenset(
-    (_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD)
-)
+_TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
 
 # What the table takes cheaply: no other sequence.
@@ -131,9 +129,8 @@ class ChunkManager:
         except BaseException:
             self._suspect = True
             raise
-        for chunk_id in self._sparse & {self.table.chunk_of(tensor) for tensor in tensors}:
-            if _C.Tier.DISK not in self.table.held_tiers(chunk_id):
-                self._discard(self.chunks[chunk_id])
+        if self._sparse:
+            self._discard_unheld({self.table.chunk_of(tensor) for tensor in tensors})
 
     def prefetch(self) -> None:
         """Start the transfers that the recorded order asks for next; return without waiting."""
@@ -173,7 +170,7 @@ class ChunkManager:
         if self._suspect:
             self._reconcile()
         try:
-            actions = self.table.release_all()
+            actions = self.table.release_all(dirty=True)
             if actions:
                 self._execute(actions)
         except BaseException:
@@ -266,8 +263,16 @@ class ChunkManager:
                 self._unmap(chunk, action.from_tier)
             else:
                 self._in_flight[self._submit(action, chunk)] = action
-            if kind in _MOVES_UNDER_PRESSURE:
+            if kind in _TRANSFERS:
                 self._under_pressure = True
+        if actions:
+            self._trim_parked()
+
+    def _trim_parked(self) -> None:
+        """Keep what is parked within what the period that needs most leaves: a block of another size is not
+        reused."""
+        if self._arena.parked_bytes:
+            self._arena.trim(max(0, self.park_limit_bytes - self._arena.mapped_bytes))
 
     def _submit(self, action: _C.Action, chunk: Chunk) -> int:
         """Map the destination and hand the transfer to the engine; return its ticket."""
@@ -317,6 +322,8 @@ class ChunkManager:
             self._unmap(chunk, action.from_tier)
         if outcome.destination_freed:
             self._unmap(chunk, action.to_tier)
+            if action.to_tier == _C.Tier.DISK:
+                self._discard_unheld({chunk.id})
 
     def _reconcile(self) -> None:
         """Make memory what the table says after an exception, Ctrl-C included, at any point of carrying out
@@ -325,7 +332,9 @@ class ChunkManager:
         Transfers under way end first and count as aborted: their source is as before. May be interrupted and
             repeated.
         """
-        self._engine.drain()
+        while self._engine.num_in_flight:
+            self._engine.wait_any(_WAIT_SECONDS)
+            self._engine.poll()
         self._engine.poll()
         self._in_flight.clear()
         for chunk in self.chunks:
@@ -341,10 +350,16 @@ class ChunkManager:
                 self._unmap(chunk, _C.Tier.HOST)
         self._suspect = False
 
-    def _discard(self, chunk: Chunk) -> None:
-        self._sparse.discard(chunk.id)
-        if self._file is not None:
-            self._file.discard(chunk.disk_offset, chunk.spec.nbytes)
+    def _discard_unheld(self, chunk_ids: set[int]) -> None:
+        """Give back the disk space of those chunks that the table holds none for, where space is not
+        reserved."""
+        for chunk_id in self._sparse & chunk_ids:
+            if _C.Tier.DISK in self.table.held_tiers(chunk_id):
+                continue
+            self._sparse.discard(chunk_id)
+            if self._file is not None:
+                chunk = self.chunks[chunk_id]
+                self._file.discard(chunk.disk_offset, chunk.spec.nbytes)
 
     def _unmap(self, chunk: Chunk, tier: _C.Tier) -> None:
         """Take the memory of one copy back; DEVICE memory is parked for the next fetch while memory is

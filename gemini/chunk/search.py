@@ -43,7 +43,7 @@ class SearchResult:
     seconds: float
 
     def report(self) -> None:
-        """Write the three lines to standard output."""
+        """Write the three lines to standard output, as ``GeminiDDP(verbose=True)`` does."""
         sys.stdout.write("\n".join(self.lines()) + "\n")
 
     def lines(self) -> tuple[str, str, str]:
@@ -74,8 +74,9 @@ def search_chunk_size(
     chunk kind, and the ``_mb`` (2**20 bytes) and ``_bytes`` arguments are sizes of a chunk of that kind.
     ``max_chunk_bytes`` caps every candidate; where the minimum is above it, the range is from half of it to
     all of it. A model that fits into the minimum gets one chunk of its own size. A tensor larger than the
-    chunk has its own and wastes padding only; whether it fits a budget is not asked here. Raises ConfigError
-    for sizes that allow no chunk at all.
+    chunk has its own and wastes padding only; whether it fits a budget is not asked here. ``verbose`` logs
+    the lines of the report at INFO; :meth:`SearchResult.report` is what writes them to standard output.
+    Raises ConfigError for sizes that allow no chunk at all.
     """
     begin = time.perf_counter()
     numels = _numels_of(params_or_numels)

@@ -180,8 +180,6 @@ def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
     compiled, has_gpu = facts["compiled"], facts["gpu"]["driver"]
     if not compiled["uring"]:
         yield "liburing", "io_uring part of the build", f"apt-get install liburing-dev && {REBUILD}"
-    if not compiled["openmp"]:
-        yield "OpenMP", "Adam on more than one core", f"apt-get install g++ && CXX=g++ {REBUILD}"
     if has_gpu and compiled["cuda"] is None:
         yield (
             "CUDA part",
@@ -228,7 +226,6 @@ def _compiled_rows(compiled: Facts) -> list[tuple[str, str]]:
         ("compiler", compiled["compiler"]),
         ("CUDA part", compiled["cuda"] or "no"),
         ("io_uring part", "yes" if compiled["uring"] else "no"),
-        ("OpenMP", "yes" if compiled["openmp"] else "no"),
     ]
     return [*rows, ("sanitizers", compiled["sanitize"])] if compiled["sanitize"] else rows
 

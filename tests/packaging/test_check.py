@@ -45,7 +45,6 @@ def test_check_of_a_missing_directory_is_an_error_that_names_it(
     [
         ("versions", "matplotlib", None, "matplotlib"),
         ("compiled", "uring", False, "liburing"),
-        ("compiled", "openmp", False, "OpenMP"),
         ("memory", "huge_pages", "never", "huge pages"),
         ("io", "direct", False, "direct I/O"),
     ],
