@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from gemini import _C
 from gemini.device import resolve_device
@@ -37,8 +38,8 @@ class GeminiDDP(nn.Module):
         device: the computing device; the CPU in this release.
         placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
             methods.
-        pin_memory: whether HOST memory is page-locked; there is nothing to lock for without a GPU, so
-            ``True`` changes nothing here.
+        pin_memory: whether HOST memory is page-locked; there is no GPU to lock it for in this release, so
+            ``True`` only logs that.
         search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
             ``device_bytes`` could not hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
@@ -47,12 +48,13 @@ class GeminiDDP(nn.Module):
         disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
         non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
-        strict_ddp_mode: every rank runs the same operators in the same order; holds trivially for one
-            process.
+        strict_ddp_mode: every rank runs the same operators in the same order; true of one process, so it
+            changes nothing here.
         process_group: ``None``: one process.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
-        config: a :class:`GeminiConfig` that replaces all of the above from ``placement_policy`` on.
+        config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
+            left at their defaults.
         verbose: print the result of the chunk-size search.
 
     Raises:
@@ -87,7 +89,10 @@ class GeminiDDP(nn.Module):
         resolve_device(device)
         if process_group is not None:
             raise ConfigError("process_group: this release manages one process; leave it out")
-        self.config = config or GeminiConfig.from_options(
+        if pin_memory:
+            logger.info("pin_memory=True has no effect: there is no GPU to pin HOST memory for")
+        self.config = GeminiConfig.choose(
+            config,
             placement_policy=placement_policy,
             search_range_mb=search_range_mb,
             hidden_dim=hidden_dim,
@@ -104,6 +109,7 @@ class GeminiDDP(nn.Module):
         )
         self.storage, self.manager, self._search = build_runtime(module, self.config)
         self.module = module
+        self._times_given_up = 0
         if self.config.precision is not None:
             _cast_buffers(module, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
@@ -141,9 +147,15 @@ class GeminiDDP(nn.Module):
         synchronize."""
         yield
 
+    def gradient_state(self) -> tuple[int, int]:
+        """Return how often gradients were given up, and how many have arrived: whoever scales them
+        compares."""
+        return self._times_given_up, self.manager.num_gradients
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up all gradients, or fill them with zeros; also what to call after a step that raised, before
-        repeating it."""
+        """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
+        that raised, before repeating it."""
+        self._times_given_up += 1
         self.manager.recover()
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
             for param in self.module.parameters():
@@ -207,6 +219,8 @@ class GeminiDDP(nn.Module):
             for key, param in managed.items():
                 if key in state_dict:
                     write_values(param._slot, state_dict[key], self.manager)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        increment_version(param)
         rest = {key: value for key, value in state_dict.items() if key in own and key not in managed}
         self.module.load_state_dict(rest, strict=False)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -229,9 +243,9 @@ class GeminiDDP(nn.Module):
         chunks = self.manager.chunks
         table = chunks.table
         tiers = _tiers(table)
-        tiers["device"]["bytes"] += sum(
-            s.grad.loose_bytes for s in self.storage.slots.values() if s.grad is not None
-        )
+        device = tiers["device"]
+        device["bytes"] += self.manager.loose_bytes
+        device["peak_bytes"] = max(device["peak_bytes"], self.manager.peak_device_bytes)
         links = chunks.link_stats()
         size = self.manager.context.size
         return {

@@ -2,7 +2,7 @@
 
 ``DIR/step-<N>.partial`` is written and synced file by file, renamed to ``DIR/step-<N>``, then
 ``DIR/latest.json`` is replaced to name it. Older ones are removed last: after a kill at any point the last
-complete one is still there and named.
+complete one is still there and named. Entries of other names are left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 FORMAT = "gemini-checkpoint-1"
 _LATEST = "latest.json"
 _MANIFEST = "manifest.json"
+# What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
+_OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 
 
 class NewCheckpoint:
@@ -70,7 +73,7 @@ def new_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator[New
         with _exclusive(root):
             _remove_leftovers(root)
             final = _free_name(root, step)
-            partial = final.with_name(final.name + ".partial")
+            partial = _partial(final)
             try:
                 partial.mkdir(mode=0o700)
                 checkpoint = NewCheckpoint(partial)
@@ -201,23 +204,37 @@ def _remove_leftovers(root: Path) -> None:
         CheckpointError
     ):  # without a latest one, complete ones that nothing names stay for the user
         _remove_others(root, _latest(root)[0].name)
-    for partial in root.glob("step-*.partial"):
+    for partial in _own_directories(root, partial=True):
         shutil.rmtree(partial)
 
 
 def _remove_others(root: Path, keep: str) -> None:
-    for other in root.glob("step-*"):
+    for other in _own_directories(root, partial=False):
         if other.name != keep:
             shutil.rmtree(other)
 
 
+def _own_directories(root: Path, *, partial: bool) -> list[Path]:
+    """Return the checkpoints in ``root`` that are finished, or those that are not."""
+    found = ((path, _OWN_NAME.fullmatch(path.name)) for path in root.iterdir())
+    return [
+        path
+        for path, name in found
+        if name and bool(name["partial"]) == partial and path.is_dir() and not path.is_symlink()
+    ]
+
+
 def _free_name(root: Path, step: int) -> Path:
-    """Return a name that no checkpoint has: one of the same step stays until the new one is the latest."""
+    """Return a name that nothing has: a checkpoint of the same step stays until the new one is the latest."""
     final, attempt = root / f"step-{step:08d}", 1
-    while final.exists():
+    while os.path.lexists(final) or os.path.lexists(_partial(final)):
         attempt += 1
         final = root / f"step-{step:08d}-{attempt}"
     return final
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(final.name + ".partial")
 
 
 def _sync(path: Path) -> None:

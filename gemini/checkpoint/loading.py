@@ -85,6 +85,7 @@ def _load_once(
         optimizer.loss_scale.load_state_dict(manifest["loss_scale"])
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
+    optimizer.mark_complete()
     model.manager.step = int(manifest["step"])
     rng.restore(manifest["rng"])
     extra: dict[str, Any] = manifest["extra"]

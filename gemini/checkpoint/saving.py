@@ -40,6 +40,7 @@ def save(
         CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state holds
             objects that cannot be saved, or another process is saving in ``directory``.
     """
+    optimizer.require_complete("save")
     _refuse_pending_gradients(model)
     model.manager.recover()  # an operator that raised may have left chunks pinned
     extra = {} if extra is None else extra

@@ -79,21 +79,6 @@ class MemStatsCollector:
         self._layout_changing = True
         self._monitor.start_period()
 
-    def withdraw(self) -> None:
-        """Take the last ``sample`` back: its PreOp failed. What it measured counts for the period before.
-
-        Raises StateError before ``start()``, or when there is no sample.
-        """
-        self._require_collecting("withdraw")
-        if not self._phases:
-            raise StateError("withdraw() came before any sample()")
-        self._end_segment()
-        self._phases.pop()
-        peak = self._peaks.pop()
-        self._peaks[-1] = max(self._peaks[-1], peak)
-        self._layout_changing = False
-        self._monitor.start_period()
-
     def note_model_data(self) -> None:
         """Say that model data has changed and may be read. Raises StateError before ``start()``."""
         self._require_collecting("note_model_data")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import scaled, then_clamp, then_multiply, total_norm, visit_gradients
 from gemini.optim.hybrid_adam import HybridAdam
@@ -75,6 +76,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.loss_scale = LossScale(scale) if fp16 else None
         self._scale = GradScale()
         self._clipped = False
+        self._clipped_at = model.gradient_state()
+        self._overflowed = False  # seen before a clamp hid it
+        self._incomplete = False  # an update failed half-way
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -96,17 +100,20 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Same numbers as ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. The factor is applied inside the
         update, not written to the gradients.
         """
+        self._start_clipping()
         norm = self._global_norm(norm_type or self.norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._scale = then_multiply(self._scale, float(factor))
-        self._clipped = True
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
-        after = then_clamp(self._unscaled(), clip_value)
+        self._start_clipping()
+        if self.loss_scale is not None:
+            self._overflowed |= not self._all_finite()
+        after = then_clamp(self._scale, clip_value)
         if after is None:
-            before = self._unscaled()
+            before = self._scale
             visit_gradients(
                 self.model.storage,
                 self.model.manager,
@@ -115,22 +122,30 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
             after = GradScale(1.0, clip_value, 1.0)
         self._scale = after
-        self._clipped = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 
         Under fp16 a step whose gradients overflowed is skipped and the loss scale backs off.
+
+        Raises:
+            IoError, OutOfBudgetError: a chunk could not be had. Parameters updated so far stay updated; load
+                a checkpoint or a state before going on.
+            StateError: an earlier step failed half-way, or gradients arrived after they were clipped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.require_complete("step")
+        self._check_clipping()
         if self.max_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.max_norm)
-        overflowed = self.loss_scale is not None and not math.isfinite(float(self._global_norm(math.inf)))
+        overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
         if not overflowed:
+            self._incomplete = True
             self._update()
+            self._incomplete = False
         self.model.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
@@ -145,6 +160,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
         Streamed as :meth:`GeminiDDP.state_dict`.
         """
+        self.require_complete("state_dict")
         state = export_state(self)
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
@@ -157,10 +173,41 @@ class GeminiOptimizer(torch.optim.Optimizer):
             ConfigError: groups or shapes do not match; nothing was changed.
         """
         import_state(self, state_dict)
+        self.mark_complete()
         if self.loss_scale is not None and "loss_scale" in state_dict:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def require_complete(self, doing: str) -> None:
+        """Raise StateError when an update failed half-way: some parameters have it, others do not."""
+        if self._incomplete:
+            raise StateError(
+                f"{doing}: the last step failed half-way and updated only some parameters; load a checkpoint "
+                "(gemini.checkpoint.load) or a state before going on"
+            )
+
+    def mark_complete(self) -> None:
+        """Say that weights and states have been loaded since an update failed."""
+        self._incomplete = False
+        self._forget_scale()
+
+    def _start_clipping(self) -> None:
+        """Take the loss scale out of gradients that are clipped for the first time."""
+        self._check_clipping()
+        if not self._clipped:
+            self._scale = self._unscaled()
+            self._clipped = True
+            self._clipped_at = self.model.gradient_state()
+
+    def _check_clipping(self) -> None:
+        """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
+        if not self._clipped or self._clipped_at == self.model.gradient_state():
+            return
+        (given_up, _), (given_up_then, _) = self.model.gradient_state(), self._clipped_at
+        if given_up == given_up_then:
+            raise StateError("gradients arrived after they were clipped; clip once, right before step()")
+        self._forget_scale()
 
     def _unscaled(self) -> GradScale:
         """Return the pending transform, with the loss scale taken out first."""
@@ -170,26 +217,29 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _forget_scale(self) -> None:
         self._scale = GradScale()
-        self._clipped = False
+        self._clipped = self._overflowed = False
+
+    def _all_finite(self) -> bool:
+        return math.isfinite(float(self._global_norm(math.inf)))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
-        self._scale = self._unscaled()
         order = [
             param._slot for param in self.model.module.parameters() if isinstance(param, ManagedParameter)
         ]
-        return total_norm(self.model.storage, self.model.manager, order, norm_type, self._scale)
+        return total_norm(self.model.storage, self.model.manager, order, norm_type, self._unscaled())
 
     def _update(self) -> None:
         manager = self.model.manager
         manager.phase = "optimizer"
         scale = self._unscaled()
-        hypers = {
-            param._slot: AdamHyper.from_group(group)
-            for group in self.param_groups
-            for param in group["params"]
-        }
+        updated: set[ManagedSlot] = set()
+        hypers: dict[ManagedSlot, AdamHyper] = {}
+        for settings in self.param_groups:
+            hyper = AdamHyper.from_group(settings)
+            hypers.update((param._slot, hyper) for param in settings["params"])
         for group in self.model.storage.trainable_groups():
             slots = [slot for slot in group.slots if slot.has_grad and slot in hypers]
+            updated.update(slots)
             for slot in slots:
                 self.steps[slot] = self.steps.get(slot, 0) + 1
             rewritten = {slot for slot in slots if manager.take_written(slot.param_ref.tensors[0])}
@@ -197,6 +247,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 self._update_piece(group, piece, slots, hypers, scale, rewritten)
             for slot in slots:
                 slot.free_grad()
+        # As torch's optimizers do, so that a backward pass over an older graph is refused.
+        with torch._C.DisableTorchFunctionSubclass():
+            increment_version(
+                [p for group in self.param_groups for p in group["params"] if p._slot in updated]
+            )
 
     def _update_piece(
         self,

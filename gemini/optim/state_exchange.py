@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import torch
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.kernels import AdamHyper
+from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.runtime import ManagedSlot
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
+        settings["decoupled_weight_decay"] = settings["adamw_mode"]
         count = len(group["params"])
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
@@ -69,34 +73,51 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
 def import_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> None:
     """Take over what :func:`export_state` or a torch Adam returned. Raises ConfigError before anything
     changes."""
-    groups = state_dict["param_groups"]
-    lengths = [len(group["params"]) for group in groups]
-    if lengths != [len(group["params"]) for group in optimizer.param_groups]:
-        raise ConfigError(f"the state has parameter groups of {lengths} parameters; the optimizer's differ")
+    groups = _checked_groups(optimizer, state_dict["param_groups"])
     slots = _slots_in_order(optimizer)
     keys = [key for group in groups for key in group["params"]]
     state = {
         slot: state_dict["state"][key]
         for slot, key in zip(slots, keys, strict=True)
-        if key in state_dict["state"]
+        if state_dict["state"].get(key)
     }
     for slot, entry in state.items():
-        for name in _MOMENTS:
-            if tuple(entry[name].shape) != tuple(slot.param_view.shape):
-                raise ConfigError(
-                    f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "
-                    f"{tuple(slot.param_view.shape)}"
-                )
+        _check_entry(slot, entry)
+    steps = {slot: int(entry["step"]) for slot, entry in state.items()}
     with torch.no_grad():
         for slot in optimizer.steps.keys() - state.keys():  # torch replaces all states: this one starts anew
             for kind in _MOMENTS.values():
                 write_state(optimizer, slot, kind, torch.zeros(()))
-        optimizer.steps = {slot: int(entry["step"]) for slot, entry in state.items()}
+        optimizer.steps = steps
         for slot, entry in state.items():
             for name, kind in _MOMENTS.items():
                 write_state(optimizer, slot, kind, entry[name])
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in loaded.items() if key in group and key != "params"})
+        group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of ``loaded`` in our terms; raise ConfigError for what this optimizer cannot do."""
+    lengths = [len(group["params"]) for group in loaded]
+    if lengths != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ConfigError(f"the state has parameter groups of {lengths} parameters; the optimizer's differ")
+    groups = [copy.deepcopy(group) for group in loaded]
+    for group in groups:
+        refuse_unsupported(group)
+    complete_groups(groups, optimizer.defaults)
+    for group in groups:
+        AdamHyper.from_group(group)
+    return groups
+
+
+def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
+    require_complete(entry, repr(slot.name))
+    for name in _MOMENTS:
+        if tuple(entry[name].shape) != tuple(slot.param_view.shape):
+            raise ConfigError(
+                f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "
+                f"{tuple(slot.param_view.shape)}"
+            )
 
 
 def _slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:

@@ -17,7 +17,7 @@ from .kernels import ordered_like
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
 _TORCH_ONLY = (*_UNSUPPORTED, "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
-_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +34,20 @@ def refuse_unsupported(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}=True is not supported; use torch.optim.AdamW for it")
 
 
+def require_complete(state: Mapping[str, Any], label: str) -> None:
+    """Raise ConfigError when the state of ``label`` is neither empty nor that of an Adam."""
+    missing = [name for name in STATE_KEYS if name not in state]
+    if state and missing:
+        raise ConfigError(f"the state of parameter {label} has no {', '.join(missing)}: not an Adam state")
+
+
 def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Check a state dict and box its values (a load_state_dict pre-hook)."""
     for group in state_dict["param_groups"]:
         refuse_unsupported(group)
     boxed = {}
     for key, state in state_dict["state"].items():
-        missing = [name for name in _STATE_KEYS if name not in state]
-        if state and missing:
-            raise ConfigError(f"the state of parameter {key} has no {', '.join(missing)}: not an Adam state")
+        require_complete(state, str(key))
         boxed[key] = {name: _Box(value) for name, value in state.items()}
     return {**state_dict, "state": boxed}
 
@@ -72,7 +77,7 @@ def _unboxed(param: Any, name: str, boxed: Any) -> Any:
         return torch.tensor(float(value), dtype=torch.float32)
     if not isinstance(value, torch.Tensor) or not isinstance(param, torch.Tensor):
         return value
-    if name not in _STATE_KEYS:
+    if name not in STATE_KEYS:
         return value.clone() if boxed is not value else value
     ordered = ordered_like(value, param, torch.float32)
     return ordered.clone() if ordered is value and boxed is not value else ordered

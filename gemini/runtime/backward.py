@@ -2,12 +2,13 @@
 
 A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
 after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
-autograd's sequence number: those made since the operator began are its own, so composite operators, in-place results and
-recomputation under checkpointing need no special case. See docs/notes/interception.md.
+autograd's sequence number: those made since the operator began are its own, so composite operators, in-place
+results and recomputation under checkpointing need no special case. See docs/notes/interception.md.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
 
 NodeHooks = tuple[Callable[..., None], Callable[..., None]]
+
+# A node that runs: its backward pass, what returns None once that is over, the number of the first node that
+# it may make, what it reads.
+_RunningNode = tuple[int, Callable[[], object], int, tuple[int, ...]]
 
 # AccumulateGrad nodes carry the largest sequence number: they outlive operators.
 _ACCUMULATE_GRAD = 2**63
@@ -59,6 +64,14 @@ _SAVES_NO_WEIGHT = frozenset(
 )
 
 next_node_number: Callable[[], int] = _get_sequence_nr
+current_pass: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
+
+
+class _PassEnd:
+    """Queued in a backward pass, which alone keeps it alive: it is gone when the pass is over or raised."""
+
+    def __call__(self) -> None:
+        """Do nothing: autograd calls it at the end."""
 
 
 class BackwardPins:
@@ -66,13 +79,15 @@ class BackwardPins:
 
     The pin of the last node stays until the next PreOp, so that nodes of one operator share it. A node may
     call Python before it reads what it saved (recomputation under checkpointing, custom functions, a backward
-    pass within): operators run meanwhile leave its pin alone.
+    pass within): operators run meanwhile leave its pin alone. A node that raised runs no more once its
+    backward pass is gone.
     """
 
     def __init__(self, manager: GeminiManager) -> None:
         self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
-        # Per node that runs, outermost first: the number of the first node that it may make.
-        self._running: list[int] = []
+        self._running: list[_RunningNode] = []  # outermost first
+        self._pass = -1  # the backward pass seen last
+        self._pass_end: Callable[[], object] = _PassEnd()
         self._manager = manager
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
 
@@ -85,12 +100,12 @@ class BackwardPins:
 
     def settle(self) -> None:
         """End the pin of the node that ran last; called by every PreOp while there is one."""
+        if self._running:
+            self._forget_raised()
         if not self._running:
             held, self.held = self.held, None
             if held is not None:
                 self._manager.chunks.release(held, dirty=False)
-        elif torch._C._current_graph_task_id() == -1:  # a node raised
-            self._manager.recover()
 
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""
@@ -103,14 +118,23 @@ class BackwardPins:
         def before(_grad_outputs: object) -> None:
             manager.phase = BACKWARD
             if running:
+                self._forget_raised()
+            if running:
                 manager.pre_op(tensors)
             elif self.held != tensors:
                 manager.pre_op(tensors)
                 self.held = tensors
-            running.append(next_node_number())
+            current = current_pass()
+            if current != self._pass:
+                self._watch(current)
+            running.append((current, self._pass_end, next_node_number(), tensors))
 
         def after(grad_inputs: object, _grad_outputs: object) -> None:
-            first_node = running.pop()
+            if len(running) > 1:
+                current = current_pass()
+                while running[-1][0] != current:  # of a pass within this node that raised
+                    self._forget_last()
+            first_node = running.pop()[2]
             if running:
                 manager.post_op(tensors, False)
             if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
@@ -118,23 +142,51 @@ class BackwardPins:
 
         return before, after
 
+    def _watch(self, current: int) -> None:
+        """See to it that ``_pass_end`` returns None once the current backward pass is over, or raised."""
+        end = _PassEnd()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._pass, self._pass_end = current, weakref.ref(end)
 
-def hook_backward(out: Any, first_node: int, manager: GeminiManager, tensors: tuple[int, ...]) -> None:
+    def _forget_raised(self) -> None:
+        """Unpin what nodes that raised left pinned: they count as running but their backward pass is over."""
+        outside = current_pass() == -1
+        while self._running and (outside or self._running[-1][1]() is None):
+            self._forget_last()
+
+    def _forget_last(self) -> None:
+        """Unpin for the innermost node; the outermost one's pin is ``held``, which the next PreOp ends."""
+        tensors = self._running.pop()[3]
+        if self._running:
+            self._manager.post_op(tensors, False)
+
+
+def hook_backward(
+    out: Any, first_node: int, manager: GeminiManager, tensors: tuple[int, ...], arguments: Any = ()
+) -> None:
     """Hook every node made since ``first_node`` that ``out`` depends on so that it runs with ``tensors``
-    pinned."""
+    pinned.
+
+    ``arguments`` are the operator's: some write to theirs in place and return nothing.
+    """
     stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
     seen = []  # few: the nodes of one operator
-    while stack:
-        node = stack.pop()
-        if node is None or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD or node in seen:
-            continue
-        seen.append(node)
-        if node.name() not in _SAVES_NO_WEIGHT:
-            before, after = manager.backward_pins.hooks(tensors)
-            node.register_prehook(before)
-            node.register_hook(after)
-        for child, _ in node.next_functions:
-            stack.append(child)
+    while True:
+        while stack:
+            node = stack.pop()
+            if node is None or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD or node in seen:
+                continue
+            seen.append(node)
+            if node.name() not in _SAVES_NO_WEIGHT:
+                before, after = manager.backward_pins.hooks(tensors)
+                node.register_prehook(before)
+                node.register_hook(after)
+            for child, _ in node.next_functions:
+                stack.append(child)
+        if not arguments or len(seen) >= next_node_number() - first_node:
+            return
+        stack = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]
+        arguments = ()
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:

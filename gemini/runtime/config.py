@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -42,6 +43,24 @@ class GeminiConfig:
     force_outputs_fp32: bool = False
     memstats: Trace | None = None
     verbose: bool = False
+
+    @classmethod
+    def choose(cls, config: GeminiConfig | None, **options: Any) -> GeminiConfig:
+        """Return ``config``, or without one that for the keywords of :meth:`from_options`.
+
+        Raises:
+            ConfigError: as :meth:`from_options`, or beside ``config`` an option differs from its default.
+        """
+        if config is None:
+            return cls.from_options(**options)
+        defaults = {field.name: field.default for field in fields(cls)}
+        given = [name for name, value in options.items() if value != defaults.get(name)]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} and config= are both given; put everything into the config, "
+                "for example with dataclasses.replace(config, ...)"
+            )
+        return config
 
     @classmethod
     def from_options(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
+# optimizer).
+_LONGEST_STEP = 2**20
+
 
 # (phase, DEVICE bytes, HOST bytes, DISK bytes) right after a PreOp
 Moment = tuple[str, int, int, int]
@@ -60,6 +64,7 @@ class GeminiManager:
         self.phase = FORWARD
         self._plan = context.policy.warmup_plan(context.size, context.capacity)
         self._collector: MemStatsCollector | None = None
+        self._monitor: ProcessMonitor | None = None
         self._trace: Trace | None = None
         self._rival: tuple[tuple[int, ...], ...] | None = None  # what the last diverging step did
         self._in_step = False
@@ -71,6 +76,11 @@ class GeminiManager:
         self._names: dict[int, str] = {}
         self._first_uses: dict[int, None] = {}
         self._first_address, self._end_address = chunks.address_range()
+        # Gradients outside chunks, in bytes: now, and the most of them together with the table's DEVICE
+        # bytes.
+        self.loose_bytes = 0
+        self.peak_device_bytes = 0
+        self.num_gradients = 0  # that arrived since the model was wrapped
         # True while a loss scale is needed (fp16) and no scaled backward is under way.
         self.expects_scaled_loss = False
         # True once every chunk is on DEVICE for good: operators then need no PreOp.
@@ -96,16 +106,14 @@ class GeminiManager:
         if not self._tracing:
             self.chunks.acquire(tensors, traced=False)
             return
-        if self._trace is None:
-            self._record(tensors)
-        else:
-            self.chunks.acquire(tensors, traced=True)
-            try:
-                self.chunks.prefetch()
-            except BaseException:  # of another chunk's transfer
-                self.chunks.release(tensors, dirty=False)
-                raise
+        try:
+            self._traced_pre_op(tensors)
+        except BaseException:
+            self._abandon_step()  # what it recorded no longer says what an iteration does
+            raise
         self._log.append((self.phase, *self.chunks.table.usages()))
+        if len(self._log) == _LONGEST_STEP:
+            self._abandon_step()
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
         """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
@@ -138,6 +146,12 @@ class GeminiManager:
             self._written.discard(tensor)
             return True
         return False
+
+    def count_loose(self, nbytes: int) -> None:
+        """Count ``nbytes`` more (or less) of gradients outside chunks."""
+        self.loose_bytes += nbytes
+        used = self.chunks.table.usage(_C.Tier.DEVICE) + self.loose_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, used)
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
@@ -177,10 +191,13 @@ class GeminiManager:
                 self._tracing, self.phase = outer
 
     def recover(self) -> None:
-        """Unpin what operators that raised half-way left pinned; inside a backward pass operators are still
-        under way."""
+        """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
+        backward pass operators are still under way."""
         if torch._C._current_graph_task_id() == -1:
+            held = self.backward_pins.held
             self.backward_pins.forget()
+            if held is not None:
+                self.chunks.release(held, dirty=False)
             self.chunks.recover()
 
     def end_step(self) -> None:
@@ -209,6 +226,7 @@ class GeminiManager:
     def close(self) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError."""
         self.resident = False
+        self._stop_collecting()
         self.pre_op = _closed  # type: ignore[method-assign]
         self.chunks.close()
 
@@ -219,20 +237,37 @@ class GeminiManager:
         self._log = []
         self.chunks.table.begin_step()
         if self._trace is None and self._plan.sample_non_model:
-            if self._collector is None:
-                self._collector = MemStatsCollector(ProcessMonitor(), _C.arena_process_bytes)
+            self._stop_collecting()
+            self._monitor = ProcessMonitor()
+            self._collector = MemStatsCollector(self._monitor, _C.arena_process_bytes)
             self._collector.start()
 
-    def _record(self, tensors: TensorIds) -> None:
-        """PreOp of the warmup: sample before the layout changes, then pin."""
+    def _abandon_step(self) -> None:
+        """Go on without recording: the next training pass begins a new step."""
+        self._in_step = self._tracing = False
+        self._log = []
+        self._stop_collecting()
+        self.chunks.table.begin_step()
+
+    def _stop_collecting(self) -> None:
+        self._collector = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    def _traced_pre_op(self, tensors: TensorIds) -> None:
+        if self._trace is not None:
+            self.chunks.acquire(tensors, traced=True)
+            try:
+                self.chunks.prefetch()
+            except BaseException:  # of another chunk's transfer
+                self.chunks.release(tensors, dirty=False)
+                raise
+            return
+        # The warmup samples before the layout changes.
         if self._collector is not None:
             self._collector.sample(self.chunks.table.moment(), self.phase)
-        try:
-            self.chunks.acquire(tensors, traced=True)
-        except BaseException:
-            if self._collector is not None:
-                self._collector.withdraw()
-            raise
+        self.chunks.acquire(tensors, traced=True)
         if self._collector is not None:
             self._collector.note_model_data()
         for tensor in tensors:
@@ -247,7 +282,7 @@ class GeminiManager:
     def _recorded_trace(self) -> Trace:
         accesses = tuple(tuple(chunks) for chunks in self.chunks.table.record())
         non_model = self._collector.finish() if self._collector is not None else (0,) * len(accesses)
-        self._collector = None
+        self._stop_collecting()
         return Trace(
             accesses=accesses,
             non_model_bytes=non_model,

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.runtime.param import TensorRef, as_managed
+from gemini.runtime.tensor_mgr import TensorState
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
+
+
+class _GivenUp:
+    """Stands in for the manager of every alias of a gradient that was given up: its use raises."""
+
+    resident = False
+
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        raise StateError(
+            "this .grad was given up by step(), zero_grad() or an assignment to param.grad, and its memory "
+            "with it; to keep a gradient, clone it before: param.grad.clone()"
+        )
+
+    views = pre_op
+
+
+_GIVEN_UP = cast("GeminiManager", _GivenUp())
 
 
 class SlotGradient:
@@ -21,15 +40,16 @@ class SlotGradient:
     budgets count the chunk's bytes either way.
     """
 
-    __slots__ = ("_in_chunk", "_loose", "_manager", "_name", "ref", "view")
+    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "ref", "view")
 
     def __init__(self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor) -> None:
         self.ref = TensorRef(manager, tensor)
-        self.view = view
+        self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
         self._name = name
         self._manager = manager
         self._in_chunk = False
         self._loose: torch.Tensor | None = None
+        self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
 
     @property
     def exists(self) -> bool:
@@ -62,47 +82,59 @@ class SlotGradient:
         """Take over a gradient that autograd made, adding to what is there.
 
         Raises:
-            ConfigError: it is sparse.
+            ConfigError: it is sparse, or belongs to a loss that was not scaled.
         """
-        if grad.layout is not torch.strided:
-            raise ConfigError(
-                f"parameter {self._name!r} has a sparse gradient; build its module with sparse=False"
-            )
+        self._refuse_sparse(grad)
         if self._manager.expects_scaled_loss:
             raise ConfigError(
                 "under mixed_precision='fp16' the gradients of an unscaled loss underflow; "
                 "call optimizer.backward(loss) instead of loss.backward()"
             )
+        self._manager.num_gradients += 1
         if self._loose is not None:
             self._loose.add_(grad)
         elif self._manager.resident and not self._in_chunk:
-            self._loose = grad
+            self._set_loose(grad)
         else:
-            self._write(grad)
+            self._write(grad, add=self._in_chunk)
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk."""
+        """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
+        up."""
         if self._loose is not None:
             return self._loose
-        return as_managed(self.view.view_as(self.view), self.ref) if self._in_chunk else None
+        if not self._in_chunk:
+            return None
+        if self._alias_ref is None:
+            self._alias_ref = TensorRef(self._manager, self.ref.tensors[0])
+        return as_managed(self.view.view_as(self.view), self._alias_ref)
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Do what ``param.grad = grad`` says."""
+        """Do what ``param.grad = grad`` says: keep a copy of it in place of the gradient there was.
+
+        Raises:
+            ConfigError: it is not like the parameter; the gradient is as before.
+        """
         if grad is None:
             self.free()
             return
-        if grad.shape != self.view.shape:
-            raise ConfigError(
-                f"parameter {self._name!r} has shape {tuple(self.view.shape)} and cannot take a gradient of "
-                f"shape {tuple(grad.shape)}"
-            )
-        held = self.alias()
-        if held is not None and held.data_ptr() == grad.data_ptr():
+        self._refuse_sparse(grad)
+        for what in ("shape", "dtype", "device"):
+            if getattr(grad, what) != getattr(self.view, what):
+                raise ConfigError(
+                    f"parameter {self._name!r} of {what} {getattr(self.view, what)} cannot take a gradient "
+                    f"of {what} {getattr(grad, what)}"
+                )
+        if self._is_own(grad):
             return
         source = grad.detach().clone()
-        self.free()
-        with torch.no_grad():
-            self.collect(source)
+        self._manager.num_gradients += 1
+        if self._loose is not None or (self._manager.resident and not self._in_chunk):
+            self._set_loose(source)
+        else:
+            with torch.no_grad():
+                self._write(source, add=False)
+            self._retire_aliases()
 
     def fill_zero(self) -> None:
         """Set the gradient to zeros, if there is one."""
@@ -111,17 +143,51 @@ class SlotGradient:
                 self.value.zero_()
 
     def free(self) -> None:
-        """Give up the gradient's memory."""
-        self._loose = None
-        if self._in_chunk:
-            self._in_chunk = False
-            self._manager.chunks.free(self.ref.tensors)
+        """Give up the gradient's memory; what ``param.grad`` was cannot be used any more.
 
-    def _write(self, grad: torch.Tensor) -> None:
+        Raises:
+            StateError: it is in use; it stays.
+        """
+        self._set_loose(None)
+        if not self._in_chunk:
+            return
+        self._manager.backward_pins.settle()
+        try:
+            self._manager.chunks.free(self.ref.tensors)
+        finally:
+            self._in_chunk = self._manager.tensors.state(self.ref.tensors[0]) != TensorState.FREE
+            if not self._in_chunk:
+                self._retire_aliases()
+
+    def _set_loose(self, grad: torch.Tensor | None) -> None:
+        before = self.loose_bytes
+        self._loose = grad
+        self._manager.count_loose(self.loose_bytes - before)
+
+    def _is_own(self, grad: torch.Tensor) -> bool:
+        """Say whether ``grad``, of the same shape, is this very gradient."""
+        ref = getattr(grad, "_ref", None)  # an alias given up may have the address of this one
+        own = self.exists and (ref is None or ref is self._alias_ref)
+        return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
+
+    def _retire_aliases(self) -> None:
+        """Make every alias handed out so far, and every view of one, raise when it is used."""
+        if self._alias_ref is not None:
+            self._alias_ref.manager = _GIVEN_UP
+            self._alias_ref = None
+            increment_version(self.view)  # a graph that saved one refuses its backward
+
+    def _refuse_sparse(self, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {self._name!r} has a sparse gradient; build its module with sparse=False"
+            )
+
+    def _write(self, grad: torch.Tensor, add: bool) -> None:
         manager = self._manager
         manager.pre_op(self.ref.tensors)
         try:
-            if self._in_chunk:
+            if add:
                 self.view.add_(grad)
             else:
                 self.view.copy_(grad)

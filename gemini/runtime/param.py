@@ -90,6 +90,7 @@ class ManagedParameter(torch.nn.Parameter):
 
 
 _MANAGED = frozenset((ManagedTensor, ManagedParameter))
+_LEAVES = frozenset((torch.Tensor, type(None), bool, int, float, str))  # hold no managed tensor; for speed
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,6 +129,11 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if special is not None:
         return special(*args, **kwargs)
     operands = _operands(args, kwargs)
+    if not operands:
+        raise ConfigError(
+            f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
+            "list, tuple or dict; pass the parameters themselves, or a list of them"
+        )
     if func in ALIASING_FUNCTIONS:
         with PlainTensors():
             out = func(*args, **kwargs)
@@ -165,7 +171,7 @@ def _operate(
         # Without gradients nothing depends on the operands, and asking a view that was written to for its
         # node is an error.
         if pinned and torch.is_grad_enabled():
-            hook_backward(out, first_node, manager, tensors)
+            hook_backward(out, first_node, manager, tensors, (args, kwargs))
         return _adopt(out, operands)
 
 
@@ -184,7 +190,8 @@ def _operate_across(
             out = func(*args, **kwargs)
         if torch.is_grad_enabled():
             for manager, share in shares.items():
-                hook_backward(out, first_node, manager, tuple([operand._ref.tensors[0] for operand in share]))
+                pins = tuple([operand._ref.tensors[0] for operand in share])
+                hook_backward(out, first_node, manager, pins, (args, kwargs))
         return _adopt(out, operands)
 
 
@@ -214,9 +221,11 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
         kind = type(arg)
         if kind in _MANAGED:
             found.append(arg)
-        elif kind is list or kind is tuple:
+        elif kind in _LEAVES:
+            continue
+        elif isinstance(arg, (list, tuple)):
             found.extend(_operands(arg, {}))
-        elif kind is dict:
+        elif isinstance(arg, dict):
             found.extend(_operands(arg.values(), {}))
     if kwargs:
         found.extend(_operands(kwargs.values(), {}))

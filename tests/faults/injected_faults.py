@@ -75,6 +75,17 @@ def attempt(
     return None
 
 
+def settled(model: gemini.GeminiDDP, action: Callable[[], Any]) -> Callable[[], None]:
+    """Return ``action`` followed by the end of what it started ahead: a prefetch that fails is raised
+    then."""
+
+    def run() -> None:
+        action()
+        model.manager.chunks.drain()
+
+    return run
+
+
 def open_files() -> list[str]:
     """Return what the descriptors of this process point to."""
     links = Path("/proc/self/fd").iterdir()
@@ -112,7 +123,8 @@ def test_a_step_that_failed_before_its_update_can_be_repeated(
     optimizer = adam(model)
     losses = [train_step(model, optimizer, 0)]
     for before in range(1000):
-        error = attempt(faults, lambda: optimizer.backward(loss_of(model, 1)), operation, what, before)
+        forward_and_backward = lambda: optimizer.backward(loss_of(model, 1))  # noqa: E731
+        error = attempt(faults, settled(model, forward_and_backward), operation, what, before)
         assert_sound(model)
         optimizer.zero_grad()
         if error is None:
@@ -136,7 +148,7 @@ def test_after_a_failed_update_the_checkpoint_continues_exactly(
     checkpoint.save(tmp_path / "run", model, optimizer)
     for before in range(1000):
         optimizer.backward(loss_of(model, 1))
-        error = attempt(faults, optimizer.step, operation, what, before)
+        error = attempt(faults, settled(model, optimizer.step), operation, what, before)
         assert_sound(model)
         checkpoint.load(tmp_path / "run", model, optimizer)
         if error is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -120,6 +120,39 @@ def one_weight_several_in_one_operator(m: Calls, x: Tensor) -> Tensor:
     return x @ torch.linalg.multi_dot([m.fc[0].weight, m.fc[1].weight, m.fc[0].weight])
 
 
+class Pair(NamedTuple):
+    """What a model may keep its weights in."""
+
+    first: Any
+    second: Any
+
+
+class Pieces(list[Any]):
+    """A list of one's own."""
+
+
+def named_tuple_of_weights(m: Calls, x: Tensor) -> Tensor:
+    both = torch.stack(Pair(m.fc[0].weight, m.fc[1].weight))
+    return x @ both[0] @ both[1] @ m.fc[2].weight
+
+
+def list_of_ones_own(m: Calls, x: Tensor) -> Tensor:
+    joined = torch.cat(Pieces([m.fc[0].weight, m.fc[1].weight, x]))
+    return x @ joined[:32] @ joined[32:64] + m.fc[2].bias
+
+
+def foreach_in_place(m: Calls, x: Tensor) -> Tensor:
+    rows = [x[:, :16].clone(), x[:, 16:].clone()]
+    torch._foreach_mul_(rows, [m.fc[0].weight[:6, :16], m.fc[1].weight[:6, :16]])
+    return torch.cat(rows, 1) + m.fc[2].bias
+
+
+def in_place_without_result(m: Calls, x: Tensor) -> Tensor:
+    rows = [x[:, :16].clone(), x[:, 16:].clone()]
+    torch.ops.aten._foreach_mul_(rows, [m.fc[0].weight[:6, :16], m.fc[1].weight[:6, :16]])
+    return torch.cat(rows, 1) + m.fc[2].bias
+
+
 USES = (
     in_order,
     weight_outside_its_module,
@@ -133,6 +166,10 @@ USES = (
     einsum_and_kwargs,
     in_place_result,
     one_weight_several_in_one_operator,
+    named_tuple_of_weights,
+    list_of_ones_own,
+    foreach_in_place,
+    in_place_without_result,
 )
 
 

@@ -153,6 +153,25 @@ def test_leftovers_of_killed_saves_are_removed_and_nothing_else(saved: tuple[Run
     run.load(path.parent)
 
 
+def test_what_only_looks_like_a_checkpoint_is_the_users(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    root, elsewhere = path.parent, path.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    mine = ["step-notes.txt", "step-analysis", "step-1.partial", "step-00000004", "step-00000003.partial"]
+    mine += ["step-00000002-link", "step-00000005-best", "old-step-00000001"]
+    for name in mine[:1] + mine[3:5]:  # the last two are names of ours, but files
+        (root / name).write_text("mine")
+    for name in mine[1:3] + mine[6:]:
+        (root / name).mkdir()
+    (root / "step-00000001").symlink_to(elsewhere)
+    (root / "step-00000002-link").symlink_to(elsewhere)
+    for _ in range(3):
+        new = run.train(1).save(root)
+        run.load(root)
+    assert {file.name for file in root.iterdir()} == {new.name, "latest.json", "step-00000001", *mine}
+    assert elsewhere.is_dir()
+
+
 def test_a_second_saver_is_refused(saved: tuple[Run, Path]) -> None:
     run, path = saved
     with new_checkpoint(path.parent, 9) as other:

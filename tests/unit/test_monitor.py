@@ -292,7 +292,6 @@ def test_a_moment_out_of_place_is_refused_and_changes_nothing(moment: int) -> No
 CALLS: list[Callable[[MemStatsCollector], object]] = [
     lambda collector: collector.sample(0, "forward"),
     lambda collector: collector.note_model_data(),
-    lambda collector: collector.withdraw(),
     lambda collector: collector.finish(),
 ]
 
@@ -307,20 +306,6 @@ def test_nothing_is_measured_outside_a_step(call: Callable[[MemStatsCollector], 
     with pytest.raises(StateError, match="start"):
         call(collector)
     assert not collector.collecting
-
-
-def test_a_withdrawn_sample_gives_its_peak_to_the_period_before() -> None:
-    memory = Memory(rest=1000)
-    memory.collector.start()
-    memory.collector.sample(0, "forward")
-    memory.temporary(5)
-    memory.collector.sample(1, "forward")
-    memory.temporary(70)
-    memory.collector.withdraw()
-    memory.collector.sample(1, "backward")
-    memory.temporary(3)
-    assert memory.collector.finish() == (70, 3)
-    assert memory.collector.phases == ("forward", "backward")
 
 
 def test_a_step_that_failed_half_way_leaves_nothing_behind() -> None:

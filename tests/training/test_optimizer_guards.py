@@ -1,0 +1,174 @@
+"""What the optimizer refuses, forgets and repeats: failed updates, clipping of other gradients, older
+graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
+
+KIB = 1024
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    loss: torch.Tensor = model(torch.randn(16, 32, generator=generator)).float().square().mean()
+    return loss
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Iterator[tuple[GeminiDDP, GeminiOptimizer]]:
+    with GeminiDDP(build(), device_bytes=72 * KIB, disk_dir=str(tmp_path), non_model_bytes=0) as model:
+        yield model, GeminiOptimizer(CPUAdam(model.parameters(), lr=1e-2), model)
+
+
+def step(model: GeminiDDP, optimizer: GeminiOptimizer, seed: int) -> float:
+    loss = loss_of(model, seed)
+    optimizer.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def plain_losses(steps: int, clip: float | None = None) -> list[float]:
+    model = build()
+    optimizer = CPUAdam(model.parameters(), lr=1e-2)
+    losses = []
+    for seed in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, seed)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class FailingAcquire:
+    """Raises IoError in the n-th call of ``acquire`` and passes every other call on."""
+
+    def __init__(self, acquire: Any, fails_at: int) -> None:
+        self._acquire = acquire
+        self._left = fails_at
+
+    def __call__(self, tensors: Any, *, traced: bool) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise IoError(5, "injected")
+        self._acquire(tensors, traced=traced)
+
+
+@pytest.mark.parametrize("non_model_bytes", [None, 0])
+@pytest.mark.parametrize("fails_at", [1, 3, 6])
+def test_a_warmup_that_failed_is_recorded_anew(
+    tmp_path: Path, non_model_bytes: int | None, fails_at: int
+) -> None:
+    want = plain_losses(4)
+    with GeminiDDP(
+        build(), device_bytes="64MiB", disk_dir=str(tmp_path), non_model_bytes=non_model_bytes
+    ) as model:
+        optimizer = GeminiOptimizer(CPUAdam(model.parameters(), lr=1e-2), model)
+        acquire = model.manager.chunks.acquire
+        model.manager.chunks.acquire = FailingAcquire(acquire, fails_at)  # type: ignore[method-assign]
+        with pytest.raises(IoError):
+            optimizer.backward(loss_of(model, 0))
+        model.manager.chunks.acquire = acquire  # type: ignore[method-assign]
+        optimizer.zero_grad()
+        assert [step(model, optimizer, seed) for seed in range(4)] == want
+        trace = model.memstats()
+        assert trace is not None
+        assert trace.phases.count("forward") == 3
+
+
+def test_a_failed_update_is_refused_until_a_checkpoint_is_loaded(
+    tmp_path: Path, managed: tuple[GeminiDDP, GeminiOptimizer]
+) -> None:
+    model, optimizer = managed
+    want = plain_losses(4)
+    assert [step(model, optimizer, seed) for seed in range(2)] == want[:2]
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    optimizer.backward(loss_of(model, 2))
+    acquire = model.manager.chunks.acquire
+    model.manager.chunks.acquire = FailingAcquire(acquire, 2)  # type: ignore[method-assign]
+    with pytest.raises(IoError):
+        optimizer.step()
+    model.manager.chunks.acquire = acquire  # type: ignore[method-assign]
+    optimizer.zero_grad()
+    for refused in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: checkpoint.save(tmp_path / "run", model, optimizer),
+    ):
+        with pytest.raises(StateError, match="failed half-way"):
+            refused()
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    assert [step(model, optimizer, seed) for seed in (2, 3)] == want[2:]
+
+
+def test_clipping_ends_with_the_gradients_it_measured(
+    managed: tuple[GeminiDDP, GeminiOptimizer],
+) -> None:
+    model, optimizer = managed
+    optimizer.backward(loss_of(model, 7))
+    optimizer.clip_grad_by_norm(1e-6)
+    model.zero_grad()  # the model's, not the optimizer's
+    assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
+
+
+def test_max_norm_clips_again_after_clipped_gradients_were_given_up(tmp_path: Path) -> None:
+    with GeminiDDP(build(), device_bytes=72 * KIB, disk_dir=str(tmp_path), non_model_bytes=0) as model:
+        optimizer = GeminiOptimizer(CPUAdam(model.parameters(), lr=1e-2), model, max_norm=0.05)
+        optimizer.backward(loss_of(model, 7))
+        optimizer.clip_grad_by_norm(1e-6)
+        model.zero_grad()
+        assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3, clip=0.05)
+
+
+def test_gradients_that_arrive_after_clipping_are_refused(
+    managed: tuple[GeminiDDP, GeminiOptimizer],
+) -> None:
+    model, optimizer = managed
+    optimizer.backward(loss_of(model, 0))
+    optimizer.clip_grad_by_norm(0.1)
+    optimizer.backward(loss_of(model, 1))
+    with pytest.raises(StateError, match="clip once"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert [step(model, optimizer, seed) for seed in range(2)] == plain_losses(2)
+
+
+def test_a_graph_from_before_the_update_is_refused_as_in_torch(
+    managed: tuple[GeminiDDP, GeminiOptimizer],
+) -> None:
+    model, optimizer = managed
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_clamping_does_not_hide_an_overflow(tmp_path: Path) -> None:
+    with GeminiDDP(build(), mixed_precision="fp16") as model:
+        optimizer = GeminiOptimizer(
+            CPUAdam(model.parameters(), lr=1e-2), model, initial_scale=2.0**30, hysteresis=1
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.backward(loss_of(model, 0))
+        optimizer.clip_grad_by_value(0.1)
+        optimizer.step()
+        assert optimizer.loss_scale is not None
+        assert optimizer.loss_scale.scale == 2.0**29
+        after = model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,54 @@
+"""Options of GeminiDDP do what they say, say that they do nothing, or are refused: none is dropped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import ConfigError, GeminiDDP
+from gemini.runtime.config import GeminiConfig
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement_policy": "cpu"},
+        {"search_range_mb": 1},
+        {"hidden_dim": 64},
+        {"min_chunk_size_mb": 1},
+        {"mixed_precision": "bf16"},
+        {"device_bytes": "1GiB"},
+        {"host_bytes": 0},
+        {"disk_dir": "."},
+        {"disk_bytes": 0},
+        {"non_model_bytes": 0},
+        {"force_outputs_fp32": True},
+        {"verbose": True},
+    ],
+)
+def test_an_option_beside_a_config_is_refused_by_name(options: dict[str, Any]) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        GeminiDDP(module, config=GeminiConfig(), **options)
+    assert type(module.weight) is nn.Parameter
+
+
+def test_a_config_alone_is_what_the_model_is_built_with() -> None:
+    config = GeminiConfig(precision=torch.bfloat16, device_bytes=2**20)
+    with GeminiDDP(nn.Linear(4, 4), "cpu", config=config) as model:
+        assert model.config is config
+        assert model.stats()["device"]["budget_bytes"] == 2**20
+
+
+@pytest.mark.parametrize("pin_memory", [None, False, True])
+def test_pinning_without_a_gpu_is_accepted_and_said_once(
+    pin_memory: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gemini"):
+        GeminiDDP(nn.Linear(4, 4), pin_memory=pin_memory, device_bytes="1MiB").close()
+    said = [message for message in caplog.messages if "pin_memory=True" in message]
+    assert len(said) == (pin_memory is True)
