@@ -186,10 +186,13 @@ def operators(options: dict[str, Any]) -> dict[str, Any]:
     optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
     x = torch.randn(_SIDE, _SIDE)
     best = {kind: {"forward": float("inf"), "both": float("inf")} for kind in ("plain", "managed")}
+    timeline, traced_steps = model.manager.timeline(), 0
     for index in range(settings.warmup_steps + settings.repeats):
         times = {"plain": _pass(plain, plain, x), "managed": _pass(model, managed, x)}
         plain.zero_grad()
         optimizer.step()
+        traced_steps += model.manager.timeline() is not timeline  # a traced step leaves a new one
+        timeline = model.manager.timeline()
         if not model.manager.resident:
             raise StateError(f"not everything is on DEVICE after step {index}")
         # Without this the next step would skip its PreOps.
@@ -208,7 +211,7 @@ def operators(options: dict[str, Any]) -> dict[str, Any]:
         "preops_per_operator": preops / settings.layers,
         "device_bytes": stats["device"]["budget_bytes"],
         "model_data_bytes": stats["model_data_bytes"],
-        "h2d_bytes": stats["h2d"]["bytes"],
+        "traced_steps": traced_steps,
     }
 
 

@@ -133,11 +133,13 @@ class DiskOffloader:
         self._settled(tensor)
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start moving several tensors to disk; ``callback`` is called once, when all are done."""
+        """Start moving several tensors to disk; ``callback`` is called once, when all are done (at once if
+        there are none)."""
         self._each(self.async_write, tensors, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start reading several tensors back; ``callback`` is called once, when all are done."""
+        """Start reading several tensors back; ``callback`` is called once, when all are done (at once
+        if there are none)."""
         self._each(self.async_read, tensors, callback)
 
     def sync_write_events(self) -> None:
@@ -255,7 +257,10 @@ class DiskOffloader:
         tensors: Sequence[torch.Tensor],
         callback: Callback | None,
     ) -> None:
+        self._require_open()
         waiting = len(tensors)
+        if waiting == 0 and callback is not None:
+            callback()
 
         def count_down() -> None:
             nonlocal waiting

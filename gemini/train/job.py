@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini import checkpoint
+from gemini.errors import IoError
 from gemini.train.config import TrainConfig
 from gemini.train.data import ByteCorpus
 from gemini.train.display import Display, SilentDisplay
@@ -72,7 +73,10 @@ def run(
             outcome = _verify(config, corpus, progress.losses, weights, shown, stop)
     summary = _summarize(config, progress, outcome, directory, interrupted=stop.requested)
     if directory is not None:
-        directory.write_summary(summary.to_dict())
+        try:
+            directory.write_summary(summary.to_dict())
+        except IoError as error:
+            summary = replace(summary, notes=(*summary.notes, str(error)))
     code = (
         128 + stop.signum if stop.signum is not None else int(outcome is not None and not outcome.identical)
     )
@@ -114,12 +118,15 @@ def _summarize(
     stats, tiers = progress.stats, tier_uses(progress.stats)
     budgets = {name: tiers[name].budget_bytes if name in tiers else 0 for name in TIERS}
     speed, stall_share = steady_speed(progress.reports)
-    picture, notes = None, []
+    picture, notes = None, list(progress.notes)
     if directory is not None and progress.timeline:
-        if draw_timeline(directory.picture, progress.timeline, budgets):
-            picture = str(directory.picture)
-        else:
-            notes.append(PLOT_HINT)
+        try:
+            if draw_timeline(directory.picture, progress.timeline, budgets):
+                picture = str(directory.picture)
+            else:
+                notes.append(PLOT_HINT)
+        except IoError as error:
+            notes.append(str(error))
     notes += over_budget_note(progress.timeline, budgets["device"])
     if config.verify and outcome is None:
         notes.append("verify did not run to its end: the run was stopped")

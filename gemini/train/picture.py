@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini.train.files import replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -26,7 +28,7 @@ def draw_timeline(
     """Write ``timeline`` (see ``GeminiDDP.timeline``) as a PNG to ``path``, whole or not at all.
 
     ``budgets`` are bytes per tier, None without a limit. Return False, having written nothing, if matplotlib
-    is not installed or there is no complete step to draw.
+    is not installed or there is no complete step to draw. Raise IoError where the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,14 +46,14 @@ def draw_timeline(
         _shade_phases(axes, timeline)
         axes.set_ylabel("MiB")
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
     _name_phases(device, timeline)
     device.set_xlim(0, len(timeline))
     figure.suptitle("memory per tier over one training step")
     below.set_xlabel("moment")
-    temporary = Path(f"{os.fspath(path)}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    with replacing(Path(path), "write the picture") as temporary:
+        figure.savefig(temporary, format="png")
     return True
 
 

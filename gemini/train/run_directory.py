@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import CheckpointError, ConfigError
+from gemini.train.files import append_whole, io_errors, replacing
 
 
 class RunDirectory:
-    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded."""
+    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
+
+    Where a file cannot be read or written an IoError names it.
+    """
 
     def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[Path], bool]) -> None:
         self.path = Path(path)
         self._is_complete = is_complete
+        self._unwritten = b""
 
     @property
     def checkpoint(self) -> Path:
@@ -49,7 +54,9 @@ class RunDirectory:
 
     def refuse_older_run(self) -> None:
         """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it."""
-        if self.checkpoint.exists():
+        with io_errors("look for an older run", self.checkpoint):
+            is_there = self.checkpoint.exists()
+        if is_there:
             raise ConfigError(
                 f"{self.path} already holds a run; "
                 "continue it with --resume, start over with --overwrite, or choose another directory"
@@ -63,7 +70,7 @@ class RunDirectory:
                 shutil.rmtree(self.checkpoint)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
-            _replace(self._identity, json.dumps(identity, indent=2) + "\n")
+            _write(self._identity, json.dumps(identity, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write to --checkpoint {self.path}: {error.strerror}") from error
 
@@ -82,9 +89,11 @@ class RunDirectory:
                 )
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line, readable at once by whoever follows the file."""
-        with self.metrics.open("a", encoding="ascii") as file:
-            file.write(json.dumps(record) + "\n")
+        """Add one line, readable at once by whoever follows the file; one that failed goes with the next."""
+        self._unwritten += (json.dumps(record) + "\n").encode("ascii")
+        with io_errors("write metrics", self.metrics):
+            append_whole(self.metrics, self._unwritten)
+        self._unwritten = b""
 
     def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
         """Return the records of steps 1 to ``before_step`` and forget later ones, to be trained again.
@@ -92,20 +101,21 @@ class RunDirectory:
         A line that a killed run left unfinished ends the file.
         """
         records: list[dict[str, Any]] = []
-        lines = self.metrics.read_text(encoding="ascii").splitlines() if self.metrics.exists() else []
-        for line in lines:
+        with io_errors("read metrics", self.metrics):
+            text = self.metrics.read_text(encoding="ascii", errors="replace") if self.metrics.exists() else ""
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
                 break
             if record["step"] <= before_step:
                 records.append(record)
-        _replace(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
+        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
         return records
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, whole or not at all."""
-        _replace(self.summary, json.dumps(summary, indent=2) + "\n")
+        _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def _read_identity(self) -> dict[str, Any]:
         try:
@@ -116,7 +126,6 @@ class RunDirectory:
             ) from error
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="ascii")
-    temporary.replace(path)
+def _write(path: Path, text: str) -> None:
+    with replacing(path, "write") as temporary:
+        temporary.write_text(text, encoding="ascii")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemini.errors import CheckpointError, ConfigError
+from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.train.config import TrainConfig
 from gemini.train.data import ByteCorpus
 from gemini.train.display import Display
@@ -33,6 +33,7 @@ class Progress:
     reports: list[StepReport] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Training:
@@ -93,13 +94,26 @@ class Training:
             self._progress.losses[step] = report.loss
             self._progress.reports.append(report)
             self._progress.last_step = step + 1
-            if self._directory is not None:
-                self._directory.append_metrics(report.to_metrics())
+            self._record(report)
             self._display.step(report)
             if self._stop.requested:
                 return
             if every and (step + 1) % every == 0:
                 self._save(engine, scheduler)
+
+    def _record(self, report: StepReport) -> None:
+        """Write the metrics of a step; training does not end for want of them."""
+        if self._directory is None:
+            return
+        try:
+            self._directory.append_metrics(report.to_metrics())
+        except IoError as error:
+            if not self._progress.notes:
+                self._note(f"{error}; training goes on, lines that were not written come with a later step")
+
+    def _note(self, text: str) -> None:
+        self._progress.notes.append(text)
+        self._display.note(text)
 
     def _step(self, engine: TieredEngine, scheduler: Any, step: int) -> StepReport:
         lr = float(engine.optimizer.param_groups[0]["lr"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +15,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from gemini.train.files import io_errors
 
 _MAX_LISTED = 8
 
@@ -51,11 +55,13 @@ class WeightFile:
     """Weights set aside in one flat fp32 file, so that two models need not be in memory together.
 
     The file has no name and is gone when this context manager, or the process, ends. ``directory`` None is
-    the system's place for temporary files; it must exist when :meth:`write` is called.
+    the system's place for temporary files; it must exist when :meth:`write` is called. Where the file fails
+    an IoError says so.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
+        self._place = directory or tempfile.gettempdir()
         self._file: IO[bytes] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -73,19 +79,37 @@ class WeightFile:
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write ``weights`` one after the other; extra memory is one weight."""
-        self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - closed in __exit__
+        with io_errors("set the weights aside for --verify", self._place):
+            # Unbuffered: what a failed write left in a buffer would be written again by close().
+            self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - closed in __exit__
         for name, weight in weights:
-            self._file.write(weight.detach().float().numpy().tobytes())
+            self._write(weight.detach().float().contiguous().numpy().reshape(-1).view(np.uint8).data)
             self._shapes[name] = tuple(weight.shape)
-        self._file.flush()
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the order written."""
         assert self._file is not None, "read before write"
-        self._file.seek(0)
+        position = 0
         for name, shape in self._shapes.items():
-            data = bytearray(self._file.read(4 * math.prod(shape)))
-            yield name, torch.from_numpy(np.frombuffer(data, dtype=np.float32)).view(shape)
+            values = np.empty(math.prod(shape), dtype=np.float32)
+            self._read(values.view(np.uint8).data, position)
+            position += values.nbytes
+            yield name, torch.from_numpy(values).view(shape)
+
+    def _write(self, data: memoryview) -> None:
+        assert self._file is not None
+        with io_errors("set the weights aside for --verify", self._place):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def _read(self, data: memoryview, position: int) -> None:
+        assert self._file is not None
+        with io_errors("read back the weights for --verify", self._place):
+            while data:
+                count = os.preadv(self._file.fileno(), [data], position)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                data, position = data[count:], position + count
 
 
 class LossComparison:

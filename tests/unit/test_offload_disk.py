@@ -103,6 +103,18 @@ def test_vector_callback_waits_for_all_tensors_in_any_order(tmp_path: Path) -> N
         assert calls == [True]
 
 
+def test_vector_callback_of_no_tensors_is_called_at_once(tmp_path: Path) -> None:
+    calls: list[str] = []
+    offloader = DiskOffloader(tmp_path)
+    offloader.async_writev([], lambda: calls.append("written"))
+    offloader.async_readv([], lambda: calls.append("read"))
+    offloader.async_writev([])
+    assert calls == ["written", "read"]
+    offloader.close()
+    with pytest.raises(StateError, match="closed"):
+        offloader.async_writev([])
+
+
 def test_entries_bound_the_transfers_under_way(tmp_path: Path) -> None:
     tensors = [torch.randn(100) for _ in range(5)]
     with DiskOffloader(tmp_path, n_entries=2) as offloader:

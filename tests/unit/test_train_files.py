@@ -1,0 +1,167 @@
+"""A run's own files: a disk that takes no more never costs the run, and is never taken for a difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_train_engine import FakeEngine, fake_is_complete
+
+from gemini.cli import main
+from gemini.errors import IoError
+from gemini.train import job
+from gemini.train.config import TrainConfig
+from gemini.train.job import TrainResult
+from gemini.train.picture import draw_timeline
+from gemini.train.run_directory import RunDirectory
+from gemini.train.verify import WeightFile
+
+TIMELINE = [
+    {
+        "moment": moment,
+        "phase": "forward",
+        "device_bytes": 1,
+        "host_bytes": 0,
+        "disk_bytes": 1,
+        "non_model_bytes": 1,
+    }
+    for moment in range(3)
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+    return TrainConfig(
+        data=str(text),
+        layers=1,
+        hidden=16,
+        heads=2,
+        seq=16,
+        batch=2,
+        steps=5,
+        checkpoint=str(tmp_path / "run"),
+    )
+
+
+def run(config: TrainConfig, engine: type[FakeEngine] = FakeEngine, **changes: Any) -> TrainResult:
+    return job.run(
+        dataclasses.replace(config, **changes), engine_factory=engine, is_complete=fake_is_complete
+    )
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond ``nbytes``, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def blocking(name: str, steps: range) -> type[FakeEngine]:
+    """Return an engine during whose ``steps`` (from 1) nothing can be written to ``name`` of the run."""
+
+    class Blocking(FakeEngine):
+        def __init__(self, config: TrainConfig) -> None:
+            super().__init__(config)
+            self._path = Path(str(config.checkpoint), name)
+            self._aside = self._path.with_name("aside")
+
+        def step(self) -> None:
+            super().step()
+            if self.steps == steps.start:
+                if self._path.exists():
+                    self._path.rename(self._aside)
+                self._path.mkdir()
+            if self.steps == steps.stop:
+                self._path.rmdir()
+                self._aside.rename(self._path)
+
+        def timeline(self) -> list[dict[str, Any]]:
+            return TIMELINE
+
+    return Blocking
+
+
+def test_a_line_that_did_not_fit_is_written_whole_with_the_next(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, fake_is_complete)
+    directory.start({})
+    directory.append_metrics({"step": 1, "loss": 1.5})
+    before = directory.metrics.read_bytes()
+    with files_of_at_most(len(before) + 7), pytest.raises(IoError, match=r"metrics\.jsonl"):
+        directory.append_metrics({"step": 2, "loss": 2.5})
+    assert directory.metrics.read_bytes() == before
+    directory.append_metrics({"step": 3, "loss": 3.5})
+    assert [record["loss"] for record in directory.read_metrics(3)] == [1.5, 2.5, 3.5]
+
+
+def test_training_goes_on_without_metrics_and_saves_and_says_so(config: TrainConfig) -> None:
+    result = run(config, blocking("metrics.jsonl", range(2, 9)))
+    assert result.exit_code == 0
+    assert result.summary.last_step == 5
+    assert [note for note in result.summary.notes if "metrics.jsonl" in note]
+    assert fake_is_complete(Path(str(config.checkpoint), "checkpoint"))
+
+
+def test_metrics_come_back_with_the_disk(config: TrainConfig) -> None:
+    result = run(config, blocking("metrics.jsonl", range(2, 4)))
+    lines = Path(str(config.checkpoint), "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == list(result.losses)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "memory.png"])
+def test_a_summary_or_picture_that_cannot_be_written_is_a_note(config: TrainConfig, name: str) -> None:
+    if name == "memory.png":
+        pytest.importorskip("matplotlib")
+    result = run(config, blocking(name, range(2, 9)))
+    assert result.exit_code == 0
+    assert [note for note in result.summary.notes if name in note]
+    assert not list(Path(str(config.checkpoint)).glob("*.tmp"))
+
+
+def test_an_error_of_a_runs_file_is_code_2_and_one_line(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--quiet", "--data", str(config.data), "--checkpoint", str(config.checkpoint)]
+    arguments += ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--steps", "1"]
+    assert main.main(arguments) == 0
+    metrics = Path(str(config.checkpoint), "metrics.jsonl")
+    metrics.unlink()
+    metrics.mkdir()
+    assert main.main([*arguments, "--resume"]) == main.EXIT_ERROR
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gemini: error: ")
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "absent", fake_is_complete)
+    with pytest.raises(IoError, match=r"summary\.json"):
+        directory.write_summary({})
+    with pytest.raises(IoError, match="absent"):
+        directory.append_metrics({"step": 1})
+
+
+def test_a_picture_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    with files_of_at_most(100), pytest.raises(IoError, match=r"memory\.png"):
+        draw_timeline(path, TIMELINE, {"device": 10})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_cannot_be_set_aside_are_an_io_error(tmp_path: Path) -> None:
+    weights = [("a", torch.ones(1000))]
+    with WeightFile(tmp_path / "absent") as file, pytest.raises(IoError, match="--verify"):
+        file.write(weights)
+    with WeightFile(tmp_path) as file, files_of_at_most(100), pytest.raises(IoError, match="--verify"):
+        file.write(weights)
