@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import export_state, import_state
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot, StatePiece
 
-logger = logging.getLogger(__name__)
-
 
 class GeminiOptimizer(torch.optim.Optimizer):
     """Run the Adam of ``optim`` on the chunks of ``model``.
@@ -35,6 +32,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
+
+        gpu_margin_mem_ratio: must be 0: DEVICE is CPU memory in this release.
+        overlap: whether updates may run outside :meth:`step`, with the same bits. This release runs all of
+            them inside it, so both values do the same.
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
@@ -54,7 +55,15 @@ class GeminiOptimizer(torch.optim.Optimizer):
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2**32,
+        gpu_margin_mem_ratio: float = 0.0,
+        overlap: bool = True,
     ) -> None:
+        if gpu_margin_mem_ratio != 0.0:
+            raise ConfigError(
+                f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: there is no GPU memory to keep optimizer "
+                f"states in; "
+                "leave it at 0 and raise device_bytes instead"
+            )
         if not isinstance(optim, CPUAdam):
             raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
         _check_parameters(optim, model)
@@ -317,6 +326,8 @@ class GeminiAdamOptimizer(GeminiOptimizer):
             "growth_interval",
             "hysteresis",
             "max_scale",
+            "gpu_margin_mem_ratio",
+            "overlap",
         ]
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
 
 KIB = 1024
 
@@ -172,3 +172,12 @@ def test_clamping_does_not_hide_an_overflow(tmp_path: Path) -> None:
         assert optimizer.loss_scale.scale == 2.0**29
         after = model.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_overlap_never_changes_the_numbers_and_gpu_memory_is_refused(tmp_path: Path) -> None:
+    for overlap in (True, False):
+        with GeminiDDP(build(), device_bytes=72 * KIB, disk_dir=str(tmp_path), non_model_bytes=0) as model:
+            optimizer = GeminiOptimizer(CPUAdam(model.parameters(), lr=1e-2), model, overlap=overlap)
+            assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
+    with GeminiDDP(build()) as model, pytest.raises(ConfigError, match="gpu_margin_mem_ratio"):
+        GeminiOptimizer(CPUAdam(model.parameters()), model, gpu_margin_mem_ratio=0.5)
