@@ -341,13 +341,15 @@ class ChunkManager:
             flight = self.table.flight_id(chunk.id)
             if flight:
                 self.table.abort(flight)
-            held = self.table.held_tiers(chunk.id)
-            if _C.Tier.DEVICE not in held:
-                self._unmap(chunk, _C.Tier.DEVICE)
-            elif not chunk.window.mapped:  # its first use was interrupted: it has no content yet
+        held = [self.table.held_tiers(chunk.id) for chunk in self.chunks]
+        for chunk, tiers in zip(self.chunks, held, strict=True):
+            for tier in (_C.Tier.DEVICE, _C.Tier.HOST):
+                if tier not in tiers:
+                    self._unmap(chunk, tier)
+        for chunk, tiers in zip(self.chunks, held, strict=True):
+            # Its first use was interrupted: it has no content yet.
+            if _C.Tier.DEVICE in tiers and not chunk.window.mapped:
                 self._arena.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
-            if _C.Tier.HOST not in held:
-                self._unmap(chunk, _C.Tier.HOST)
         self._suspect = False
 
     def _discard_unheld(self, chunk_ids: set[int]) -> None:
