@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -44,6 +45,7 @@ def files_of(process: int | str) -> list[str]:
 def refused(directory: Path, error: type[GeminiError], **options: Any) -> GeminiError:
     """Wrap a model with a directory that cannot be used; nothing may have happened to it."""
     module, same = build(), build()
+    gc.collect()  # files of earlier models are closed now, not in between
     params, descriptors = list(module.parameters()), len(files_of("self"))
     with pytest.raises(error) as caught:
         gemini.GeminiDDP(module, **{"device_bytes": 64 * KIB, "disk_dir": str(directory), **options})
