@@ -351,9 +351,9 @@ class GeminiManager:
         """Report a stray access once, whichever model it hit: the next operator of any model may use its
         result."""
         address = self.settle_strays()
-        chunks = {manager.chunks.chunk_at(address) for manager in _live_managers if address is not None} - {
-            -1
-        }
+        chunks: set[int] = set()
+        if address is not None:
+            chunks = {manager.chunks.chunk_at(address) for manager in _live_managers} - {-1}
         for manager in _live_managers:
             manager.chunks.heal()
         raise EvictedAccessError(

@@ -52,7 +52,7 @@ class FakeEngine(PlainEngine):
         (directory / "state.tmp").replace(directory / "state")
 
     def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        state = torch.load(directory / "state", weights_only=False)
+        state = torch.load(directory / "state", weights_only=True)
         with torch.no_grad():
             for name, weight in self.weights():
                 weight.copy_(state["weights"][name])
