@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
+from torch import Tensor
 from typing_extensions import Buffer
 
 # --- build ---
@@ -222,28 +223,44 @@ class AsyncFile:
 
 # --- adam ---
 
-def adam_step(
-    param: int,
-    grad: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    numel: int,
-    *,
-    grad_dtype: str,
-    half_out: int = 0,
-    half_dtype: str = "bf16",
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    adamw_mode: bool,
-    pre_scale: float = 1.0,
-    clip_value: float = ...,
-    post_scale: float = 1.0,
-    threads: int = 0,
+class AdamOptions:
+    def __init__(
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        bias_correction: bool,
+        adamw_mode: bool,
+        pre_scale: float = 1.0,
+        clip_value: float = ...,
+        post_scale: float = 1.0,
+        check_finite: bool = False,
+    ) -> None: ...
+
+def adam_step(table: int, rows: int, options: list[AdamOptions], *, threads: int = 0) -> bool: ...
+def cuda_adam_step(table: int, rows: int, options: list[AdamOptions], *, stream: int) -> bool: ...
+
+class TensorWatch:
+    def __init__(
+        self,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
+        names: list[str],
+        grads: list[Tensor],
+        all_states: dict[Any, Any],
+    ) -> None: ...
+    def take_gradients(
+        self, params: list[Tensor], all_states: dict[Any, Any], column: int, step: int
+    ) -> bool: ...
+
+def sum_squares(address: int, numel: int, dtype: str, *, threads: int = 0) -> float: ...
+def stream_adam_pattern(
+    param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int, *, threads: int = 0
 ) -> None: ...
+def stream_read(address: int, nbytes: int, *, threads: int = 0) -> None: ...
 def adam_isa() -> str: ...
 def adam_isas() -> list[str]: ...

@@ -12,7 +12,7 @@ from gemini.errors import (
     OutOfBudgetError,
     StateError,
 )
-from gemini.optim import CPUAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
+from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EvictedAccessError",
+    "FusedAdam",
     "GeminiAdamOptimizer",
     "GeminiDDP",
     "GeminiError",

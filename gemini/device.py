@@ -3,6 +3,8 @@ knows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -56,3 +58,31 @@ def free_memory_bytes() -> int:
 def default_budget_bytes() -> int:
     """Return the DEVICE budget used when none is given: free memory less a margin."""
     return int(free_memory_bytes() * (1.0 - FREE_MARGIN))
+
+
+def cuda_available() -> bool:
+    """Say whether torch can use a CUDA GPU in this process."""
+    return torch.cuda.is_available()
+
+
+def cuda_name(device: torch.device) -> str:
+    """Return what a CUDA device calls itself."""
+    return torch.cuda.get_device_name(device)
+
+
+def cuda_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the free and the total bytes of a CUDA device."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device has done everything it was given."""
+    torch.cuda.synchronize(device)
+
+
+@contextmanager
+def launching(device: torch.device) -> Iterator[int]:
+    """Make a CUDA device the current one inside; yields the address of its current stream."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream

@@ -1,8 +1,9 @@
-// One Adam or AdamW step over flat arrays.
+// Adam and AdamW steps over many tensors at once, and sums of squares.
 #pragma once
 
 #include <cstdint>
 #include <limits>
+#include <span>
 
 #include "adam/kernel.h"
 
@@ -20,19 +21,35 @@ struct AdamOptions {
   double pre_scale = 1.0;  // g = clamp(g * pre_scale, -clip_value, clip_value) * post_scale
   double clip_value = std::numeric_limits<double>::infinity();
   double post_scale = 1.0;
+  bool check_finite = false;  // say whether the gradients, as they came, were finite
 };
 
-// Round a step's options to the floats the kernel uses.
+// Round a step's options to the floats the kernel uses. Throws StateError for a step below 1 or a
+// negative clip_value.
 [[nodiscard]] AdamScalars adam_scalars(const AdamOptions& options);
 
-// Update `range` in place with the kernel in use. The bits do not depend on the instruction set,
-// the number of threads (0: one per core), the addresses, or how a longer array was cut into
-// ranges; the caller's floating-point mode (flush to zero, rounding) is set aside for the call.
-// Throws StateError for a null or misaligned address or a step below 1; nothing has changed then.
-void adam_step(const AdamRange& range, const AdamOptions& options, int threads = 0);
+// One tensor, or a part of one that starts at a multiple of kBlockNumel, and how to update it.
+struct AdamJob {
+  AdamRange range;
+  const AdamScalars* scalars;
+};
+
+// Throws StateError for a null or misaligned address, or a part that does not belong to the form.
+void check_job(const AdamJob& job);
+
+// Update every job in place with the kernel in use; return whether all gradients were finite, true
+// for jobs that do not check. The bits do not depend on the instruction set, the number of threads
+// (0: one per core), the addresses, or how tensors were cut into jobs; the caller's floating-point
+// mode (flush to zero, rounding) is set aside for the call. Throws as check_job; nothing has
+// changed then.
+bool adam_step(std::span<const AdamJob> jobs, int threads = 0);
 
 // The same with a given kernel: for tests and benchmarks.
-void adam_step_with(AdamKernel kernel, const AdamRange& range, const AdamOptions& options,
-                    int threads);
+bool adam_step_with(AdamKernel kernel, std::span<const AdamJob> jobs, int threads);
+
+// The sum of the squares of `numel` elements, read once. NaN or infinite exactly when an element is
+// not finite. The same bits for every instruction set and number of threads.
+[[nodiscard]] double sum_squares(const void* values, FloatType type, int64_t numel,
+                                 int threads = 0);
 
 }  // namespace gemini

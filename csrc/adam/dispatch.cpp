@@ -9,7 +9,7 @@ namespace {
 
 struct Candidate {
   const char* name;
-  AdamKernel kernel;
+  IsaKernels kernels;
   bool runs_here;
 };
 
@@ -31,17 +31,17 @@ bool cpu_has_avx512() {
 }
 
 const std::vector<Candidate>& usable() {
-  static const std::vector<Candidate> kernels = [] {
-    std::vector<Candidate> found;
+  static const std::vector<Candidate> found = [] {
+    std::vector<Candidate> all;
     for (const Candidate& candidate :
-         {Candidate{"scalar", adam_kernel_scalar(), true},
-          Candidate{"avx2", adam_kernel_avx2(), cpu_has_avx2()},
-          Candidate{"avx512", adam_kernel_avx512(), cpu_has_avx512()}}) {
-      if (candidate.kernel != nullptr && candidate.runs_here) found.push_back(candidate);
+         {Candidate{"scalar", scalar_kernels(), true}, Candidate{"neon", neon_kernels(), true},
+          Candidate{"avx2", avx2_kernels(), cpu_has_avx2()},
+          Candidate{"avx512", avx512_kernels(), cpu_has_avx512()}}) {
+      if (candidate.kernels.adam != nullptr && candidate.runs_here) all.push_back(candidate);
     }
-    return found;
+    return all;
   }();
-  return kernels;
+  return found;
 }
 
 }  // namespace
@@ -56,20 +56,25 @@ const std::string& adam_isa() {
   static const std::string chosen = [] {
     const char* wanted = std::getenv("GEMINI_ISA");
     if (wanted == nullptr || *wanted == '\0') return adam_isas().back();
-    (void)adam_kernel(wanted);  // refuses an unknown name
+    (void)isa_kernels(wanted);  // refuses an unknown name
     return std::string(wanted);
   }();
   return chosen;
 }
 
-AdamKernel adam_kernel(std::string_view isa) {
+const IsaKernels& isa_kernels(std::string_view isa) {
   std::string names;
   for (const Candidate& candidate : usable()) {
-    if (isa == candidate.name) return candidate.kernel;
+    if (isa == candidate.name) return candidate.kernels;
     names += names.empty() ? candidate.name : std::string(", ") + candidate.name;
   }
   throw Error("instruction set '" + std::string(isa) +
               "' is not usable here; GEMINI_ISA can be: " + names);
+}
+
+const IsaKernels& isa_kernels() {
+  static const IsaKernels& chosen = isa_kernels(adam_isa());
+  return chosen;
 }
 
 }  // namespace gemini

@@ -1,12 +1,20 @@
-// The Adam kernel for the compiler's baseline: the reference, and what runs where nothing better
-// does. Without an FMA instruction each fused multiply-add is a library call: exact and slow.
+// The kernels over plain floats: the reference, and what runs where nothing better does. Where the
+// baseline has no FMA instruction each fused multiply-add is a library call: exact and slow.
 #include "adam/kernel.h"
 
 namespace gemini {
 namespace {
+#include "adam/vec_plain.h"
+//
+#include "adam/element.inc"
+//
 #include "adam/kernel.inc"
+//
+#include "adam/range.inc"
+//
+#include "adam/stream.inc"
 }  // namespace
 
-AdamKernel adam_kernel_scalar() { return adam_range; }
+IsaKernels scalar_kernels() { return {adam_range, sum_squares, stream_adam_pattern, stream_read}; }
 
 }  // namespace gemini

@@ -6,6 +6,7 @@
 namespace gemini {
 
 void bind_adam(pybind11::module_& m);
+void bind_tensors(pybind11::module_& m);
 void bind_aio(pybind11::module_& m);
 void bind_build_info(pybind11::module_& m);
 void bind_chunk(pybind11::module_& m);

@@ -50,4 +50,5 @@ PYBIND11_MODULE(_C, m) {
   gemini::bind_transfer(m);
   gemini::bind_aio(m);
   gemini::bind_adam(m);
+  gemini::bind_tensors(m);
 }

@@ -1,7 +1,8 @@
 """Optimizers: Adam at the memory limit on plain parameters, and over the chunks of a managed model."""
 
 from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.fused_adam import FusedAdam
 from gemini.optim.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
 from gemini.optim.hybrid_adam import HybridAdam
 
-__all__ = ["CPUAdam", "GeminiAdamOptimizer", "GeminiOptimizer", "HybridAdam"]
+__all__ = ["CPUAdam", "FusedAdam", "GeminiAdamOptimizer", "GeminiOptimizer", "HybridAdam"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +12,12 @@ from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.gradients import scaled, then_clamp, then_multiply, total_norm, visit_gradients
+from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
 from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.kernels import AdamHyper, GradScale, adam_update
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import export_state, import_state
+from gemini.optim.state_format import StateFormat
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot, StatePiece
 
 
@@ -72,6 +72,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
                 "device_bytes=...) to GeminiDDP "
                 "instead of nvme_offload_fraction to the optimizer"
+            )
+        if optim.state_format != StateFormat():
+            raise ConfigError(
+                "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
+                "master_remainders to the optimizer"
             )
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
@@ -229,7 +234,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clipped = self._overflowed = False
 
     def _all_finite(self) -> bool:
-        return math.isfinite(float(self._global_norm(math.inf)))
+        return all_finite(self.model.storage, self.model.manager)
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         order = [
@@ -278,7 +283,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         written = [slot.param_ref.tensors[0] for slot in touched] + list(piece.tensors.values())
         grads = [tensor for slot in touched for tensor in slot.trainable_grad.tensors]
         with self.model.manager.operator(written + grads, written), torch.no_grad():
-            for slot in touched:
+            rows: list[Row] = []
+            for index, slot in enumerate(touched):
                 start, stop = slot.overlapping(piece)
                 param = group.param.tensor[start:stop]
                 half_out = None
@@ -286,18 +292,13 @@ class GeminiOptimizer(torch.optim.Optimizer):
                     half_out, param = param, piece.flat(ChunkKind.MASTER, start, stop)
                     if slot in rewritten:
                         param.copy_(half_out)
-                adam_update(
-                    param,
-                    slot.trainable_grad.flat(start - slot.start, stop - slot.start),
-                    piece.flat(ChunkKind.EXP_AVG, start, stop),
-                    piece.flat(ChunkKind.EXP_AVG_SQ, start, stop),
-                    hypers[slot],
-                    self.steps[slot],
-                    half_out=half_out,
-                    pre_scale=scale.pre_scale,
-                    clip_value=scale.clip_value,
-                    post_scale=scale.post_scale,
-                )
+                grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
+                moments = {
+                    "exp_avg": piece.flat(ChunkKind.EXP_AVG, start, stop).data_ptr(),
+                    "exp_avg_sq": piece.flat(ChunkKind.EXP_AVG_SQ, start, stop).data_ptr(),
+                }
+                rows.append(make_row(param, grad, moments, half_out=half_out, step_index=index))
+            run_rows(rows, [AdamStep(hypers[slot], self.steps[slot], scale) for slot in touched])
 
 
 def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:

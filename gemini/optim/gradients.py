@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gemini.optim.kernels import GradScale
+from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
 
 
@@ -48,6 +48,18 @@ def visit_gradients(
         with manager.operator(tensors, tensors if writes else ()), torch.no_grad():
             for slot in slots:
                 visit(slot, slot.trainable_grad.value)
+
+
+def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
+    """Say whether every element of every gradient is finite; each is read once."""
+    finite = True
+
+    def look(_slot: ManagedSlot, grad: torch.Tensor) -> None:
+        nonlocal finite
+        finite = finite and math.isfinite(sum_of_squares(grad))
+
+    visit_gradients(storage, manager, look)
+    return finite
 
 
 def total_norm(

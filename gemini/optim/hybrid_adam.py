@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from .cpu_adam import CPUAdam
 
 
 class HybridAdam(CPUAdam):
-    """``CPUAdam`` for CPU tensors, with states in memory or streamed from a file; same arguments.
+    """``CPUAdam`` for CPU and CUDA tensors together; same arguments.
 
-    CUDA tensors are refused: their kernel is not in this release.
+    CPU tensors are updated by the CPU kernel, with states in memory or streamed from a file; CUDA tensors by
+    the CUDA kernel, with states beside them, a launch per device and layout of types.
     """
 
-    def _wrong_device(self, label: str, device: torch.device) -> str:
-        return (
-            f"{label} is on {device}, for which HybridAdam has no kernel in this release; "
-            "keep the model on the CPU, or use torch.optim.AdamW(fused=True) for it"
-        )
+    devices = frozenset({"cpu", "cuda"})
+    other_devices_hint = "takes CPU and CUDA tensors"

@@ -1,4 +1,4 @@
-"""The Adam kernel on torch tensors: one call updates one flat or dense tensor in place.
+"""The Adam kernels on torch tensors: one call updates the tensors of many rows in place.
 
 Addresses go to C++ directly: autograd's version counters do not move. Whoever updates tensors that
 autograd may have saved bumps them itself.
@@ -7,19 +7,42 @@ autograd may have saved bumps them itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.errors import ConfigError
+from gemini.device import launching
+from gemini.errors import ConfigError, StateError
 
-_TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from .dense import is_dense, ordered_like, same_order
 
-# Elements of a 16-bit parameter whose fp32 cast is held at one time: 4 MiB.
-_CAST_NUMEL = 2**20
+TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Elements that share the scale of int8 moments. Pieces of compact moments start at multiples of it.
+BLOCK_NUMEL = 256
+
+# A row of the table that C++ reads (csrc/bindings/bind_adam.cpp): param, grad, exp_avg, exp_avg_sq,
+# exp_avg_scale, exp_avg_sq_scale, half_out, remainder, numel, first block, layout, index of the step.
+Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+Table = npt.NDArray[np.int64]
+GRAD_COLUMN = 1
+STEP_COLUMN = 11
+
+_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_COPY_FORMS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+_HALF_FORMS = {torch.bfloat16: 4, torch.float16: 5}
+_REMAINDER_FORM = 3
+_MOMENT_TYPES = {"fp32": 0, "bf16": 1, "int8": 2}
+
+
+def has_cuda_kernel() -> bool:
+    """Say whether this build can update CUDA tensors."""
+    return _C.build_info()["cuda"] is not None
 
 
 @dataclass(frozen=True)
@@ -71,92 +94,100 @@ class GradScale:
 
 
 @dataclass(frozen=True)
-class AdamArrays:
-    """Addresses of one flat piece of a tensor: fp32 but for ``grad`` and ``half_out`` (0: none)."""
-
-    param: int
-    grad: int
-    exp_avg: int
-    exp_avg_sq: int
-    numel: int
-    grad_dtype: torch.dtype
-    half_out: int = 0
-    half_dtype: torch.dtype = torch.bfloat16
-
-
-@dataclass(frozen=True)
 class AdamStep:
-    """One step of one tensor: its hyper-parameters, its number (from 1), the gradient's scaling."""
+    """One step: its hyper-parameters, its number (from 1), the gradient's scaling.
+
+    ``check_finite`` has the kernel look at every gradient, before any scaling.
+    """
 
     hyper: AdamHyper
     number: int
     scale: GradScale = GradScale()
+    check_finite: bool = False
+
+    def options(self) -> _C.AdamOptions:
+        """Return the step as the kernel takes it."""
+        hyper, scale = self.hyper, self.scale
+        return _C.AdamOptions(
+            lr=hyper.lr,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            step=self.number,
+            bias_correction=hyper.bias_correction,
+            adamw_mode=hyper.adamw_mode,
+            pre_scale=scale.pre_scale,
+            clip_value=scale.clip_value,
+            post_scale=scale.post_scale,
+            check_finite=self.check_finite,
+        )
 
 
-def adam_step(arrays: AdamArrays, step: AdamStep) -> None:
-    """Update ``arrays`` in place with at most ``torch.get_num_threads()`` threads, without the GIL.
+def make_row(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: Mapping[str, int],
+    *,
+    state_dtype: str = "fp32",
+    half_out: torch.Tensor | None = None,
+    start: int = 0,
+    numel: int | None = None,
+    step_index: int = 0,
+) -> Row:
+    """Describe elements ``start .. start + numel`` of a parameter, in memory order, for :func:`run_rows`.
 
-    The caller owns the memory and keeps it alive.
+    ``state`` holds addresses by name (``exp_avg``, ``exp_avg_sq``, with int8 moments their ``_scale``; a
+    ``remainder`` makes a bf16 parameter half of an exact fp32 master), each of the first element or block
+    of the piece. Tensors are dense, in one order, of the right types: this is not checked.
+    """
+    if state_dtype != "fp32" and start % BLOCK_NUMEL != 0:
+        raise StateError(
+            f"a piece of {state_dtype} moments starts at element {start}, not a multiple of {BLOCK_NUMEL}"
+        )
+    if param.dtype == torch.float32:
+        form = _COPY_FORMS[None if half_out is None else half_out.dtype]
+    else:
+        form = _REMAINDER_FORM if "remainder" in state else _HALF_FORMS[param.dtype]
+    return (
+        param.data_ptr() + param.element_size() * start,
+        grad.data_ptr() + grad.element_size() * start,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state.get("exp_avg_scale", 0),
+        state.get("exp_avg_sq_scale", 0),
+        0 if half_out is None else half_out.data_ptr() + 2 * start,
+        state.get("remainder", 0),
+        param.numel() - start if numel is None else numel,
+        start // BLOCK_NUMEL,
+        _GRAD_TYPES[grad.dtype] | form << 4 | _MOMENT_TYPES[state_dtype] << 8,
+        step_index,
+    )
+
+
+def run_rows(
+    rows: Sequence[Row] | Table, steps: Sequence[AdamStep], device: torch.device | str = "cpu"
+) -> bool:
+    """Update the tensors of ``rows`` in place; each row's last column is its index in ``steps``.
+
+    The caller owns the memory and keeps it alive. On the CPU at most ``torch.get_num_threads()`` threads
+    work, without the GIL; on a GPU one launch goes to the current stream.
+
+    Returns:
+        Whether all gradients were finite, where ``check_finite`` asks; else True.
 
     Raises:
         StateError: for a null or misaligned address or a step below 1; nothing has changed.
     """
-    hyper, scale = step.hyper, step.scale
-    _C.adam_step(
-        arrays.param,
-        arrays.grad,
-        arrays.exp_avg,
-        arrays.exp_avg_sq,
-        arrays.numel,
-        grad_dtype=_TYPE_NAMES[arrays.grad_dtype],
-        half_out=arrays.half_out,
-        half_dtype=_TYPE_NAMES[arrays.half_dtype],
-        lr=hyper.lr,
-        beta1=hyper.betas[0],
-        beta2=hyper.betas[1],
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        step=step.number,
-        bias_correction=hyper.bias_correction,
-        adamw_mode=hyper.adamw_mode,
-        pre_scale=scale.pre_scale,
-        clip_value=scale.clip_value,
-        post_scale=scale.post_scale,
-        threads=torch.get_num_threads(),
-    )
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether the elements fill one stretch of memory without gaps or overlaps, in any order."""
-    if tensor.is_contiguous():
+    table = np.ascontiguousarray(rows, dtype=np.int64)
+    if table.size == 0:
         return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two dense tensors of equal shape keep their elements in the same order."""
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size == 1 or left == right for size, left, right in pairs)
-
-
-def ordered_like(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` in the memory order of ``like``, as ``dtype`` on the CPU; a copy only if needed."""
-    if value.shape != like.shape:
-        raise ConfigError(f"a tensor of shape {tuple(value.shape)} belongs to one of {tuple(like.shape)}")
-    plain = value.dtype == dtype and value.device.type == "cpu" and not value.is_neg()
-    if plain and is_dense(value) and same_order(value, like):
-        return value
-    copy = torch.empty_strided(like.size(), like.stride(), dtype=dtype)
-    return copy.copy_(value.detach())
+    options = [step.options() for step in steps]
+    where = torch.device(device)
+    if where.type == "cpu":
+        return _C.adam_step(table.ctypes.data, len(table), options, threads=torch.get_num_threads())
+    with launching(where) as stream:
+        return _C.cuda_adam_step(table.ctypes.data, len(table), options, stream=stream)
 
 
 def adam_update(
@@ -171,18 +202,22 @@ def adam_update(
     pre_scale: float = 1.0,
     clip_value: float = math.inf,
     post_scale: float = 1.0,
-) -> None:
+    check_finite: bool = False,
+) -> bool:
     """Update ``param`` and its fp32 moments in place by step number ``step`` (from 1).
 
     All are dense CPU tensors of one shape and memory order; only the gradient is copied when its order
     differs. ``param`` is fp32, or 16-bit: then the update is computed on its fp32 cast and rounded back.
     ``half_out`` receives a 16-bit copy of the new fp32 parameter; it may be the gradient itself.
 
+    Returns:
+        Whether the gradient was finite; True without ``check_finite``.
+
     Raises:
         ConfigError: naming the tensor that does not fit; nothing has changed.
     """
-    _check("param", param, param, tuple(_TYPE_NAMES))
-    if grad.dtype not in _TYPE_NAMES:
+    _check("param", param, param, tuple(TYPE_NAMES))
+    if grad.dtype not in TYPE_NAMES:
         raise ConfigError(f"grad is {grad.dtype}; it must be fp32, bf16 or fp16")
     grad = ordered_like(grad, param, grad.dtype)
     _check("exp_avg", exp_avg, param, (torch.float32,))
@@ -191,70 +226,29 @@ def adam_update(
         _check("half_out", half_out, param, (torch.bfloat16, torch.float16))
         if param.dtype != torch.float32:
             raise ConfigError(f"half_out goes with an fp32 param, not one of {param.dtype}")
-    update_piece(
-        param,
-        grad,
-        (exp_avg.data_ptr(), exp_avg_sq.data_ptr()),
-        AdamStep(hyper, step, GradScale(pre_scale, clip_value, post_scale)),
-        half_out=half_out,
-    )
+    state = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}
+    row = make_row(param, grad, state, half_out=half_out)
+    scale = GradScale(pre_scale, clip_value, post_scale)
+    return run_rows([row], [AdamStep(hyper, step, scale, check_finite)])
 
 
-def update_piece(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    moments: tuple[int, int],
-    step: AdamStep,
-    *,
-    half_out: torch.Tensor | None = None,
-    start: int = 0,
-    numel: int | None = None,
-) -> None:
-    """Update elements ``start .. start + numel`` in memory order; ``moments`` are addresses of that piece.
+def sum_of_squares(tensor: torch.Tensor) -> float:
+    """Return the sum of the squares of a dense CPU tensor of floats, added in double in one read.
 
-    The unchecked core of ``adam_update``: tensors are dense, in one order, of the right types.
+    NaN or infinite exactly when an element is not finite. The bits do not depend on threads or the
+    instruction set. The square root is the 2-norm; over several tensors, add first.
+
+    Raises:
+        ConfigError: a tensor of another kind.
     """
-    count = param.numel() - start if numel is None else numel
-    if count == 0:
-        return
-    if param.dtype != torch.float32:
-        _update_16bit(param, grad, moments, step, start, count)
-        return
-    arrays = AdamArrays(
-        param.data_ptr() + 4 * start,
-        grad.data_ptr() + grad.element_size() * start,
-        *moments,
-        count,
-        grad.dtype,
-        half_out=0 if half_out is None else half_out.data_ptr() + 2 * start,
-        half_dtype=torch.bfloat16 if half_out is None else half_out.dtype,
-    )
-    adam_step(arrays, step)
-
-
-def _update_16bit(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    moments: tuple[int, int],
-    step: AdamStep,
-    start: int,
-    count: int,
-) -> None:
-    flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
-    for at in range(0, count, _CAST_NUMEL):
-        numel = min(_CAST_NUMEL, count - at)
-        master = flat.narrow(0, start + at, numel).float()
-        arrays = AdamArrays(
-            master.data_ptr(),
-            grad.data_ptr() + grad.element_size() * (start + at),
-            moments[0] + 4 * at,
-            moments[1] + 4 * at,
-            numel,
-            grad.dtype,
-            half_out=param.data_ptr() + 2 * (start + at),
-            half_dtype=param.dtype,
+    if tensor.device.type != "cpu" or tensor.dtype not in TYPE_NAMES or not is_dense(tensor):
+        raise ConfigError(
+            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}; sum_of_squares takes dense "
+            "fp32, bf16 and fp16 CPU tensors"
         )
-        adam_step(arrays, step)
+    return _C.sum_squares(
+        tensor.data_ptr(), tensor.numel(), TYPE_NAMES[tensor.dtype], threads=torch.get_num_threads()
+    )
 
 
 def _check(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

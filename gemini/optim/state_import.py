@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from gemini.errors import ConfigError
 
-from .kernels import ordered_like
+from .state_format import ARRAYS, StateFormat
 
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
@@ -52,11 +52,20 @@ def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": boxed}
 
 
-def unboxed_state(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Return the states with fp32 moments in their parameters' memory order; boxed ones are copied."""
+def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaultdict[Any, Any]:
+    """Return the states in our format; boxed ones, which have fp32 moments, are converted and copied."""
     result: defaultdict[Any, Any] = defaultdict(dict)
     for param, values in state.items():
-        result[param] = {name: _unboxed(param, name, value) for name, value in values.items()}
+        boxed = any(isinstance(value, _Box) for value in values.values())
+        if not boxed or not isinstance(param, torch.Tensor):
+            result[param] = dict(values)
+            continue
+        plain = {name: box.value for name, box in values.items()}
+        result[param] = {
+            "step": torch.tensor(float(plain["step"]), dtype=torch.float32),
+            **_others(plain),
+            **state_format.imported(plain, param),
+        }
     return result
 
 
@@ -71,13 +80,10 @@ def complete_groups(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -
             group.pop(name, None)
 
 
-def _unboxed(param: Any, name: str, boxed: Any) -> Any:
-    value = boxed.value if isinstance(boxed, _Box) else boxed
-    if name == "step":
-        return torch.tensor(float(value), dtype=torch.float32)
-    if not isinstance(value, torch.Tensor) or not isinstance(param, torch.Tensor):
-        return value
-    if name not in STATE_KEYS:
-        return value.clone() if boxed is not value else value
-    ordered = ordered_like(value, param, torch.float32)
-    return ordered.clone() if ordered is value and boxed is not value else ordered
+def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of what a user keeps beside an Adam's state."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if name != "step" and name not in ARRAYS
+    }

@@ -1,277 +1,355 @@
-// Laws of the Adam kernel: what its bits may not depend on, and what its arithmetic is.
+// Laws of the Adam step: what its bits may not depend on, and what it refuses.
 #include "adam/adam.h"
 
 #include <gtest/gtest.h>
 
-#include <bit>
 #include <cfenv>
 #include <cmath>
-#include <cstring>
-#include <limits>
-#include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 #include "adam/dispatch.h"
-#include "adam/parallel.h"
+#include "adam_test_util.h"
 #include "common/error.h"
 
 namespace gemini {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-// Arrays of one tensor, each starting `skew` elements into its buffer, so that addresses are
-// uneven.
-struct Arrays {
-  Arrays(int64_t numel, uint32_t seed, int64_t skew_elements = 0)
-      : numel(numel), skew(skew_elements) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    const auto size = static_cast<size_t>(numel + skew);
-    for (auto* array : {&param, &grad, &exp_avg, &exp_avg_sq}) array->resize(size);
-    half_grad.resize(size);
-    half_out.assign(size, 0);
-    for (auto i = static_cast<size_t>(skew); i < size; ++i) {
-      param[i] = normal(random);
-      grad[i] = normal(random);
-      exp_avg[i] = 0.1f * normal(random);
-      exp_avg_sq[i] = std::fabs(normal(random));
-      half_grad[i] = static_cast<uint16_t>(random());  // every class of 16-bit float, NaN too
-    }
-  }
-
-  AdamRange range(FloatType grad_type = FloatType::kFp32, FloatType half_type = FloatType::kBf16) {
-    const bool fp32 = grad_type == FloatType::kFp32;
-    return {.param = param.data() + skew,
-            .grad = fp32 ? static_cast<const void*>(grad.data() + skew) : half_grad.data() + skew,
-            .exp_avg = exp_avg.data() + skew,
-            .exp_avg_sq = exp_avg_sq.data() + skew,
-            .half_out = half_out.data() + skew,
-            .numel = numel,
-            .grad_type = grad_type,
-            .half_type = half_type};
-  }
-
-  [[nodiscard]] std::string bytes() const {
-    std::string all;
-    const auto append = [&](const auto& array) {
-      all.append(reinterpret_cast<const char*>(array.data() + skew),
-                 static_cast<size_t>(numel) * sizeof(array[0]));
-    };
-    append(param), append(exp_avg), append(exp_avg_sq), append(half_out);
-    return all;
-  }
-
-  int64_t numel;
-  int64_t skew;
-  std::vector<float> param, grad, exp_avg, exp_avg_sq;
-  std::vector<uint16_t> half_grad, half_out;
-};
-
-AdamOptions clipped_options() {
-  return {.lr = 3e-3,
-          .weight_decay = 0.1,
-          .step = 3,
-          .pre_scale = 0.7,
-          .clip_value = 1.1,
-          .post_scale = 0.9};
+// For laws that the type of the gradient has no part in.
+FloatType some_grad(const Layout& layout) {
+  return kFloatTypes[(static_cast<int>(layout.form) + static_cast<int>(layout.moments)) % 3];
 }
 
-void sprinkle_specials(std::vector<float>* array) {
-  const float specials[] = {0.0f,   -0.0f,   kInf,    -kInf, std::nanf("1"), -std::nanf("7"),
-                            1e-40f, -1e-45f, 3.4e38f, 1e-38f};
-  for (size_t i = 0; i < array->size(); i += 3)
-    (*array)[i] = specials[(i / 3) % std::size(specials)];
+template <class Law>
+void for_each_form_and_moments(Law law) {
+  for_each_layout({kFloatTypes, 1}, kForms, [&](Layout layout) {
+    layout.grad = some_grad(layout);
+    law(layout);
+  });
+}
+
+std::vector<int64_t> sizes() {
+  std::vector<int64_t> all;
+  for (int64_t numel = 0; numel <= 67; ++numel) all.push_back(numel);
+  for (const int64_t numel : {255, 256, 257, 1000, 7171}) all.push_back(numel);
+  return all;
+}
+
+// ------------------------------------------------------------------------------ instruction sets
+
+void expect_bits_of_the_reference(const Tensor& start, const AdamScalars& scalars) {
+  Tensor want = start;
+  const bool finite = step_range("scalar", want.range(), scalars);
+  for (const std::string& isa : adam_isas()) {
+    if (isa == "scalar") continue;
+    Tensor got = start;
+    EXPECT_EQ(step_range(isa, got.range(), scalars), finite) << isa << " numel " << start.numel;
+    ASSERT_TRUE(got == want) << isa << " numel " << start.numel;
+  }
 }
 
 TEST(Adam, EveryIsaGivesTheBitsOfTheReference) {
-  for (const FloatType type : {FloatType::kFp32, FloatType::kBf16, FloatType::kFp16}) {
-    for (const bool adamw : {true, false}) {
-      for (int64_t numel = 0; numel <= 67; ++numel) {
-        Arrays want(numel, 7);
-        sprinkle_specials(&want.grad);
-        AdamOptions options = clipped_options();
-        options.adamw_mode = adamw;
-        Arrays start = want;
-        const FloatType half = type == FloatType::kFp32 ? FloatType::kBf16 : type;
-        adam_step_with(adam_kernel("scalar"), want.range(type, half), options, 1);
-        for (const std::string& isa : adam_isas()) {
-          Arrays got = start;
-          adam_step_with(adam_kernel(isa), got.range(type, half), options, 1);
-          ASSERT_TRUE(got.bytes() == want.bytes()) << isa << " numel " << numel;
-        }
+  std::vector<AdamScalars> modes;
+  for (const AdamOptions& options : step_modes()) modes.push_back(adam_scalars(options));
+  modes.push_back(adam_scalars(everything_at_once()));
+  for_each_layout([&](const Layout& layout) {
+    for (const Values values : {Values::kUsual, Values::kTiny, Values::kWild}) {
+      for (const int64_t numel : sizes()) {
+        const Tensor start(layout, numel, values, static_cast<uint32_t>(numel) + 1, numel % 4);
+        for (const AdamScalars& scalars : modes) expect_bits_of_the_reference(start, scalars);
+        if (testing::Test::HasFatalFailure()) return;
       }
     }
-  }
+  });
 }
 
-TEST(Adam, SpecialMomentsAndParametersAreTheSameOnEveryIsa) {
-  Arrays start(3001, 11);
-  sprinkle_specials(&start.param);
-  std::rotate(start.param.begin(), start.param.begin() + 1, start.param.end());
-  sprinkle_specials(&start.exp_avg);
-  std::rotate(start.exp_avg.begin(), start.exp_avg.begin() + 5, start.exp_avg.end());
-  sprinkle_specials(&start.exp_avg_sq);
-  Arrays want = start;
-  adam_step_with(adam_kernel("scalar"), want.range(), {}, 1);
-  for (const std::string& isa : adam_isas()) {
-    Arrays got = start;
-    adam_step_with(adam_kernel(isa), got.range(), {}, 1);
-    EXPECT_TRUE(got.bytes() == want.bytes()) << isa;
-  }
+TEST(Adam, ManyStepsStayEqualOnEveryIsa) {
+  for_each_form_and_moments([](const Layout& layout) {
+    const Tensor start(layout, 700, Values::kUsual, 3, 1);
+    Tensor want = start;
+    for (int64_t i = 1; i <= 30; ++i) {
+      step_range("scalar", want.range(), adam_scalars({.step = i}));
+    }
+    for (const std::string& isa : adam_isas()) {
+      Tensor got = start;
+      for (int64_t i = 1; i <= 30; ++i) step_range(isa, got.range(), adam_scalars({.step = i}));
+      ASSERT_TRUE(got == want) << isa;
+    }
+  });
 }
+
+// ------------------------------------------------------------------------- where the elements are
 
 TEST(Adam, AddressDoesNotChangeBits) {
-  Arrays aligned(1500, 3);
-  for (int64_t skew : {1, 3, 7, 15}) {
-    Arrays skewed(1500, 3, skew);
-    Arrays want = aligned;
-    adam_step(want.range(FloatType::kBf16), clipped_options());
-    adam_step(skewed.range(FloatType::kBf16), clipped_options());
-    EXPECT_TRUE(skewed.bytes() == want.bytes()) << skew;
-  }
+  for_each_layout([](const Layout& layout) {
+    Tensor want(layout, 1500, Values::kTiny, 3);
+    step(&want, everything_at_once());
+    for (const int64_t skew : {1, 3, 7, 15}) {
+      Tensor got(layout, 1500, Values::kTiny, 3, skew);
+      step(&got, everything_at_once());
+      ASSERT_TRUE(got.param.starts_with(want.param, 1500 * bytes_of(param_type(layout.form))));
+      ASSERT_TRUE(got.first.starts_with(want.first, 1500 * bytes_of(layout.moments)));
+      ASSERT_TRUE(got.second.starts_with(want.second, 1500 * bytes_of(layout.moments)));
+      ASSERT_TRUE(got.first_scale.starts_with(want.first_scale, 6 * 4));
+      ASSERT_TRUE(got.second_scale.starts_with(want.second_scale, 6 * 4));
+      ASSERT_TRUE(got.half_out.starts_with(want.half_out, 1500 * 2));
+      ASSERT_TRUE(got.remainder.starts_with(want.remainder, 1500 * 2));
+    }
+  });
 }
 
-TEST(Adam, CuttingAnArrayAnywhereDoesNotChangeBits) {
-  for (int64_t cut : {1, 17, 1024, 2000}) {
-    Arrays want(2048, 5);
-    Arrays got = want;
-    adam_step(want.range(), clipped_options());
-    AdamRange first = got.range();
-    AdamRange second = got.range();
-    first.numel = cut;
-    second.param += cut, second.exp_avg += cut, second.exp_avg_sq += cut, second.half_out += cut;
-    second.grad = got.grad.data() + cut;
-    second.numel -= cut;
-    adam_step(second, clipped_options());
-    adam_step(first, clipped_options());
-    EXPECT_TRUE(got.bytes() == want.bytes()) << cut;
-  }
+TEST(Adam, CuttingATensorAtBlocksDoesNotChangeBits) {
+  const AdamScalars scalars = adam_scalars(everything_at_once());
+  for_each_layout([&](const Layout& layout) {
+    const Tensor start(layout, 2000, Values::kWild, 5, 3);
+    Tensor want = start;
+    step(&want, everything_at_once());
+    for (const int64_t cut : {1, 3, 7}) {
+      Tensor got = start;
+      const AdamJob jobs[] = {{got.part(cut, 2000 - cut * kBlockNumel), &scalars},
+                              {got.part(0, cut * kBlockNumel), &scalars}};
+      adam_step({&jobs[0], 1});
+      adam_step({&jobs[1], 1});
+      ASSERT_TRUE(got == want) << cut;
+    }
+  });
 }
 
+// Compared with the kernel itself, which takes the tensor in one piece.
 TEST(Adam, NumberOfThreadsDoesNotChangeBits) {
-  Arrays want(200'003, 9);
-  Arrays start = want;
-  adam_step(want.range(), clipped_options(), 1);
-  for (int threads : {0, 2, 3, 64}) {
-    Arrays got = start;
-    adam_step(got.range(), clipped_options(), threads);
-    EXPECT_TRUE(got.bytes() == want.bytes()) << threads;
+  const AdamScalars scalars = adam_scalars(everything_at_once());
+  for_each_form_and_moments([&](const Layout& layout) {
+    const Tensor start(layout, 200'003, Values::kTiny, 9, 1);
+    Tensor want = start;
+    isa_kernels().adam(scalars, want.range());
+    for (const int threads : {0, 1, 2, 3, 64}) {
+      Tensor got = start;
+      step(&got, everything_at_once(), threads);
+      ASSERT_TRUE(got == want) << threads;
+    }
+  });
+}
+
+// Every form and kind of moments, sizes around a block and around what a thread takes at once.
+std::vector<Tensor> model_of_all_layouts() {
+  std::vector<Tensor> tensors;
+  for_each_form_and_moments([&](const Layout& layout) {
+    for (const int64_t numel : {0, 1, 255, 256, 257, 3000, 0}) {
+      tensors.emplace_back(layout, numel, Values::kTiny, static_cast<uint32_t>(tensors.size()));
+    }
+  });
+  tensors.emplace_back(Layout{}, 150'001, Values::kTiny, 99);
+  return tensors;
+}
+
+TEST(Adam, TensorsInOneCallGetTheBitsOfCallsOfTheirOwn) {
+  std::vector<Tensor> want = model_of_all_layouts();
+  std::vector<AdamScalars> scalars;
+  for (size_t i = 0; i < want.size(); ++i) {
+    AdamOptions options = step_modes()[i % step_modes().size()];
+    options.step = 1 + static_cast<int64_t>(i);
+    scalars.push_back(adam_scalars(options));
+    step(&want[i], options);
   }
+  for (const int threads : {1, 2, 5}) {
+    std::vector<Tensor> got = model_of_all_layouts();
+    std::vector<AdamJob> jobs;
+    for (size_t i = got.size(); i-- > 0;) jobs.push_back({got[i].range(), &scalars[i]});
+    EXPECT_TRUE(adam_step(jobs, threads));
+    for (size_t i = 0; i < got.size(); ++i) ASSERT_TRUE(got[i] == want[i]) << i;
+  }
+  EXPECT_TRUE(adam_step({}, 2));
 }
 
-TEST(Adam, CallersRoundingModeIsSetAsideAndRestored) {
-  Arrays want(512, 13);
-  Arrays got = want;
-  adam_step(want.range(), clipped_options());
-  std::fesetround(FE_UPWARD);
-  adam_step(got.range(), clipped_options());
-  const int mode = std::fegetround();
-  std::fesetround(FE_TONEAREST);
-  EXPECT_EQ(mode, FE_UPWARD);
-  EXPECT_TRUE(got.bytes() == want.bytes());
-}
-
-TEST(Adam, FirstStepFollowsTheFormula) {
-  const AdamOptions o{.lr = 0.5, .weight_decay = 0.25, .step = 1};
-  Arrays a(1, 1);
-  a.param[0] = 2.0f, a.grad[0] = -3.0f, a.exp_avg[0] = 0.0f, a.exp_avg_sq[0] = 0.0f;
-  adam_step(a.range(), o);
-  EXPECT_FLOAT_EQ(a.exp_avg[0], -0.3f);
-  EXPECT_FLOAT_EQ(a.exp_avg_sq[0], 0.009f);
-  EXPECT_FLOAT_EQ(a.param[0], 2.0f * 0.875f + 0.5f);  // the first update is lr * sign(grad)
-}
-
-TEST(Adam, ScalesAndClipActBeforeTheMoments) {
-  const AdamOptions o{.beta1 = 0.0, .pre_scale = 2.0, .clip_value = 3.0, .post_scale = 0.5};
-  Arrays a(4, 1);
-  a.grad = {1.0f, 10.0f, -kInf, std::nanf("")};
-  adam_step(a.range(), o);
-  EXPECT_EQ(a.exp_avg[0], 1.0f);
-  EXPECT_EQ(a.exp_avg[1], 1.5f);
-  EXPECT_EQ(a.exp_avg[2], -1.5f);
-  EXPECT_TRUE(std::isnan(a.exp_avg[3]));
-}
-
-// With lr 0 the parameter stays and half_out is its plain conversion.
-uint16_t converted(float value, FloatType type) {
-  Arrays a(1, 1);
-  a.param[0] = value, a.grad[0] = 0.0f, a.exp_avg[0] = 0.0f, a.exp_avg_sq[0] = 0.0f;
-  adam_step(a.range(FloatType::kFp32, type), {.lr = 0.0});
-  return a.half_out[0];
-}
-
-TEST(Adam, HalfCopyRoundsToNearestEven) {
-  EXPECT_EQ(converted(1.0f, FloatType::kBf16), 0x3f80);
-  EXPECT_EQ(converted(std::bit_cast<float>(0x3f808000u), FloatType::kBf16), 0x3f80);  // tie to even
-  EXPECT_EQ(converted(std::bit_cast<float>(0x3f818000u), FloatType::kBf16), 0x3f82);  // tie to even
-  EXPECT_EQ(converted(std::bit_cast<float>(0x3f808001u), FloatType::kBf16), 0x3f81);
-  EXPECT_EQ(converted(3.4e38f, FloatType::kBf16), 0x7f80);  // overflows to infinity
-  EXPECT_EQ(converted(65504.0f, FloatType::kFp16), 0x7bff);
-  EXPECT_EQ(converted(65519.99f, FloatType::kFp16), 0x7bff);
-  EXPECT_EQ(converted(65520.0f, FloatType::kFp16), 0x7c00);
-  EXPECT_EQ(converted(std::ldexp(1.0f, -24), FloatType::kFp16), 0x0001);
-  EXPECT_EQ(converted(std::ldexp(1.0f, -25), FloatType::kFp16), 0x0000);  // tie to even
-  EXPECT_EQ(converted(std::ldexp(3.0f, -25), FloatType::kFp16), 0x0002);  // tie to even
-  EXPECT_EQ(converted(-kInf, FloatType::kFp16), 0xfc00);
-  EXPECT_EQ(converted(std::nanf(""), FloatType::kBf16), 0x7fc0);
-  EXPECT_EQ(converted(std::nanf(""), FloatType::kFp16), 0x7e00);
-}
-
-TEST(Adam, HalfCopyUndoesWideningForEveryFiniteHalf) {
-  // beta1 0 and decay 0 make exp_avg the widened gradient; feed it back as the parameter.
-  for (const FloatType type : {FloatType::kBf16, FloatType::kFp16}) {
-    const int exponent_mask = type == FloatType::kBf16 ? 0x7f80 : 0x7c00;
-    Arrays a(65536, 1);
-    for (int i = 0; i < 65536; ++i) a.half_grad[i] = static_cast<uint16_t>(i);
-    adam_step(a.range(type, type), {.lr = 0.0, .beta1 = 0.0});
-    a.param = a.exp_avg;
-    adam_step(a.range(FloatType::kFp32, type), {.lr = 0.0, .beta1 = 0.0});
-    for (int i = 0; i < 65536; ++i) {
-      if ((i & exponent_mask) == exponent_mask) continue;  // infinity times lr 0 is NaN
-      ASSERT_EQ(a.half_out[i] & 0x7fff, i & 0x7fff);
+// A call of this size writes its 16-bit copies past the caches where their address allows it.
+TEST(Adam, SizeOfTheCallDoesNotChangeBits) {
+  constexpr int64_t kNumel = 4 * 1024 * 1024 + 1000;
+  constexpr int64_t kCut = 8000;  // blocks
+  const AdamScalars scalars = adam_scalars({.step = 3});
+  for (const int64_t skew : {0, 1}) {
+    const ParamForm form = skew == 0 ? ParamForm::kFp32CopyBf16 : ParamForm::kFp32CopyFp16;
+    const Tensor start({FloatType::kFp32, form, MomentType::kFp32}, kNumel, Values::kUsual, 21,
+                       skew);
+    Tensor want = start;
+    step_range("scalar", want.part(0, kCut * kBlockNumel), scalars);
+    step_range("scalar", want.part(kCut, kNumel - kCut * kBlockNumel), scalars);
+    for (const std::string& isa : adam_isas()) {
+      Tensor got = start;
+      const AdamJob job{got.range(), &scalars};
+      adam_step_with(isa_kernels(isa).adam, {&job, 1}, 2);
+      ASSERT_TRUE(got == want) << isa;
     }
   }
 }
 
 TEST(Adam, HalfCopyMayReplaceTheGradient) {
-  Arrays want(5000, 17);
-  Arrays got = want;
-  adam_step(want.range(FloatType::kBf16), clipped_options());
-  AdamRange range = got.range(FloatType::kBf16);
-  range.half_out = got.half_grad.data();
-  adam_step(range, clipped_options());
-  EXPECT_TRUE(got.half_grad == want.half_out);
-  EXPECT_EQ(0, std::memcmp(got.param.data(), want.param.data(), 4 * 5000));
-}
-
-TEST(Adam, MisuseIsRefusedAndChangesNothing) {
-  Arrays a(8, 1);
-  const std::string before = a.bytes();
-  AdamRange null_grad = a.range();
-  null_grad.grad = nullptr;
-  EXPECT_THROW(adam_step(null_grad, {}), StateError);
-  AdamRange uneven = a.range();
-  uneven.grad = reinterpret_cast<const char*>(a.grad.data()) + 2;
-  uneven.numel = 4;
-  EXPECT_THROW(adam_step(uneven, {}), StateError);
-  EXPECT_THROW(adam_step(a.range(), {.step = 0}), StateError);
-  EXPECT_THROW(adam_step(a.range(), {.clip_value = std::nan("")}), StateError);
-  EXPECT_THROW((void)adam_kernel("sse9"), Error);
-  EXPECT_TRUE(a.bytes() == before);
-}
-
-TEST(ParallelRanges, CoverEveryElementOnce) {
-  for (int64_t numel : {0, 1, 63, 64, 1000, 4097}) {
-    for (int threads : {0, 1, 2, 5}) {
-      std::vector<int> seen(static_cast<size_t>(numel), 0);  // ranges are disjoint: no lock
-      parallel_ranges(numel, 64, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) ++seen[static_cast<size_t>(i)];
-      });
-      EXPECT_EQ(seen, std::vector<int>(static_cast<size_t>(numel), 1));
+  constexpr ParamForm kCopies[] = {ParamForm::kFp32CopyBf16, ParamForm::kFp32CopyFp16};
+  const AdamScalars scalars = adam_scalars(everything_at_once());
+  for_each_layout(kHalfTypes, kCopies, [&](const Layout& layout) {
+    for (const std::string& isa : adam_isas()) {
+      Tensor want(layout, 5003, Values::kTiny, 17);
+      Tensor got = want;
+      step_range(isa, want.range(), scalars);
+      AdamRange range = got.range();
+      range.half_out = got.grad.of<uint16_t>();
+      step_range(isa, range, scalars);
+      ASSERT_TRUE(got.grad.starts_with(want.half_out, 5003 * 2)) << isa;
+      ASSERT_TRUE(got.same_results(want)) << isa;
     }
-  }
+  });
+}
+
+TEST(Adam, CallersRoundingModeIsSetAsideAndRestored) {
+  for_each_form_and_moments([](const Layout& layout) {
+    const Tensor start(layout, 70'000, Values::kUsual, 13);
+    Tensor want = start;
+    Tensor got = start;
+    step(&want, everything_at_once());
+    std::fesetround(FE_UPWARD);
+    step(&got, everything_at_once(), 2);
+    const int mode = std::fegetround();
+    std::fesetround(FE_TONEAREST);
+    EXPECT_EQ(mode, FE_UPWARD);
+    ASSERT_TRUE(got == want);
+  });
+}
+
+#if defined(__SSE2__)
+TEST(Adam, CallersFlushingOfSubnormalsIsSetAsideAndRestored) {
+  static constexpr unsigned kFlush = 0x8040;  // to zero, of results and of operands
+  for_each_form_and_moments([](const Layout& layout) {
+    const Tensor start(layout, 70'000, Values::kTiny, 13);
+    Tensor want = start;
+    Tensor got = start;
+    step(&want, everything_at_once());
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | kFlush);
+    step(&got, everything_at_once(), 2);
+    const unsigned mode = _mm_getcsr() & kFlush;
+    _mm_setcsr(before);
+    EXPECT_EQ(mode, kFlush);
+    ASSERT_TRUE(got == want);
+  });
+}
+#endif
+
+// ------------------------------------------------------------------------------- what it refuses
+
+TEST(Adam, MisalignedOrMissingArraysAreRefusedAndNothingChanges) {
+  const AdamScalars scalars = adam_scalars({});
+  for_each_layout([&](const Layout& layout) {
+    Tensor good(layout, 700, Values::kUsual, 1);
+    Tensor bad(layout, 700, Values::kUsual, 2);
+    const Tensor good_before = good;
+    const Tensor bad_before = bad;
+    const auto refuses = [&](auto AdamRange::* array, int64_t element_bytes) {
+      for (int64_t shift = 0; shift < element_bytes; ++shift) {  // 0: missing
+        AdamRange range = bad.range();
+        const auto address = shift == 0 ? 0 : reinterpret_cast<uintptr_t>(range.*array) + shift;
+        range.*array = reinterpret_cast<std::remove_reference_t<decltype(range.*array)>>(address);
+        const AdamJob jobs[] = {{good.range(), &scalars}, {range, &scalars}};
+        ASSERT_THROW(adam_step(jobs), StateError) << shift;
+        ASSERT_THROW(check_job(jobs[1]), StateError) << shift;
+      }
+    };
+    refuses(&AdamRange::param, bytes_of(param_type(layout.form)));
+    refuses(&AdamRange::grad, bytes_of(layout.grad));
+    refuses(&AdamRange::exp_avg, bytes_of(layout.moments));
+    refuses(&AdamRange::exp_avg_sq, bytes_of(layout.moments));
+    if (layout.moments == MomentType::kInt8) {
+      refuses(&AdamRange::exp_avg_scale, 4);
+      refuses(&AdamRange::exp_avg_sq_scale, 4);
+    }
+    if (has_copy(layout.form)) refuses(&AdamRange::half_out, 2);
+    if (layout.form == ParamForm::kBf16Remainder) refuses(&AdamRange::remainder, 2);
+    ASSERT_TRUE(good == good_before && bad == bad_before);
+  });
+}
+
+TEST(Adam, ANegativeSizeIsRefusedAndAnEmptyTensorNeedsNoArrays) {
+  const AdamScalars scalars = adam_scalars({});
+  AdamRange range{};
+  const AdamJob empty{range, &scalars};
+  range.numel = -1;
+  EXPECT_THROW(check_job({range, &scalars}), StateError);
+  EXPECT_TRUE(adam_step({&empty, 1}));
+}
+
+TEST(Adam, AnArrayThatTheFormHasNoUseForIsRefusedAndNotWritten) {
+  const AdamScalars scalars = adam_scalars({});
+  for_each_form_and_moments([&](const Layout& layout) {
+    Tensor tensor(layout, 300, Values::kUsual, 4);
+    const Tensor before = tensor;
+    AdamRange copies = tensor.range();
+    AdamRange splits = tensor.range();
+    copies.half_out = tensor.half_out.of<uint16_t>();
+    splits.remainder = tensor.remainder.of<uint16_t>();
+    if (!has_copy(layout.form)) {
+      EXPECT_THROW(step_range("scalar", copies, scalars), StateError);
+    }
+    if (layout.form != ParamForm::kBf16Remainder) {
+      EXPECT_THROW(step_range("scalar", splits, scalars), StateError);
+    }
+    ASSERT_TRUE(tensor == before);
+  });
+}
+
+TEST(Adam, OptionsOutsideTheirRangeAreRefused) {
+  EXPECT_THROW((void)adam_scalars({.step = 0}), StateError);
+  EXPECT_THROW((void)adam_scalars({.step = -7}), StateError);
+  EXPECT_THROW((void)adam_scalars({.clip_value = -1.0}), StateError);
+  EXPECT_THROW((void)adam_scalars({.clip_value = std::nan("")}), StateError);
+  EXPECT_NO_THROW((void)adam_scalars({.clip_value = 0.0}));
+  EXPECT_THROW((void)isa_kernels("sse9"), Error);
+}
+
+// --------------------------------------------------------------------------------- finite
+// gradients
+
+TEST(Adam, AGradientThatIsNotFiniteIsReportedWhereverItIs) {
+  AdamOptions options = everything_at_once();
+  options.pre_scale = 0.0;  // what matters is how the gradient came
+  const AdamScalars scalars = adam_scalars(options);
+  for_each_layout([&](const Layout& layout) {
+    const Tensor start(layout, 600, Values::kUsual, 31, 1);
+    for (const std::string& isa : adam_isas()) {
+      Tensor finite = start;
+      ASSERT_TRUE(step_range(isa, finite.range(), scalars)) << isa;
+      for (const int64_t at : {0, 1, 63, 255, 256, 511, 512, 577, 599}) {
+        for (const float value : {kInf, -kInf, kNan, -kNan}) {
+          Tensor tensor = start;
+          tensor.grad.set_value(layout.grad, at, value);
+          ASSERT_FALSE(step_range(isa, tensor.range(), scalars)) << isa << " " << at << value;
+        }
+      }
+    }
+  });
+}
+
+TEST(Adam, AGradientThatOverflowsWhenScaledIsFinite) {
+  Tensor tensor({}, 300, Values::kUsual, 1);
+  tensor.grad.of<float>()[299] = 3e38f;
+  EXPECT_TRUE(step(&tensor, {.pre_scale = 1e10, .check_finite = true}));
+}
+
+TEST(Adam, OnlyJobsThatCheckReportAndCheckingChangesNoBits) {
+  const AdamScalars checks = adam_scalars({.check_finite = true});
+  const AdamScalars silent = adam_scalars({});
+  for_each_layout([&](const Layout& layout) {
+    Tensor wild(layout, 3000, Values::kWild, 8);
+    Tensor usual(layout, 3000, Values::kUsual, 8);
+    Tensor wild_again = wild;
+    const AdamJob one[] = {{wild.range(), &silent}, {usual.range(), &checks}};
+    ASSERT_TRUE(adam_step(one));
+    const AdamJob other[] = {{wild_again.range(), &checks}, {usual.range(), &silent}};
+    ASSERT_FALSE(adam_step(other, 2));
+    ASSERT_TRUE(wild == wild_again);
+  });
 }
 
 }  // namespace

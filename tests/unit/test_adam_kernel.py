@@ -14,7 +14,7 @@ import torch
 
 from gemini import _C
 from gemini.errors import ConfigError, GeminiError, StateError
-from gemini.optim.kernels import AdamHyper, adam_update
+from gemini.optim.kernels import AdamHyper, adam_update, sum_of_squares
 
 SIZES = [0, 1, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 67, 1023, 1025, 40_001]
 
@@ -288,3 +288,65 @@ def test_unusable_gemini_isa_is_refused_with_the_choices() -> None:
     assert failed.returncode != 0
     assert GeminiError.__name__ in failed.stderr
     assert "scalar" in failed.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_of_squares_is_that_of_float64(numel: int, dtype: torch.dtype) -> None:
+    values = tensors(numel)[1].to(dtype)
+    want = float(values.double().square().sum())
+    assert sum_of_squares(values) == pytest.approx(want, rel=1e-14, abs=0.0)
+    for offset in (1, 3):
+        placed = torch.cat([torch.ones(offset, dtype=dtype), values, torch.ones(5, dtype=dtype)])
+        assert sum_of_squares(placed[offset:-5]) == sum_of_squares(values)
+
+
+def test_sum_of_squares_neither_overflows_nor_vanishes() -> None:
+    largest, least = torch.finfo(torch.float32).max, 2.0**-149
+    assert sum_of_squares(torch.full((1000,), largest)) == pytest.approx(1000 * largest**2, rel=1e-14)
+    assert sum_of_squares(torch.full((1000,), least)) == pytest.approx(1000 * least**2, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_sum_of_squares_is_finite_exactly_when_every_element_is(dtype: torch.dtype, bad: float) -> None:
+    values = torch.full((1030,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(sum_of_squares(values))
+    for place in (0, 7, 255, 256, 1023, 1029):
+        values[place] = bad
+        assert not math.isfinite(sum_of_squares(values)), place
+        values[place] = 1.0
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_sum_of_squares_does_not_depend_on_threads_or_memory_order() -> None:
+    values = torch.randn(300, 1001)
+    torch.set_num_threads(1)
+    want = sum_of_squares(values)
+    torch.set_num_threads(2)
+    assert sum_of_squares(values) == want
+    assert sum_of_squares(values.t()) == want
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(8)[::2], torch.zeros(8, dtype=torch.float64), torch.zeros(8, device="meta")]
+)
+def test_sum_of_squares_refuses_other_tensors(bad: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="sum_of_squares takes dense"):
+        sum_of_squares(bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 40_001])
+def test_check_finite_says_whether_the_gradient_was_and_changes_nothing_else(
+    numel: int, dtype: torch.dtype
+) -> None:
+    for bad in (None, math.inf, -math.inf, math.nan):
+        args = [tensors(numel)[0], tensors(numel)[1].to(dtype), *tensors(numel)[2:]]
+        if bad is not None:
+            args[1][numel * 2 // 3] = bad
+        want = [tensor.clone() for tensor in args]
+        scaling = {"pre_scale": 0.5, "clip_value": 1.0}  # looks before a clip could hide it
+        assert adam_update(*args, AdamHyper(), 1, check_finite=True, **scaling) is (bad is None)
+        assert adam_update(*want, AdamHyper(), 1, **scaling) is True
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(args, want, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import os
 import pickle
 import tempfile
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError, IoError, StateError
-from gemini.optim import moment_file
+from gemini.optim import state_file
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.moment_file import lay_out
+from gemini.optim.state_file import lay_out
+from gemini.optim.state_format import STATE_DTYPES, StateFormat
 
 FRACTIONS = [0.0, 0.1, 0.5, 1.0]
 
@@ -26,7 +28,8 @@ FRACTIONS = [0.0, 0.1, 0.5, 1.0]
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a small model fill many batches: parameters span them and share them."""
-    monkeypatch.setattr(moment_file, "lay_out", lambda params: lay_out(params, batch_bytes=4096))
+    small = functools.partial(lay_out, batch_bytes=4096)
+    monkeypatch.setattr(state_file, "lay_out", small)
 
 
 def small_model() -> nn.Sequential:
@@ -217,7 +220,7 @@ def test_full_disk_is_an_io_error_and_nothing_changes(monkeypatch: pytest.Monkey
     model, want = small_model(), small_model()
     optimizer = adam(model, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(moment_file, "_open", no_space)
+        patch.setattr(state_file, "_open", no_space)
         with pytest.raises(IoError):
             train(model, optimizer)
     assert_same_parameters(model, want)
@@ -291,21 +294,25 @@ def test_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
     assert_same_parameters(model, want)
 
 
-def test_layout_covers_every_element_once_in_aligned_disjoint_places() -> None:
-    params = [torch.zeros(n) for n in (1, 5000, 16, 17, 1, 3000, 1)]
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_layout_covers_every_element_once_in_aligned_disjoint_places(state_dtype: str) -> None:
+    state_format = StateFormat(state_dtype, remainders=True)
+    params = [torch.zeros(n, dtype=torch.bfloat16) for n in (1, 5000, 16, 17, 1, 3000, 1)]
     covered = {id(param): 0 for param in params}
     end = 0
-    for batch in lay_out(params, batch_bytes=8192):
+    for batch in lay_out(params, state_format, batch_bytes=8192):
         assert (batch.offset, batch.nbytes % 4096) == (end, 0)
         assert 0 < batch.nbytes <= 8192
         end += batch.nbytes
         used = 0
-        for part in batch.segments:
-            assert part.start == covered[id(part.param)]
-            covered[id(part.param)] += part.numel
-            assert part.exp_avg >= used
-            assert part.exp_avg_sq >= part.exp_avg + part.numel
-            assert part.exp_avg % 16 == part.exp_avg_sq % 16 == 0
-            used = part.exp_avg_sq + part.numel
-        assert 4 * used <= batch.nbytes
+        for segment in batch.segments:
+            assert segment.start == covered[id(segment.param)]
+            assert segment.start % 256 == 0
+            covered[id(segment.param)] += segment.numel
+            for part in state_format.parts(segment.param):
+                offset = segment.offsets[part.name]
+                assert offset >= used
+                assert offset % 64 == 0
+                used = offset + part.nbytes(segment.numel)
+        assert used <= batch.nbytes
     assert list(covered.values()) == [param.numel() for param in params]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.optim import FusedAdam, kernel_adam
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.hybrid_adam import HybridAdam
+from gemini.optim.kernel_adam import KernelAdam
 
 EACH = pytest.mark.parametrize("kind", [CPUAdam, HybridAdam])
 
@@ -97,6 +100,86 @@ def test_tensor_learning_rate_is_its_number() -> None:
     assert_identical(got, want)
 
 
+def test_warm_up_from_a_learning_rate_of_zero_starts_with_no_change() -> None:
+    got, want = small_model(), small_model()
+    for model, make in ((got, CPUAdam), (want, torch_adamw)):
+        optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+        train(model, optimizer, 1)
+        assert_identical(model, small_model())
+        for step in range(1, 6):
+            scheduler.step()
+            train(model, optimizer, 1, start=step)
+    assert_identical(got, want)
+
+
+FORMS = pytest.mark.parametrize(
+    "form",
+    [{}, {"nvme_offload_fraction": 1.0}, {"state_dtype": "bf16"}, {"state_dtype": "int8"}],
+    ids=lambda form: "-".join(map(str, form.values())) or "plain",
+)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2.0**10, 0.25])
+def test_grad_scale_divides_the_gradients_first(
+    dtype: torch.dtype, form: dict[str, Any], scale: float
+) -> None:
+    scaled, plain = (torch.ones(300, dtype=dtype).requires_grad_() for _ in range(2))
+    ours, reference = CPUAdam([scaled], lr=0.01, **form), CPUAdam([plain], lr=0.01, **form)
+    for step in range(3):
+        grad = torch.randn(300, generator=torch.Generator().manual_seed(step))
+        # Scaled, still normal numbers in fp16.
+        plain.grad = (grad.sign() * grad.abs().clamp(0.01, 4.0)).to(dtype)
+        scaled.grad = plain.grad * scale
+        ours.step(grad_scale=scale)
+        reference.step()
+    assert torch.equal(scaled, plain)
+    assert torch.equal(scaled.grad, plain.grad * scale)  # type: ignore[arg-type, operator]
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, math.nan, math.inf])  # the norm of gradients that overflowed
+def test_grad_scale_that_is_not_a_positive_number_is_refused_and_nothing_changes(bad: float) -> None:
+    model = small_model()
+    optimizer = CPUAdam(model.parameters())
+    model(torch.ones(2, 16)).sum().backward()
+    with pytest.raises(ConfigError, match="grad_scale"):
+        optimizer.step(grad_scale=bad)
+    assert_identical(model, small_model())
+    assert not optimizer.state
+
+
+@FORMS
+def test_torchs_grad_scaler_scales_back_and_skips_overflowed_steps(form: dict[str, Any]) -> None:
+    got, want = small_model(), small_model()
+    train(want, CPUAdam(want.parameters(), lr=0.01, **form), 3)
+    optimizer = CPUAdam(got.parameters(), lr=0.01, **form)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, factor in enumerate((1.0, 1.0, math.inf, 1.0)):
+        torch.manual_seed(100 + step - (step == 3))
+        optimizer.zero_grad()
+        scaler.scale(got(torch.randn(7, 16)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert_identical(got, want)
+
+
+@FORMS
+def test_closure_gives_every_form_its_gradients_and_loss(form: dict[str, Any]) -> None:
+    param = torch.ones(300).requires_grad_()
+    optimizer = CPUAdam([param], lr=0.25, **form)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (3.0 * param).sum()
+        loss.backward()
+        return loss.item()
+
+    assert [optimizer.step(closure), optimizer.step(closure)] == pytest.approx([900.0, 675.0], rel=1e-3)
+
+
 def test_closure_is_run_with_gradients_and_its_loss_returned() -> None:
     model = small_model()
     optimizer = CPUAdam(model.parameters())
@@ -167,7 +250,7 @@ def test_copies_go_on_as_the_original(how: str) -> None:
     assert_identical(other, model)
 
 
-def refused(params: Any, match: str, kind: type[CPUAdam] = CPUAdam, **options: Any) -> None:
+def refused(params: Any, match: str, kind: type[KernelAdam] = CPUAdam, **options: Any) -> None:
     with pytest.raises(ConfigError, match=match):
         kind(params, **options)
 
@@ -191,10 +274,12 @@ class ElsewhereTensor(torch.Tensor):
         return torch.device("cuda", 0)
 
 
-def test_cuda_parameters_are_refused() -> None:
+def test_parameters_of_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     param = torch.zeros(3).as_subclass(ElsewhereTensor)
     refused([param], "cuda:0; CPUAdam takes CPU tensors")
-    refused([param], "cuda:0, for which HybridAdam has no kernel in this release", HybridAdam)
+    refused([torch.zeros(3)], "cpu; FusedAdam takes CUDA tensors", FusedAdam)
+    monkeypatch.setattr(kernel_adam, "has_cuda_kernel", lambda: False)
+    refused([param], "cuda:0.*GEMINI_CUDA=ON", HybridAdam)
 
 
 def test_refused_group_is_not_added() -> None:
