@@ -12,25 +12,34 @@ from rich.table import Table
 from gemini.config import format_bytes
 
 _VERDICTS = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
+_QUICK = {
+    "runtime": "--quick: everything is tiny; these figures say only that the cases run.",
+    "adam": "arrays this small may stay in the caches; these figures say only that the cases run.",
+}
 
 
 def render(record: Mapping[str, Any], console: Console) -> None:
     """Print where the record comes from and one line per figure."""
     where = record["environment"]
-    table = Table(title="gemini bench runtime", title_justify="left")
+    ranged = any("low" in row for case in record["cases"].values() for row in case.get("rows", ()))
+    table = Table(title=f"gemini bench {record['benchmark']}", title_justify="left")
     table.add_column("case", style="bold")
     table.add_column("what", overflow="fold")
     table.add_column("value", justify="right", no_wrap=True)
+    if ranged:
+        table.add_column("range", justify="right", no_wrap=True)
     table.add_column("target", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name, case in record["cases"].items():
         if "error" in case:
-            table.add_row(name, escape(case["error"]), "", "", "[red]failed[/]")
+            cells = [name, escape(case["error"]), "", *([""] if ranged else []), "", "[red]failed[/]"]
+            table.add_row(*cells)
         for index, row in enumerate(case.get("rows", ())):
             table.add_row(
                 "" if index else name,
                 escape(row["what"]),
                 value_text(row["value"], row["unit"]),
+                *([_range_text(row)] if ranged else []),
                 _target_text(row),
                 _VERDICTS[row["met"]],
             )
@@ -46,11 +55,13 @@ def render(record: Mapping[str, Any], console: Console) -> None:
         highlight=False,
     )
     if record["quick"]:
-        console.print("--quick: everything is tiny; these figures say only that the cases run.", markup=False)
+        console.print(_QUICK[record["benchmark"]], markup=False)
 
 
-def value_text(value: float, unit: str) -> str:
-    """Return a figure with its unit, bytes scaled for people."""
+def value_text(value: float | None, unit: str) -> str:
+    """Return a figure with its unit, bytes scaled for people; nothing for no figure."""
+    if value is None:
+        return ""
     if unit == "bytes":
         return format_bytes(round(value))
     if unit == "share":
@@ -58,6 +69,13 @@ def value_text(value: float, unit: str) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,} {unit}"
     return f"{value:.4g} {unit}"
+
+
+def _range_text(row: Mapping[str, Any]) -> str:
+    if "low" not in row:
+        return ""
+    low, high = (value_text(row[end], row["unit"]).removesuffix(f" {row['unit']}") for end in ("low", "high"))
+    return f"{low} - {high}"
 
 
 def _target_text(row: Mapping[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,16 @@ from gemini.config import parse_bytes
 from gemini.errors import ConfigError
 
 EXIT_MISSED = 1
+_PIPED_WIDTH = 130  # columns where nobody says how many there are
 
-CASES_HELP = """\
+EXIT_CODES = """\
+exit codes:
+  0 every target met ({tiny}: every case ran)
+  1 a target missed or a case failed
+  2 an error, with its reason
+"""
+
+RUNTIME_HELP = f"""\
 cases:
   resident   everything fits: step time and peak memory of GPT-2 124M against plain torch, paired
   offload    half and a quarter of its model data on DEVICE, the rest on DISK: time, stalls, traffic, memory
@@ -27,12 +37,35 @@ examples:
   gemini bench runtime --only preop resident
   gemini bench runtime --quick --json
 
-exit codes:
-  0 every target met (with --quick: every case ran)
-  1 a target missed or a case failed
-  2 an error, with its reason
-
+{EXIT_CODES.format(tiny="with --quick")}
 Measure on a machine that does nothing else. A full run takes 10 to 30 minutes and for a while 20 GB of disk.
+"""
+
+ADAM_HELP = f"""\
+cases on the CPU:
+  limit    what memory can do: 4 reads and 3 writes as in an fp32 step (28 bytes per parameter), and reads
+  fp32     fp32 parameter, gradient and moments: share of that limit; torch's fused AdamW, DeepSpeed's CPUAdam
+  bf16     fp32 master, bf16 gradient, bf16 copy out in one pass; DeepSpeed doing the same in three passes,
+           and its own bf16 step, which keeps no master
+  int8     8-bit and bf16 moments against the fp32 case
+  sumsq    sum of squares with a finite check: share of read bandwidth
+  small    10,000 small tensors against one of the same total size, through the optimizers' step()
+  quality  a small GPT trained with fp32, bf16 and int8 states: its final losses
+case on a GPU:
+  cuda     FusedAdam: share of the device's copy bandwidth; torch's fused AdamW
+
+In every round each contender runs once, on arrays of its own, and the order rotates. A figure is the median
+over the rounds, with the lowest and highest; a ratio is the median of the ratios within the rounds.
+DeepSpeed is optional: without it its rows say so, and the targets are judged against torch alone.
+
+examples:
+  gemini bench adam --out benchmarks/results/adam.json
+  gemini bench adam --only fp32 bf16 --threads 2
+  gemini bench adam --numel 1M --repeats 3              do the cases run at all?
+  gemini bench adam --device cuda --json
+
+{EXIT_CODES.format(tiny="below 32M parameters")}
+Measure on a machine that does nothing else. The default needs 12 GB of free memory and takes 5 to 10 minutes.
 """
 
 
@@ -44,21 +77,21 @@ def add_parser(subparsers: Any) -> None:
         description="Measure on this machine, against stated targets.",
     )
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_runtime(kinds)
+    _add_adam(kinds)
+
+
+def _add_runtime(kinds: Any) -> None:
     runtime = kinds.add_parser(
         "runtime",
         help="the whole runtime: time, memory, model size, endurance",
         description="Measure the whole runtime, every case in processes of its own, watched from outside.",
-        epilog=CASES_HELP,
+        epilog=RUNTIME_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    runtime.add_argument("--only", nargs="+", metavar="CASE", help="run these cases (default: all)")
     runtime.add_argument(
         "--quick", action="store_true", help="tiny settings: see that every case runs, no figures"
     )
-    runtime.add_argument(
-        "--json", action="store_true", help="print the record as one JSON object, not as a table"
-    )
-    runtime.add_argument("--out", type=Path, metavar="FILE", help="also write the record to this file")
     runtime.add_argument(
         "--disk-dir",
         type=Path,
@@ -71,35 +104,103 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE",
         help="real memory limit of the case 'largest' (default: 1GiB; --quick: 448MiB)",
     )
+    _add_common(runtime)
     runtime.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the cases, print the record, and return the exit code."""
-    from rich.console import Console
+def _add_adam(kinds: Any) -> None:
+    adam = kinds.add_parser(
+        "adam",
+        help="the Adam kernels: against the limit of memory, torch and DeepSpeed",
+        description="Measure the Adam kernels, every case in processes of its own.",
+        epilog=ADAM_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    adam.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are (default: cpu)"
+    )
+    adam.add_argument(
+        "--numel", metavar="COUNT", help="parameters per contender: 65536, 1M, 1.5B (default: 100M; cuda: 1B)"
+    )
+    adam.add_argument(
+        "--threads",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="numbers of threads to measure with, at most one per core (default: 1 2)",
+    )
+    adam.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds that count (default: 15)")
+    _add_common(adam)
+    adam.set_defaults(run=run_adam)
 
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the record as one JSON object, not as a table"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the record to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cases of ``gemini bench runtime``, print the record, and return the exit code."""
     from gemini.bench import runtime
     from gemini.bench.session import Session
-    from gemini.bench.table import render
 
     names = runtime.chosen(options.only)
     _check_paths(options.disk_dir, options.out)
-    progress = Console(stderr=True)
     session = Session(
         disk_dir=options.disk_dir.resolve(),
         quick=options.quick,
         limit_bytes=parse_bytes(options.limit, name="--limit"),
-        progress=lambda text: progress.print(text, style="dim", markup=False, highlight=False),
+        progress=_progress(),
     )
-    record = runtime.run(session, names, ["gemini", *map(shlex.quote, sys.argv[1:])])
+    return _publish(runtime.run(session, names, _command()), options)
+
+
+def run_adam(options: argparse.Namespace) -> int:
+    """Run the cases of ``gemini bench adam``, print the record, and return the exit code."""
+    from gemini.bench import adam
+    from gemini.bench.adam_measure import Settings, parse_count
+    from gemini.bench.session import Session
+
+    names = adam.chosen(options.only, options.device)
+    _check_paths(Path(), options.out)
+    cores = len(os.sched_getaffinity(0))
+    settings = Settings(
+        numel=adam.DEFAULT_NUMEL[options.device] if options.numel is None else parse_count(options.numel),
+        threads=tuple(options.threads or sorted({1, min(2, cores)})),
+        repeats=options.repeats,
+    )
+    session = Session(disk_dir=Path(), quick=settings.numel < adam.SERIOUS_NUMEL, progress=_progress())
+    return _publish(adam.run(session, settings, options.device, names, _command()), options)
+
+
+def _progress() -> Callable[[str], None]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False)
+
+
+def _command() -> list[str]:
+    return ["gemini", *map(shlex.quote, sys.argv[1:])]
+
+
+def _publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Write and print a record; return the exit code that it deserves."""
+    from rich.console import Console
+
+    from gemini.bench.table import render
+
     text = json.dumps(record, indent=2)
     if options.out is not None:
         options.out.write_text(text + "\n")
     if options.json:
         print(text)
     else:
-        render(record, Console())
-    bad = record["failed"] or (record["missed"] and not options.quick)
+        render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+    bad = record["failed"] or (record["missed"] and not record["quick"])
     return EXIT_MISSED if bad else 0
 
 

@@ -1,0 +1,79 @@
+"""``gemini bench adam``: the Adam kernels against the memory's limit and against other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from gemini.bench import adam_cases, adam_cuda, adam_quality
+from gemini.bench.adam_measure import Settings
+from gemini.bench.record import environment
+from gemini.bench.session import CaseResult, Session
+from gemini.errors import ConfigError, GeminiError
+
+Case = Callable[[Session, Settings], CaseResult]
+
+# Below this, arrays may stay in the caches and what is measured is not memory.
+SERIOUS_NUMEL = 32_000_000
+
+
+CASES: Mapping[str, Mapping[str, Case]] = MappingProxyType(
+    {
+        "cpu": {
+            **{name: partial(adam_cases.run, name) for name in adam_cases.TASKS},
+            "quality": adam_quality.run,
+        },
+        "cuda": {"cuda": adam_cuda.run},
+    }
+)
+DEFAULT_NUMEL = MappingProxyType({"cpu": 100_000_000, "cuda": 1_000_000_000})
+
+
+def chosen(names: Sequence[str] | None, device: str) -> list[str]:
+    """Return the cases to run, in the table's order; None is all that the device has.
+
+    Raises:
+        ConfigError: for an unknown name, or one of another device; for a GPU where there is none.
+    """
+    for name in names or ():
+        if name not in CASES[device]:
+            raise ConfigError(
+                f"unknown case {name!r} for --device {device}; choose from {', '.join(CASES[device])}"
+            )
+    if device == "cuda":
+        adam_cuda.require_gpu()
+    return [name for name in CASES[device] if names is None or name in names]
+
+
+def run(
+    session: Session, settings: Settings, device: str, names: Sequence[str], command: Sequence[str]
+) -> dict[str, Any]:
+    """Run the named cases and return one plain dict; a case that fails leaves its error, the others go on."""
+    record: dict[str, Any] = {
+        "benchmark": "adam",
+        "quick": session.quick,
+        "environment": environment(command),
+    }
+    cases = {name: _run_case(CASES[device][name], session, settings) for name in names}
+    failed = [name for name, case in cases.items() if "error" in case]
+    missed = [
+        f"{name}: {row['what']}"
+        for name, case in cases.items()
+        for row in case.get("rows", ())
+        if row["met"] is False
+    ]
+    return {**record, "cases": cases, "failed": failed, "missed": missed}
+
+
+def _run_case(case: Case, session: Session, settings: Settings) -> dict[str, Any]:
+    try:
+        result = case(session, settings)
+    except GeminiError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "rows": [row.to_dict() for row in result.rows],
+        "settings": result.settings,
+        "measured": result.measured,
+    }

@@ -1,0 +1,183 @@
+"""Our Adam kernels on given arrays, one contender per layout, and the streams that are their limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gemini import _C
+from gemini.bench.adam_peers import HYPER, SAMPLE_NUMEL
+from gemini.bench.paired import Contender, filled
+
+PATTERN = "limit, 4 reads and 3 writes"
+READ = "limit, reads"
+BLOCK_NUMEL = 256  # elements of a coded moment that share a scale
+
+PARAM_SCALE, GRAD_SCALE = 0.02, 1e-3
+_PARAM_SEED, _GRAD_SEED = 1, 2
+
+# As the table of _C.adam_step numbers them.
+_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_FORMS = {"fp32": 0, "copy": 1, "split": 3, "alone": 4}
+_MOMENTS = {"fp32": 0, "bf16": 1, "int8": 2}
+
+_FORM_TEXTS = {
+    "fp32": "fp32",
+    "copy": "fp32 + bf16 copy",
+    "split": "bf16 + 16 bits",
+    "alone": "bf16 without master",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter, its gradient and its moments are kept.
+
+    ``form``: ``"fp32"``; ``"copy"``, fp32 and a bf16 copy; ``"split"``, bf16 and the 16 bits that make it
+    the exact fp32 master; ``"alone"``, bf16. ``moments``: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+    """
+
+    form: str
+    moments: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """What the contender is called."""
+        moments = "" if self.moments == "fp32" else f", {self.moments} moments"
+        return f"ours {_FORM_TEXTS[self.form]}{moments}"
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Gradients have the type of what the model computes with."""
+        return torch.float32 if self.form == "fp32" else torch.bfloat16
+
+    @property
+    def _kept_bytes(self) -> float:
+        """Bytes per parameter that a step reads and writes."""
+        moments = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 2 * 4 / BLOCK_NUMEL}[self.moments]
+        return moments + (2 if self.form == "alone" else 4)
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes per parameter in memory."""
+        return self._kept_bytes + self.grad_dtype.itemsize + (2 if self.form == "copy" else 0)
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes per parameter that a step must read and write."""
+        return 2 * self._kept_bytes + self.grad_dtype.itemsize + (2 if self.form == "copy" else 0)
+
+
+FP32 = Layout("fp32")
+COPY = Layout("copy")
+SPLIT = Layout("split")
+ALONE = Layout("alone")
+COPY_INT8 = Layout("copy", "int8")
+SPLIT_INT8 = Layout("split", "int8")
+COPY_BF16 = Layout("copy", "bf16")
+SPLIT_BF16 = Layout("split", "bf16")
+
+
+def start_param(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the parameter that every contender starts from, in memory of its own."""
+    return filled(numel, dtype, scale=PARAM_SCALE, seed=_PARAM_SEED)
+
+
+def start_grad(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the gradient that every contender gets, in memory of its own."""
+    return filled(numel, dtype, scale=GRAD_SCALE, seed=_GRAD_SEED)
+
+
+def kernel_contender(layout: Layout, numel: int) -> Contender:
+    """Return steps of one flat tensor of ``numel`` elements by our kernel, with torch's number of threads."""
+    held = _arrays(layout, numel)
+    columns = ("param", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+    addresses = [held[name].data_ptr() if name in held else 0 for name in (*columns, "half_out", "remainder")]
+    code = _GRAD_TYPES[layout.grad_dtype] | _FORMS[layout.form] << 4 | _MOMENTS[layout.moments] << 8
+    table = np.array([[*addresses, numel, 0, code, 0]], dtype=np.int64)
+    step = 0
+
+    def run() -> None:
+        nonlocal step
+        step += 1
+        options = _C.AdamOptions(
+            lr=HYPER.lr,
+            beta1=HYPER.betas[0],
+            beta2=HYPER.betas[1],
+            eps=HYPER.eps,
+            weight_decay=HYPER.weight_decay,
+            step=step,
+            bias_correction=HYPER.bias_correction,
+            adamw_mode=HYPER.adamw_mode,
+        )
+        _C.adam_step(table.ctypes.data, 1, [options], threads=torch.get_num_threads())
+
+    # The closure over ``held`` is what keeps the arrays alive.
+    return Contender(layout.name, run, layout.step_bytes * numel, lambda: _start_of_param(layout, held))
+
+
+def _arrays(layout: Layout, numel: int) -> dict[str, Tensor]:
+    """Return the arrays of a layout by their columns; the moments are zero."""
+    wide = layout.form in ("fp32", "copy")
+    held = {
+        "param": start_param(numel, torch.float32 if wide else torch.bfloat16),
+        "grad": start_grad(numel, layout.grad_dtype),
+    }
+    if layout.form == "copy":
+        held["half_out"] = _zeros(numel, torch.bfloat16)
+    if layout.form == "split":
+        held["remainder"] = _zeros(numel, torch.int16)
+    for name, code in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": code}[layout.moments]
+        held[name] = _zeros(numel, dtype)
+        if layout.moments == "int8":
+            held[f"{name}_scale"] = _zeros(-(-numel // BLOCK_NUMEL), torch.float32)
+    return held
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros in pages that exist; ``torch.zeros`` may leave them to the first write."""
+    return torch.empty(numel, dtype=dtype).fill_(0)
+
+
+def _start_of_param(layout: Layout, held: dict[str, Tensor]) -> Tensor:
+    start = held["param"][:SAMPLE_NUMEL]
+    if layout.form != "split":
+        return start
+    # The remainder is the difference of the master's bits and the bf16's, as a signed number.
+    bits = start.view(torch.int16).int().bitwise_left_shift(16)
+    return (bits + held["remainder"][:SAMPLE_NUMEL].int()).view(torch.float32)
+
+
+def pattern_contender(numel: int) -> Contender:
+    """Return the pure stream with the traffic of an fp32 step, over arrays of its own."""
+    arrays = [start_param(numel), start_grad(numel), start_param(numel), start_param(numel)]
+
+    def run() -> None:
+        param, grad, exp_avg, exp_avg_sq = (array.data_ptr() for array in arrays)
+        _C.stream_adam_pattern(param, grad, exp_avg, exp_avg_sq, numel, threads=torch.get_num_threads())
+
+    return Contender(PATTERN, run, FP32.step_bytes * numel)
+
+
+def read_contender(numel: int) -> Contender:
+    """Return the pure read of one fp32 array."""
+    array = start_grad(numel)
+    return Contender(
+        READ,
+        lambda: _C.stream_read(array.data_ptr(), 4 * numel, threads=torch.get_num_threads()),
+        4 * numel,
+    )
+
+
+def sum_squares_contender(name: str, array: Tensor) -> Contender:
+    """Return the sum of the squares of ``array`` with its finite check."""
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[array.dtype]
+    return Contender(
+        name,
+        lambda: _C.sum_squares(array.data_ptr(), array.numel(), dtype, threads=torch.get_num_threads()),
+        array.element_size() * array.numel(),
+    )
