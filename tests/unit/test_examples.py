@@ -28,6 +28,7 @@ EXAMPLES = {
     ],
     "save_and_resume.py": ["--hidden", "32", "--steps", "4", "--precision", "bf16"],
     "adam_on_disk.py": ["--hidden", "64", "--steps", "3"],
+    "compact_states.py": ["--hidden", "64", "--steps", "4"],
 }
 
 
@@ -72,6 +73,12 @@ def test_wrapped_model_is_larger_than_its_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py"])
 def test_example_proves_what_it_says(name: str, tmp_path: Path) -> None:
     assert "identical" in run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
+
+
+def test_compact_states_hold_as_few_bytes_as_promised(tmp_path: Path) -> None:
+    output = run([str(ROOT / "examples" / "compact_states.py"), *EXAMPLES["compact_states.py"]], tmp_path)
+    held = [float(number) for number in re.findall(r"states: +([\d.]+) bytes", output)]
+    assert held == [14.0, 8.03]
 
 
 def test_readme_program_runs_with_falling_loss(tmp_path: Path) -> None:
