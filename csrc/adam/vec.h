@@ -41,11 +41,8 @@ struct Vec {
   static GEMINI_FN F load_floats(const float* from) { return load<F>(from); }
   static GEMINI_FN I load_ints(const uint32_t* from) { return load<I>(from); }
 
-  // For sums: as many doubles as fit.
+  // For sums: as many doubles as fit. Squares of floats are exact in double, so a trait may fuse
+  // the multiplication with the addition.
   static constexpr int kDoubles = kVectorBytes / 8;
   typedef double D __attribute__((vector_size(kVectorBytes)));
-  static GEMINI_FN D load_widened(const float* from) {
-    typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
-    return __builtin_convertvector(load<Half>(from), D);
-  }
 };

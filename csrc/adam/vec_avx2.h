@@ -43,6 +43,13 @@ struct V : Vec {
   }
   static GEMINI_FN void finish_streams() { _mm_sfence(); }
 
+  static GEMINI_FN void add_squares(D* two, F values) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(m(values)));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(m(values), 1));
+    two[0] = reinterpret_cast<D>(_mm256_fmadd_pd(low, low, reinterpret_cast<__m256d>(two[0])));
+    two[1] = reinterpret_cast<D>(_mm256_fmadd_pd(high, high, reinterpret_cast<__m256d>(two[1])));
+  }
+
  private:
   static GEMINI_FN F f(__m256 value) { return reinterpret_cast<F>(value); }
   static GEMINI_FN I i(__m256i value) { return reinterpret_cast<I>(value); }

@@ -42,6 +42,13 @@ struct V : Vec {
   }
   static GEMINI_FN void finish_streams() { _mm_sfence(); }
 
+  static GEMINI_FN void add_squares(D* two, F values) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(m(values)));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(m(values), 1));
+    two[0] = reinterpret_cast<D>(_mm512_fmadd_pd(low, low, reinterpret_cast<__m512d>(two[0])));
+    two[1] = reinterpret_cast<D>(_mm512_fmadd_pd(high, high, reinterpret_cast<__m512d>(two[1])));
+  }
+
  private:
   static GEMINI_FN F f(__m512 value) { return reinterpret_cast<F>(value); }
   static GEMINI_FN I i(__m512i value) { return reinterpret_cast<I>(value); }

@@ -33,6 +33,13 @@ struct V : Vec {
   // Intrinsics have no store past the caches.
   static GEMINI_FN void stream(void* to, I value) { store(to, value); }
 
+  static GEMINI_FN void add_squares(D* two, F values) {
+    const float64x2_t low = vcvt_f64_f32(vget_low_f32(m(values)));
+    const float64x2_t high = vcvt_high_f64_f32(m(values));
+    two[0] = reinterpret_cast<D>(vfmaq_f64(reinterpret_cast<float64x2_t>(two[0]), low, low));
+    two[1] = reinterpret_cast<D>(vfmaq_f64(reinterpret_cast<float64x2_t>(two[1]), high, high));
+  }
+
  private:
   static GEMINI_FN F f(float32x4_t value) { return reinterpret_cast<F>(value); }
   template <class T>

@@ -76,5 +76,8 @@ struct V {
 
   static constexpr int kDoubles = 1;
   using D = double;
-  static GEMINI_FN D load_widened(const float* from) { return *from; }
+  static GEMINI_FN void add_squares(D* one, F value) {
+    const D wide = value;
+    *one += wide * wide;
+  }
 };
