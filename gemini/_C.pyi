@@ -251,7 +251,7 @@ class TensorWatch:
         states: list[dict[str, Any]],
         names: list[str],
         grads: list[Tensor],
-        all_states: dict[Any, Any],
+        all_states: list[dict[str, Any]],
     ) -> None: ...
     def take_gradients(
         self, params: list[Tensor], all_states: dict[Any, Any], column: int, step: int

@@ -56,7 +56,7 @@ int64_t num_blocks(int64_t numel) { return (numel + kBlockNumel - 1) / kBlockNum
 void check_address(const char* name, const void* address, int64_t alignment) {
   const auto value = reinterpret_cast<uintptr_t>(address);
   if (address == nullptr || value % static_cast<uintptr_t>(alignment) != 0) {
-    throw StateError("adam_step: address " + std::to_string(value) + " of " + name +
+    throw StateError("address " + std::to_string(value) + " of " + name +
                      " is null or not aligned to its element of " + std::to_string(alignment) +
                      " bytes");
   }

@@ -29,6 +29,7 @@ void parallel_ranges(int64_t count, int64_t grain, int threads,
     }
   };
   std::vector<std::jthread> others;
+  others.reserve(static_cast<size_t>(std::min(limit, ranges) - 1));
   try {
     while (static_cast<int64_t>(others.size()) + 1 < std::min(limit, ranges)) {
       others.emplace_back(work);

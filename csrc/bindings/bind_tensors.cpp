@@ -37,15 +37,28 @@ struct Names {
       is_neg{"is_neg"}, is_contiguous{"is_contiguous"};
 };
 
-// The number and the order of a tensor's elements.
-class Extent {
+// A tensor as it was: which it is, where it is, and the type, number and order of its elements.
+class Watched {
  public:
-  Extent(py::handle tensor, const Names& names)
-      : numel_(called(tensor, names.numel).cast<int64_t>()) {
+  Watched() = default;
+  Watched(py::handle tensor, const Names& names)
+      : tensor_(tensor.ptr()),
+        address_(called(tensor, names.data_ptr).cast<int64_t>()),
+        numel_(called(tensor, names.numel).cast<int64_t>()),
+        dtype_(attribute(tensor, names.dtype).ptr()) {
     const bool contiguous = called(tensor, names.is_contiguous).ptr() == Py_True;
     if (!contiguous) strides_ = called(tensor, names.stride);
   }
-  [[nodiscard]] bool fits(py::handle tensor, const Names& names) const {
+  [[nodiscard]] bool is_nothing() const { return tensor_ == nullptr; }
+
+  // The same tensor, unchanged but for its values.
+  [[nodiscard]] bool same(py::handle tensor, const Names& names) const {
+    return tensor.ptr() == tensor_ && called(tensor, names.data_ptr).cast<int64_t>() == address_ &&
+           like(tensor, names);
+  }
+  // A tensor of the same type, number and order of elements.
+  [[nodiscard]] bool like(py::handle tensor, const Names& names) const {
+    if (attribute(tensor, names.dtype).ptr() != dtype_) return false;
     if (called(tensor, names.numel).cast<int64_t>() != numel_) return false;
     // Asking for contiguity is cheaper than making a tuple.
     return strides_.is_none() ? called(tensor, names.is_contiguous).ptr() == Py_True
@@ -53,36 +66,36 @@ class Extent {
   }
 
  private:
-  int64_t numel_;
+  PyObject* tensor_ = nullptr;
+  int64_t address_ = 0;
+  int64_t numel_ = 0;
+  PyObject* dtype_ = nullptr;  // torch's types live as long as the process
   py::object strides_ = py::none();
 };
 
-// What the rows of a table rely on, and whether it still holds.
+// What the rows of a table rely on, and whether it still holds. Holds no reference: whoever made it
+// keeps the parameters, the state dicts and their values alive, where the garbage collector sees
+// them.
 class TensorWatch {
  public:
-  TensorWatch(py::list params, py::list states, py::list names, py::list grads,
-              const py::dict& all_states)
-      : params_(std::move(params)),
-        states_(std::move(states)),
-        names_(std::move(names)),
-        all_states_(all_states.attr("values")()) {
-    for (size_t i = 0; i < params_.size(); ++i) {
-      const py::dict state = states_[i];
+  TensorWatch(const py::list& params, const py::list& states, py::list names, const py::list& grads,
+              const py::list& all_states)
+      : names_(std::move(names)) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      params_.emplace_back(params[i], attributes_);
+      grads_.emplace_back(grads[i], attributes_);
+      states_.push_back(item(states, i).ptr());
       for (const py::handle name : names_) {
-        const py::object value = state.attr("get")(name);
-        values_.append(value);
-        values_addresses_.push_back(value.is_none() ? 0 : address(value));
+        PyObject* const value = PyDict_GetItemWithError(states_.back(), name.ptr());
+        values_.push_back(value == nullptr ? Watched() : Watched(value, attributes_));
       }
-      addresses_.push_back(address(params_[i]));
-      params_extents_.emplace_back(params_[i], attributes_);
-      grads_extents_.emplace_back(grads[i], attributes_);
-      dtypes_.append(attribute(grads[i], attributes_.dtype));
     }
+    for (const py::handle state : all_states) all_states_.push_back(state.ptr());
   }
 
   // Writes the addresses of the gradients of `params` to `column`, `step` int64s apart. False when
-  // a parameter, a state's tensor or the memory of one was replaced, or a gradient has another type
-  // or order.
+  // a parameter, a state, a tensor of one or its memory was replaced, or a gradient has another
+  // type or order.
   [[nodiscard]] bool take_gradients(const py::list& params, const py::dict& all_states,
                                     uintptr_t column, int64_t step) const {
     if (params.size() != params_.size() || !same_dicts(all_states)) return false;
@@ -90,14 +103,16 @@ class TensorWatch {
     try {
       for (size_t i = 0; i < params.size(); ++i) {
         const py::handle param = item(params, i);
-        if (param.ptr() != item(params_, i).ptr() || address(param) != addresses_[i]) return false;
+        if (!params_[i].same(param, attributes_) || !same_state(i)) return false;
         const py::object grad = attribute(param, attributes_.grad);
-        if (!params_extents_[i].fits(param, attributes_) || !same_state(i)) return false;
-        if (!grads_extents_[i].fits(grad, attributes_) || !same_kind(i, grad)) return false;
-        to[static_cast<int64_t>(i) * step] = address(grad);
+        if (!grads_[i].like(grad, attributes_)) return false;
+        if (called(grad, attributes_.is_neg).ptr() == Py_True) return false;
+        to[static_cast<int64_t>(i) * step] = called(grad, attributes_.data_ptr).cast<int64_t>();
       }
-    } catch (const py::error_already_set&) {
-      return false;  // no gradient, or one without strides or an address
+    } catch (const py::error_already_set& error) {
+      // No gradient, or one without strides or an address.
+      if (error.matches(PyExc_AttributeError) || error.matches(PyExc_RuntimeError)) return false;
+      throw;
     }
     return true;
   }
@@ -107,41 +122,31 @@ class TensorWatch {
     return PyList_GET_ITEM(list.ptr(), static_cast<py::ssize_t>(index));
   }
 
-  [[nodiscard]] int64_t address(py::handle tensor) const {
-    return called(tensor, attributes_.data_ptr).cast<int64_t>();
-  }
-
-  [[nodiscard]] bool same_kind(size_t row, const py::object& grad) const {
-    return attribute(grad, attributes_.dtype).ptr() == item(dtypes_, row).ptr() &&
-           called(grad, attributes_.is_neg).ptr() != Py_True;
-  }
-
   [[nodiscard]] bool same_dicts(const py::dict& all_states) const {
     if (all_states.size() != all_states_.size()) return false;
     PyObject *key = nullptr, *value = nullptr;
     py::ssize_t place = 0;
     for (size_t i = 0; PyDict_Next(all_states.ptr(), &place, &key, &value) != 0; ++i) {
-      if (value != item(all_states_, i).ptr()) return false;
+      if (value != all_states_[i]) return false;
     }
     return true;
   }
 
   [[nodiscard]] bool same_state(size_t row) const {
-    const py::handle state = item(states_, row);
     for (size_t i = 0; i < names_.size(); ++i) {
-      const size_t place = row * names_.size() + i;
-      const py::handle expected = item(values_, place);
-      PyObject* const found = PyDict_GetItemWithError(state.ptr(), item(names_, i).ptr());
-      if (found == nullptr ? !expected.is_none() : found != expected.ptr()) return false;
-      if (found != nullptr && address(found) != values_addresses_[place]) return false;
+      const Watched& expected = values_[row * names_.size() + i];
+      PyObject* const found = PyDict_GetItemWithError(states_[row], item(names_, i).ptr());
+      if (found == nullptr ? !expected.is_nothing() : !expected.same(found, attributes_)) {
+        return false;
+      }
     }
     return true;
   }
 
   Names attributes_;
-  py::list params_, states_, names_, all_states_, values_, dtypes_;
-  std::vector<int64_t> addresses_, values_addresses_;
-  std::vector<Extent> params_extents_, grads_extents_;
+  py::list names_;
+  std::vector<Watched> params_, grads_, values_;
+  std::vector<PyObject*> states_, all_states_;
 };
 
 }  // namespace
@@ -150,9 +155,11 @@ void bind_tensors(py::module_& m) {
   py::class_<TensorWatch>(
       m, "TensorWatch",
       "Parameters and the tensors `names` of their state dicts, remembered with "
-      "their addresses, and the type and order of their gradients.")
-      .def(py::init<py::list, py::list, py::list, py::list, const py::dict&>(), py::arg("params"),
-           py::arg("states"), py::arg("names"), py::arg("grads"), py::arg("all_states"))
+      "their addresses, and the type and order of their gradients. The caller keeps "
+      "them alive.")
+      .def(py::init<const py::list&, const py::list&, py::list, const py::list&, const py::list&>(),
+           py::arg("params"), py::arg("states"), py::arg("names"), py::arg("grads"),
+           py::arg("all_states"))
       .def("take_gradients", &TensorWatch::take_gradients, py::arg("params"), py::arg("all_states"),
            py::arg("column"), py::arg("step"),
            "Write the addresses of the gradients of `params` to int64s `step` apart; False when "

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gemini.bench import adam_ours as ours
-from gemini.bench.adam_measure import Settings, measure, use_threads
+from gemini.bench import adam_small
+from gemini.bench.adam_measure import Settings, absent_rows, measure, prepared, time_rows, timed
 from gemini.bench.adam_peers import (
     DEEPSPEED,
-    HYPER,
-    SAMPLE_NUMEL,
     TORCH,
     find_peers,
     fp32_contender,
@@ -23,68 +20,50 @@ from gemini.bench.adam_peers import (
     own_bf16_contender,
     own_bf16_name,
 )
-from gemini.bench.paired import (
-    AbsentRow,
-    Contender,
-    Timings,
-    require_same_job,
-    run_paired,
-    spread_row,
-)
+from gemini.bench.paired import Contender, Timings, spread_row, unmeasured_row
 from gemini.bench.record import Row
 from gemini.bench.session import CaseResult, Session
-from gemini.optim import CPUAdam
 
 LIMIT_SHARE = 0.95
 NOISE = 1.03  # two times within 3 % of each other count as equal
 BF16_RATIO = 0.95
 INT8_RATIO = 0.62
-SMALL_RATIO = 1.10
-SMALL_TENSORS = 10_000
-
-# Results of different optimizers after the same steps: rounding apart, far below one step of 1e-4.
-_TOLERANCE = 2e-6
 
 SUMSQ_FP32, SUMSQ_BF16 = "ours fp32", "ours bf16"
 SUMSQ_TORCH = "torch vector_norm, isfinite"
-SMALL_ONE, SMALL_MANY = "ours, one tensor", f"ours, {SMALL_TENSORS:,} tensors"
+FP32_STEP = "ours fp32 through CPUAdam.step()"
 
 _PEER_BYTES = 16
 _INT8_LAYOUTS = (ours.COPY_INT8, ours.SPLIT_INT8, ours.COPY_BF16, ours.SPLIT_BF16)
 # Per parameter, all contenders of the case together; sumsq with what torch's isfinite makes.
 _HELD_BYTES: Mapping[str, float] = {
     "limit": 16 + 4,
-    "fp32": 16 + ours.FP32.held_bytes + 2 * _PEER_BYTES,
+    "fp32": 16 + 2 * ours.FP32.held_bytes + 2 * _PEER_BYTES,
     "bf16": 16
     + sum(layout.held_bytes for layout in (ours.COPY, ours.SPLIT, ours.ALONE))
     + 2 * (_PEER_BYTES + 4)
     + 12,
     "int8": 16 + ours.FP32.held_bytes + sum(layout.held_bytes for layout in _INT8_LAYOUTS),
     "sumsq": 4 + 4 + 2 + 10,
-    "small": 2 * ours.FP32.held_bytes + 2 * _PEER_BYTES,
 }
 
 
 # -- what competes -------------------------------------------------------------------------------
 
 
-def limit_contenders(numel: int) -> list[Contender]:
-    """Return the pure streams."""
-    return [ours.pattern_contender(numel), ours.read_contender(numel)]
-
-
 def fp32_task(options: dict[str, Any]) -> dict[str, Any]:
     """Time fp32 parameter, gradient and moments against everyone who does the same."""
-    numel = _prepared(options)
+    numel = prepared(options)
     peers, about = find_peers()
     rivals = [fp32_contender(peer, ours.start_param(numel), ours.start_grad(numel)) for peer in peers]
-    same = [ours.kernel_contender(ours.FP32, numel), *rivals]
-    return _timed([ours.pattern_contender(numel), *same], same, options, about)
+    through_step = ours.step_contender(FP32_STEP, ours.adam, [numel])
+    same = [ours.kernel_contender(ours.FP32, numel), through_step, *rivals]
+    return timed([ours.pattern_contender(numel), *same], same, options, about)
 
 
 def bf16_task(options: dict[str, Any]) -> dict[str, Any]:
     """Time a bf16 gradient and parameter with an fp32 master, and DeepSpeed's step that has none."""
-    numel = _prepared(options)
+    numel = prepared(options)
     peers, about = find_peers()
     bf16 = torch.bfloat16
     same = [
@@ -109,19 +88,19 @@ def bf16_task(options: dict[str, Any]) -> dict[str, Any]:
             if peer.name == DEEPSPEED
         ),
     ]
-    return _timed([*same, *others], same, options, about)
+    return timed([*same, *others], same, options, about)
 
 
 def int8_task(options: dict[str, Any]) -> dict[str, Any]:
     """Time compact moments against fp32 ones."""
-    numel = _prepared(options)
+    numel = prepared(options)
     contenders = [ours.kernel_contender(layout, numel) for layout in (ours.FP32, *_INT8_LAYOUTS)]
-    return _timed([ours.pattern_contender(numel), *contenders], [], options, {"absent": {}})
+    return timed([ours.pattern_contender(numel), *contenders], [], options, {"absent": {}})
 
 
 def sumsq_task(options: dict[str, Any]) -> dict[str, Any]:
     """Time the sum of squares with its finite check."""
-    numel = _prepared(options)
+    numel = prepared(options)
     grad = ours.start_grad(numel)
 
     def by_torch() -> bool:
@@ -133,66 +112,7 @@ def sumsq_task(options: dict[str, Any]) -> dict[str, Any]:
         ours.sum_squares_contender(SUMSQ_BF16, grad.bfloat16()),
         Contender(SUMSQ_TORCH, by_torch, 4 * numel),
     ]
-    return _timed(contenders, [], options, {"absent": {}})
-
-
-def small_task(options: dict[str, Any]) -> dict[str, Any]:
-    """Time many small tensors against one of the same total size, through the optimizers' ``step``."""
-    numel = _prepared(options)
-    sizes = small_sizes(numel)
-    peers, about = find_peers()
-    many = [
-        _optimizer_contender(SMALL_MANY, _our_adam, sizes),
-        *(_optimizer_contender(peer.name, peer.optimizer, sizes) for peer in peers),
-    ]
-    contenders = [_optimizer_contender(SMALL_ONE, _our_adam, [sum(sizes)]), *many]
-    about = {**about, "num_tensors": len(sizes), "total_numel": sum(sizes)}
-    return _timed(contenders, many, options, about)
-
-
-def small_sizes(numel: int) -> list[int]:
-    """Return the sizes of 10,000 tensors of about ``numel`` elements together.
-
-    They are the biases and norms of GPT blocks, eight per block: 13 times the hidden size in each.
-    """
-    blocks = SMALL_TENSORS // 8
-    hidden = max(1, round(numel / (13 * blocks)))
-    return [hidden * times for times in (1, 1, 3, 1, 1, 1, 4, 1)] * blocks
-
-
-def _our_adam(params: Sequence[Tensor]) -> CPUAdam:
-    return CPUAdam(params, lr=HYPER.lr, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
-
-
-def _optimizer_contender(
-    name: str, make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], sizes: Sequence[int]
-) -> Contender:
-    """Return ``step`` of an optimizer; every tensor is an allocation of its own, as in a model."""
-    numel = sum(sizes)
-    ends = itertools.accumulate(sizes)
-    params, grads = ours.start_param(numel), ours.start_grad(numel)
-    parts = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    own = [params] if len(sizes) == 1 else [params[start:end].clone() for start, end in parts]
-    for param, (start, end) in zip(own, parts, strict=True):
-        param.grad = grads if len(sizes) == 1 else grads[start:end].clone()
-    return Contender(name, make(own).step, ours.FP32.step_bytes * numel, lambda: own[0][:SAMPLE_NUMEL])
-
-
-def _prepared(options: Mapping[str, Any]) -> int:
-    use_threads(options["threads"])
-    return int(options["numel"])
-
-
-def _timed(
-    contenders: Sequence[Contender],
-    same_job: Sequence[Contender],
-    options: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> dict[str, Any]:
-    found = run_paired(contenders, options["repeats"])
-    if same_job:
-        require_same_job(same_job, _TOLERANCE)
-    return {**found, **about}
+    return timed(contenders, [], options, {"absent": {}})
 
 
 # -- which figures -------------------------------------------------------------------------------
@@ -209,13 +129,13 @@ def limit_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[R
 
 def fp32_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
     """Return times, our share of the limit, and our time over each peer's."""
-    name = ours.FP32.name
+    name, step = ours.FP32.name, FP32_STEP
     peers = [peer for peer in (TORCH, DEEPSPEED) if peer in times]
     fastest = times.fastest(peers)
     alone = f"; {DEEPSPEED} {absent[DEEPSPEED]}" if DEEPSPEED in absent else ""
     return [
-        *_time_rows(prefix, times, (ours.PATTERN, name, *peers)),
-        *_absent_rows(prefix, absent),
+        *time_rows(prefix, times, (ours.PATTERN, name, step, *peers)),
+        *absent_rows(prefix, absent),
         spread_row(
             f"{prefix}share of the limit",
             times.share(name, ours.PATTERN),
@@ -230,6 +150,8 @@ def fp32_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Ro
             "x",
             NOISE,
         ),
+        spread_row(f"{prefix}{step} / the fastest peer ({fastest}{alone})", times.ratio(step, fastest), "x"),
+        spread_row(f"{prefix}{step} / the kernel call", times.ratio(step, name), "x"),
     ]
 
 
@@ -241,29 +163,28 @@ def bf16_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Ro
     names = (ours.PATTERN, *(layout.name for layout in layouts), *same_job, *([own] if own in times else ()))
     copy, split, alone = (layout.name for layout in layouts)
     rows = [
-        *_time_rows(prefix, times, names),
-        *_absent_rows(prefix, absent),
+        *time_rows(prefix, times, names),
+        *absent_rows(prefix, absent),
         *(
             spread_row(f"{prefix}share of the limit, {name}", times.share(name, ours.PATTERN), "share")
             for name in (copy, split, alone)
         ),
     ]
-    judge = mixed_name(DEEPSPEED if own in times else TORCH)
     for name in same_job:
-        target = BF16_RATIO if name == judge else None
-        rows.append(
-            spread_row(
-                f"{prefix}ours with master / {name} (the same job)", times.ratio(copy, name), "x", target
-            )
-        )
+        target = BF16_RATIO if name == mixed_name(DEEPSPEED) else None
+        what = f"{prefix}ours with master / {name} (the same job)"
+        rows.append(spread_row(what, times.ratio(copy, name), "x", target))
+    against_own = f"{prefix}ours with master, 28 B / {own}, 22 B"
     if own in times:
         rows += [
-            spread_row(
-                f"{prefix}ours with master, 28 B / {own}, 22 B", times.ratio(copy, own), "x", BF16_RATIO
-            ),
+            spread_row(against_own, times.ratio(copy, own), "x", BF16_RATIO),
             spread_row(f"{prefix}ours split, 26 B / {own}, 22 B", times.ratio(split, own), "x"),
             spread_row(f"{prefix}ours without master, 22 B / {own}, 22 B", times.ratio(alone, own), "x"),
         ]
+    else:  # the targets are DeepSpeed's times: torch's would be easier to beat
+        against_same = f"{prefix}ours with master / {mixed_name(DEEPSPEED)} (the same job)"
+        reason = f"{DEEPSPEED} {absent[DEEPSPEED]}"
+        rows += [unmeasured_row(what, "x", BF16_RATIO, reason) for what in (against_same, against_own)]
     return rows
 
 
@@ -272,7 +193,7 @@ def int8_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Ro
     del absent
     base = ours.FP32.name
     return [
-        *_time_rows(prefix, times, (ours.PATTERN, base, *(layout.name for layout in _INT8_LAYOUTS))),
+        *time_rows(prefix, times, (ours.PATTERN, base, *(layout.name for layout in _INT8_LAYOUTS))),
         *(
             spread_row(
                 f"{prefix}{layout.name} ({layout.step_bytes:.3g} B) / fp32 (28 B)",
@@ -295,7 +216,7 @@ def sumsq_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[R
     """Return times, and the share of read bandwidth."""
     del absent
     return [
-        *_time_rows(prefix, times, (ours.READ, SUMSQ_FP32, SUMSQ_BF16, SUMSQ_TORCH)),
+        *time_rows(prefix, times, (ours.READ, SUMSQ_FP32, SUMSQ_BF16, SUMSQ_TORCH)),
         spread_row(
             f"{prefix}share of read bandwidth, fp32",
             times.share(SUMSQ_FP32, ours.READ),
@@ -308,34 +229,13 @@ def sumsq_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[R
     ]
 
 
-def small_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return times, and those of many tensors over that of one."""
-    peers = [peer for peer in (TORCH, DEEPSPEED) if peer in times]
-    many = f"{SMALL_TENSORS:,} tensors"
-    return [
-        *_time_rows(prefix, times, (SMALL_ONE, SMALL_MANY)),
-        *(spread_row(f"{prefix}{peer}, {many}", times.milliseconds(peer), "ms") for peer in peers),
-        *_absent_rows(prefix, absent),
-        spread_row(f"{prefix}{many} / one", times.ratio(SMALL_MANY, SMALL_ONE), "x", SMALL_RATIO),
-        *(spread_row(f"{prefix}{many}, ours / {peer}", times.ratio(SMALL_MANY, peer), "x") for peer in peers),
-    ]
-
-
-def _time_rows(prefix: str, times: Timings, names: Sequence[str]) -> list[Row]:
-    return [spread_row(f"{prefix}{name}", times.milliseconds(name), "ms") for name in names]
-
-
-def _absent_rows(prefix: str, absent: Mapping[str, str]) -> list[Row]:
-    return [AbsentRow(f"{prefix}{name} {reason}") for name, reason in absent.items()]
-
-
 # -- the cases -----------------------------------------------------------------------------------
 
 
 def limit_task(options: dict[str, Any]) -> dict[str, Any]:
     """Time the pure streams."""
-    numel = _prepared(options)
-    return _timed([ours.pattern_contender(numel), ours.read_contender(numel)], [], options, {"absent": {}})
+    numel = prepared(options)
+    return timed([ours.pattern_contender(numel), ours.read_contender(numel)], [], options, {"absent": {}})
 
 
 TASKS = {
@@ -344,7 +244,7 @@ TASKS = {
     "bf16": bf16_task,
     "int8": int8_task,
     "sumsq": sumsq_task,
-    "small": small_task,
+    "small": adam_small.task,
 }
 ROWS = {
     "limit": limit_rows,
@@ -352,10 +252,11 @@ ROWS = {
     "bf16": bf16_rows,
     "int8": int8_rows,
     "sumsq": sumsq_rows,
-    "small": small_rows,
+    "small": adam_small.rows,
 }
 
 
 def run(case: str, session: Session, settings: Settings) -> CaseResult:
     """Measure one case with every number of threads, in a process for each."""
-    return measure(session, settings, case, _HELD_BYTES[case], ROWS[case])
+    held = adam_small.held_bytes(settings.numel) if case == "small" else _HELD_BYTES[case] * settings.numel
+    return measure(session, settings, case, int(held), ROWS[case])

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from gemini.bench.paired import Timings
+from gemini.bench.paired import AbsentRow, Contender, Timings, require_same_job, run_paired, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+# Results of different optimizers after the same steps: rounding apart, far below one step of 1e-4.
+_TOLERANCE = 2e-6
 _MARGIN_BYTES = 1_000_000_000  # the interpreter, torch, DeepSpeed and their temporaries
 
 
@@ -73,11 +75,10 @@ def require_memory(case: str, need_bytes: int, free_bytes: int) -> None:
 RowsOf = Callable[[str, Timings, Mapping[str, str]], Sequence[Row]]
 
 
-def measure(
-    session: Session, settings: Settings, case: str, held_bytes_per_param: float, rows_of: RowsOf
-) -> CaseResult:
+def measure(session: Session, settings: Settings, case: str, held_bytes: int, rows_of: RowsOf) -> CaseResult:
     """Run task ``adam_cases.<case>`` once per number of threads and return the rows of all.
 
+    ``held_bytes``: what all its contenders hold together.
     ``rows_of`` gets a prefix for its texts, the times, and the peers that are absent with the reasons.
 
     Raises:
@@ -87,7 +88,7 @@ def measure(
     rows: list[Row] = []
     measured: dict[str, Any] = {}
     for threads in settings.threads:
-        require_memory(f"case {case!r}", int(held_bytes_per_param * settings.numel), free_memory_bytes())
+        require_memory(f"case {case!r}", held_bytes, free_memory_bytes())
         label = f"{threads} thread{'s' if threads > 1 else ''}"
         session.progress(f"{case}: {settings.numel:,} parameters, {label}")
         options = {"numel": settings.numel, "repeats": settings.repeats, "threads": threads}
@@ -105,3 +106,39 @@ def use_threads(count: int) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = str(count)
     torch.set_num_threads(count)
+
+
+# -- parts of a case -----------------------------------------------------------------------------
+
+
+def prepared(options: Mapping[str, Any]) -> int:
+    """Set the number of threads that a task was asked for; return its number of elements."""
+    use_threads(options["threads"])
+    return int(options["numel"])
+
+
+def timed(
+    contenders: Sequence[Contender],
+    same_job: Sequence[Contender],
+    options: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the paired times of a task as plain data.
+
+    Raises:
+        StateError: the results of ``same_job`` differ.
+    """
+    found = run_paired(contenders, options["repeats"])
+    if same_job:
+        require_same_job(same_job, _TOLERANCE)
+    return {**found, **about}
+
+
+def time_rows(prefix: str, times: Timings, names: Sequence[str]) -> list[Row]:
+    """Return one row per contender."""
+    return [spread_row(f"{prefix}{name}", times.milliseconds(name), "ms") for name in names]
+
+
+def absent_rows(prefix: str, absent: Mapping[str, str]) -> list[Row]:
+    """Return one row per peer that is not here, with the reason."""
+    return [AbsentRow(f"{prefix}{name} {reason}") for name, reason in absent.items()]

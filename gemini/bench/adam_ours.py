@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gemini import _C
 from gemini.bench.adam_peers import HYPER, SAMPLE_NUMEL
 from gemini.bench.paired import Contender, filled
+from gemini.optim import CPUAdam
 
 PATTERN = "limit, 4 reads and 3 writes"
 READ = "limit, reads"
@@ -94,10 +98,63 @@ def start_grad(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def kernel_contender(layout: Layout, numel: int) -> Contender:
     """Return steps of one flat tensor of ``numel`` elements by our kernel, with torch's number of threads."""
     held = _arrays(layout, numel)
+    run = _kernel_call(np.array([_table_row(layout, held)], dtype=np.int64))
+    # The closure over ``held`` is what keeps the arrays alive.
+    return Contender(layout.name, run, layout.step_bytes * numel, lambda: _start_of_param(layout, held))
+
+
+def many_rows_contender(name: str, sizes: Sequence[int]) -> Contender:
+    """Return one call of the kernel over fp32 tensors of these sizes, each an allocation of its own."""
+    held = [
+        {
+            "param": param,
+            "grad": grad,
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+        for param, grad in _params_and_grads(sizes)
+    ]
+    run = _kernel_call(np.array([_table_row(FP32, arrays) for arrays in held], dtype=np.int64))
+    return Contender(name, run, FP32.step_bytes * sum(sizes), lambda: _start_of_param(FP32, held[0]))
+
+
+def adam(params: Sequence[Tensor]) -> CPUAdam:
+    """Return our optimizer with the settings of everyone here."""
+    return CPUAdam(params, lr=HYPER.lr, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
+
+
+def step_contender(
+    name: str, make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], sizes: Sequence[int]
+) -> Contender:
+    """Return ``step`` of an optimizer over fp32 tensors of these sizes, each an allocation of its own."""
+    params = []
+    for param, grad in _params_and_grads(sizes):
+        param.grad = grad
+        params.append(param)
+    return Contender(name, make(params).step, FP32.step_bytes * sum(sizes), lambda: params[0][:SAMPLE_NUMEL])
+
+
+def _params_and_grads(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors that together are what one of the same total size starts from."""
+    numel = sum(sizes)
+    param, grad = start_param(numel), start_grad(numel)
+    if len(sizes) == 1:
+        return [(param, grad)]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [(param[part].clone(), grad[part].clone()) for part in parts]
+
+
+def _table_row(layout: Layout, held: dict[str, Tensor]) -> list[int]:
+    """Return the row of a whole tensor for the table of _C.adam_step."""
     columns = ("param", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
     addresses = [held[name].data_ptr() if name in held else 0 for name in (*columns, "half_out", "remainder")]
     code = _GRAD_TYPES[layout.grad_dtype] | _FORMS[layout.form] << 4 | _MOMENTS[layout.moments] << 8
-    table = np.array([[*addresses, numel, 0, code, 0]], dtype=np.int64)
+    return [*addresses, held["param"].numel(), 0, code, 0]
+
+
+def _kernel_call(table: npt.NDArray[np.int64]) -> Callable[[], None]:
+    """Return one step over the rows of ``table``, which the next call continues."""
     step = 0
 
     def run() -> None:
@@ -113,10 +170,9 @@ def kernel_contender(layout: Layout, numel: int) -> Contender:
             bias_correction=HYPER.bias_correction,
             adamw_mode=HYPER.adamw_mode,
         )
-        _C.adam_step(table.ctypes.data, 1, [options], threads=torch.get_num_threads())
+        _C.adam_step(table.ctypes.data, len(table), [options], threads=torch.get_num_threads())
 
-    # The closure over ``held`` is what keeps the arrays alive.
-    return Contender(layout.name, run, layout.step_bytes * numel, lambda: _start_of_param(layout, held))
+    return run
 
 
 def _arrays(layout: Layout, numel: int) -> dict[str, Tensor]:

@@ -102,6 +102,10 @@ class Timings:
     def __contains__(self, name: str) -> bool:
         return name in self._seconds
 
+    def nbytes(self, name: str) -> float:
+        """Return the bytes that one run must move."""
+        return self._nbytes[name]
+
     def milliseconds(self, name: str) -> Spread:
         """Return the time of one run."""
         return Spread.of([1e3 * seconds for seconds in self._seconds[name]])
@@ -120,6 +124,11 @@ class Timings:
         weight = self._nbytes[name] / self._nbytes[limit]
         pairs = zip(self._seconds[name], self._seconds[limit], strict=True)
         return Spread.of([weight * theirs / mine for mine, theirs in pairs])
+
+    def excess(self, name: str, other: str, count: int) -> Spread:
+        """Return the microseconds beyond another contender's time for each of ``count``, pair by pair."""
+        pairs = zip(self._seconds[name], self._seconds[other], strict=True)
+        return Spread.of([1e6 * (mine - theirs) / count for mine, theirs in pairs])
 
     def fastest(self, names: Sequence[str]) -> str:
         """Return the name with the lowest median time."""
@@ -147,6 +156,27 @@ class AbsentRow(Row):
     def to_dict(self) -> dict[str, Any]:
         """Return the row as it stands in the JSON record; its value is null."""
         return {**super().to_dict(), "value": None}
+
+
+@dataclass(frozen=True)
+class UnmeasuredRow(Row):
+    """A row whose target nothing here can be judged by: it is neither met nor missed."""
+
+    reason: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Give no verdict."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as it stands in the JSON record, with the reason; its value is null."""
+        return {**super().to_dict(), "value": None, "not_measured": self.reason}
+
+
+def unmeasured_row(what: str, unit: str, target: float, reason: str) -> UnmeasuredRow:
+    """Return a row of a target that cannot be judged here, and why."""
+    return UnmeasuredRow(f"{what}: not measured, {reason}", math.nan, unit, target, reason=reason)
 
 
 def spread_row(

@@ -40,6 +40,7 @@ def ordered_like(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) ->
     if value.shape != like.shape:
         raise ConfigError(f"a tensor of shape {tuple(value.shape)} belongs to one of {tuple(like.shape)}")
     plain = value.dtype == dtype and value.device == like.device and not value.is_neg()
+    plain = plain and (value.data_ptr() != 0 or value.numel() == 0)  # torch's zero tensors have no memory
     if plain and is_dense(value) and same_order(value, like):
         return value
     copy = torch.empty_strided(like.size(), like.stride(), dtype=dtype, device=like.device)

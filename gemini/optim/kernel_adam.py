@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
+import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
@@ -16,29 +16,14 @@ from gemini.errors import ConfigError, StateError
 from gemini.offload.async_file import checked_directory
 
 from .dense import is_dense, ordered_like
-from .kernels import (
-    TYPE_NAMES,
-    AdamHyper,
-    AdamStep,
-    GradScale,
-    Row,
-    has_cuda_kernel,
-    make_row,
-    run_rows,
-)
-from .state_file import Segment, Source, StateFile
-from .state_format import ARRAYS, StateFormat
+from .disk_states import DiskStates, Update, choose_for_disk
+from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
+from .state_file import Source
+from .state_format import StateFormat
 from .state_import import boxed_state_dict, complete_groups, refuse_unsupported, unboxed_state
 from .step_rows import Member, StepRows
 
-
-@dataclass(frozen=True)
-class _Update:
-    """One parameter's share of a step: everything is checked, nothing is changed yet."""
-
-    group: int
-    grad: torch.Tensor
-    source: Source | dict[str, Any]
+_START_ANEW = "load state_dict() into a new optimizer"
 
 
 class KernelAdam(Optimizer):
@@ -54,7 +39,7 @@ class KernelAdam(Optimizer):
     other_devices_hint: ClassVar[str]
 
     _rows: list[StepRows]  # of the last step, one table per device
-    _on_disk: dict[torch.Tensor, _Update]  # this step's
+    _on_disk: dict[torch.Tensor, Update]  # this step's
 
     def __init__(
         self,
@@ -110,20 +95,14 @@ class KernelAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_usable()
-        if not 0.0 < grad_scale < math.inf or math.isinf(1.0 / grad_scale):
-            raise ConfigError(f"grad_scale is {grad_scale}; it must be positive and finite, as its inverse")
+        scale = _grad_scale(grad_scale)
         hypers = [AdamHyper.from_group(group) for group in self.param_groups]
-        scale = GradScale(pre_scale=1.0 / grad_scale)
         for group in self.param_groups:
             refuse_unsupported(group)
         params = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         if not self._can_repeat(params):
             self._prepare(self._collect())
-        for file in self._files:
-            self._step_on_disk(file, hypers, scale)
-        for rows in self._rows:
-            rows.run(hypers, scale)
-        self._on_disk = {}
+        self._update(hypers, scale)
         # The kernel writes past autograd: a graph that saved these tensors must notice.
         torch.autograd.graph.increment_version([p for group in params for p in group if not p.is_inference()])
         return loss
@@ -179,12 +158,12 @@ class KernelAdam(Optimizer):
             hook.remove()
         self._rows = []
         if self._incomplete is not None:
-            self._close_files()
+            self._disk.close()
             self._reset()
 
     def close(self) -> None:
         """Give the file back. States in it are lost, so the optimizer cannot be used any more. Idempotent."""
-        self._close_files()
+        self._disk.close()
         self._rows = []
         self._closed = True
 
@@ -202,23 +181,19 @@ class KernelAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = state.get("defaults") or self.defaults
-        state = {**state, "state": unboxed_state(state["state"], state.get("_format") or self._format)}
+        own_format = state["_format"] if "_format" in state else self._format
+        state = {**state, "state": unboxed_state(state["state"], own_format)}
         complete_groups(state["param_groups"], defaults)
         super().__setstate__(state)
-        if "_files" not in self.__dict__:
+        if "_disk" not in self.__dict__:
             self._reset()
 
     def _reset(self) -> None:
-        self._files: list[StateFile] = []
-        self._file_of: dict[torch.Tensor, StateFile] = {}
+        self._disk = DiskStates(self._disk_dir, self._format)
         self._on_disk = {}
         self._rows = []
         self._incomplete: str | None = None
         self._closed = False
-
-    def _close_files(self) -> None:
-        for file in self._files:
-            file.close()
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -261,13 +236,19 @@ class KernelAdam(Optimizer):
 
     def _can_repeat(self, params: list[list[torch.Tensor]]) -> bool:
         """Say whether the rows of the last step are this step's; they then have its gradients."""
-        if self._disk_fraction > 0 or len(self._rows) != 1:
+        if self._disk_fraction > 0 or not self._rows:
             return False
-        return self._rows[0].take_gradients(params, self.state)
+        if len(self._rows) == 1:
+            return self._rows[0].take_gradients(params, self.state)
+        for rows in self._rows:
+            mine = [[p for p in group if p.device == rows.device] for group in params]
+            if not rows.take_gradients(mine, self.state):
+                return False
+        return sum(len(rows) for rows in self._rows) == sum(map(len, params))
 
-    def _collect(self) -> dict[torch.Tensor, _Update]:
+    def _collect(self) -> dict[torch.Tensor, Update]:
         """Check everything a step needs and return it; changes nothing."""
-        updates: dict[torch.Tensor, _Update] = {}
+        updates: dict[torch.Tensor, Update] = {}
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.grad is None:
@@ -276,30 +257,55 @@ class KernelAdam(Optimizer):
                 self._check_gradient(param, param.grad, label)
                 grad = ordered_like(param.grad, param, param.grad.dtype)
                 source = self._source(param, self.state.get(param) or {}, label)
-                updates[param] = _Update(number, grad, source)
+                updates[param] = Update(number, grad, source)
         return updates
 
     def _source(self, param: torch.Tensor, state: dict[str, Any], label: str) -> Source | dict[str, Any]:
+        file = self._disk.file_of(param)
+        if file is not None and not file.has_room(param):
+            raise ConfigError(f"{label} has another size or type than its place in the file; {_START_ANEW}")
         if not state:
             return Source.ZERO
+        count = float(state.get("step", -1.0))
+        if not 0.0 <= count < 2.0**53:
+            raise ConfigError(f"the step of {label} is {state.get('step')}; it counts the steps taken")
         if self._format.complete(state, param):
             return self._format.fitted(state, param, label)
-        file = self._file_of.get(param)
         if file is None or not file.holds(param):
-            raise StateError(f"the state of {label} has no moments: {sorted(state)}")
+            raise ConfigError(f"the state of {label} is not complete: {sorted(state)}; {_START_ANEW}")
         if file.in_order(param):
             return Source.FILE
         return self._format.fitted({**state, **file.fetch([param])[param]}, param, label)
 
+    def _update(self, hypers: list[AdamHyper], scale: GradScale) -> None:
+        """Update everything that was prepared; remember when it stops between one part and another."""
+        done = False
+        try:
+            if self._on_disk:
+                done = True  # a file that fails has changed something already
+                self._disk.step(self._on_disk, self.state, hypers, scale)
+            for rows in self._rows:
+                rows.run(hypers, scale)
+                done = True
+        except BaseException as error:
+            if done:
+                self._incomplete = f"a step stopped half-way ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self._on_disk = {}
+
     # -- states in memory ------------------------------------------------------------------------
 
-    def _prepare(self, updates: dict[torch.Tensor, _Update]) -> None:
+    def _prepare(self, updates: dict[torch.Tensor, Update]) -> None:
         """Make this step's rows and file work from what was collected."""
-        self._open_files()
-        self._on_disk = {p: update for p, update in updates.items() if p in self._file_of}
+        if self._disk_fraction > 0:
+            params = [p for group in self.param_groups for p in group["params"]]
+            able = [p for p in params if p.requires_grad and p.numel()]
+            self._disk.reserve(choose_for_disk(able, self._disk_fraction, self._format))
+        self._on_disk = {p: update for p, update in updates.items() if p in self._disk}
         by_device: dict[torch.device, list[Member]] = {}
         for param, update in updates.items():
-            if param in self._file_of:
+            if param in self._disk:
                 continue
             if update.source is Source.ZERO:
                 self.state[param] = {"step": torch.tensor(0.0), **self._format.zeros(param)}
@@ -309,84 +315,26 @@ class KernelAdam(Optimizer):
             by_device.setdefault(param.device, []).append(member)
         self._rows = [StepRows(members, self._format, self.state) for members in by_device.values()]
 
-    # -- states in a file ------------------------------------------------------------------------
-
-    def _open_files(self) -> None:
-        """Reserve disk space for the parameters that belong there and have none yet."""
-        new = [param for param in self._params_on_disk() if param not in self._file_of]
-        if not new:
-            return
-        file = StateFile(self._disk_dir, new, self._format)
-        self._files.append(file)
-        self._file_of.update(dict.fromkeys(new, file))
-
-    def _params_on_disk(self) -> list[torch.Tensor]:
-        """Choose whole CPU parameters, in order, until their share of the state bytes is reached."""
-        if self._disk_fraction == 0:
-            return []
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-        wanted = self._disk_fraction * sum(map(self._format.nbytes, params))
-        chosen: list[torch.Tensor] = []
-        nbytes = 0
-        for param in params:
-            if nbytes >= wanted:
-                break
-            if param.device.type == "cpu":
-                chosen.append(param)
-                nbytes += self._format.nbytes(param)
-        return chosen
-
-    def _step_on_disk(self, file: StateFile, hypers: list[AdamHyper], scale: GradScale) -> None:
-        work = {p: update for p, update in self._on_disk.items() if self._file_of[p] is file}
-        counts = {param: int(self.state[param].get("step", 0)) + 1 for param in work}
-
-        def run(segments: Sequence[Segment], address: int) -> None:
-            rows: list[Row] = []
-            steps: dict[AdamStep, int] = {}
-            for part in segments:
-                update = work[part.param]
-                step = AdamStep(hypers[update.group], counts[part.param], scale)
-                places = {name: address + offset for name, offset in part.offsets.items()}
-                rows.append(
-                    make_row(
-                        part.param,
-                        update.grad,
-                        places,
-                        state_dtype=self._format.state_dtype,
-                        start=part.start,
-                        numel=part.numel,
-                        step_index=steps.setdefault(step, len(steps)),
-                    )
-                )
-            run_rows(rows, list(steps))
-
-        try:
-            file.stream({param: update.source for param, update in work.items()}, run)
-        except BaseException as error:
-            self._incomplete = f"a step stopped half-way ({type(error).__name__}: {error})"
-            raise
-        for param, count in counts.items():
-            kept = {name: value for name, value in self.state[param].items() if name not in ARRAYS}
-            # First, as in torch's states.
-            self.state[param] = {**kept, "step": torch.tensor(float(count))}
-
     @contextmanager
     def _all_states_in_memory(self) -> Iterator[None]:
         """Have the states complete inside; copies of those in the file are let go afterwards."""
-        on_disk = {
-            param
-            for param, file in self._file_of.items()
-            if self.state.get(param) and "exp_avg" not in self.state[param] and file.holds(param)
-        }
-        slim = {param: self.state[param] for param in on_disk}
+        arrays = self._disk.fetch(self.state)
+        slim = {param: self.state[param] for param in arrays}
         try:
-            for file in self._files:
-                mine = [param for param in on_disk if self._file_of[param] is file]
-                for param, arrays in file.fetch(mine).items():
-                    self.state[param] = {**slim[param], **arrays}
+            self.state.update({param: {**slim[param], **found} for param, found in arrays.items()})
             yield
         finally:
             self.state.update(slim)
+
+
+def _grad_scale(divisor: float) -> GradScale:
+    inverse = float(np.float32(1.0 / divisor)) if divisor > 0.0 else 0.0  # as the kernel takes it
+    if not 0.0 < inverse < math.inf:
+        raise ConfigError(
+            f"grad_scale is {divisor}; it must be positive and finite, and its inverse too. Gradients "
+            "whose norm is not finite give this: skip such a step"
+        )
+    return GradScale(pre_scale=1.0 / divisor)
 
 
 def _label(group_number: int, index: int, group: dict[str, Any]) -> str:

@@ -131,7 +131,8 @@ class StateFile:
         self._batches = lay_out(params, state_format)
         last = self._batches[-1]
         self._file = _open(directory, last.offset + last.nbytes)
-        self._stored: dict[torch.Tensor, tuple[int, ...]] = {}  # with the strides it had
+        self._made_for = {param: (param.numel(), param.dtype) for param in params}
+        self._stored: dict[torch.Tensor, tuple[torch.Size, tuple[int, ...]]] = {}  # its extent then
         self._buffers: list[torch.Tensor] = []
 
     def holds(self, param: torch.Tensor) -> bool:
@@ -140,7 +141,11 @@ class StateFile:
 
     def in_order(self, param: torch.Tensor) -> bool:
         """Say whether ``param``, whose state the file has, still has the memory order it had then."""
-        return self._stored[param] == param.stride()
+        return self._stored[param] == (param.shape, param.stride())
+
+    def has_room(self, param: torch.Tensor) -> bool:
+        """Say whether ``param`` has the number and type of elements that its place was made for."""
+        return self._made_for[param] == (param.numel(), param.dtype)
 
     def stream(self, work: Mapping[torch.Tensor, Source | State], update: Update) -> None:
         """Read, update and write the states of every parameter in ``work``, overlapped.
@@ -167,7 +172,7 @@ class StateFile:
         except BaseException:
             self._settle()
             raise
-        self._stored.update((param, param.stride()) for param in work)
+        self._stored.update((param, (param.shape, param.stride())) for param in work)
 
     def fetch(self, params: Collection[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return copies of the states of ``params``, which the file holds, in the memory order it has them.
@@ -177,7 +182,7 @@ class StateFile:
         """
         found = {
             param: self._format.empty(
-                torch.empty_strided(param.shape, self._stored[param], dtype=param.dtype)
+                torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1])
             )
             for param in params
         }

@@ -16,6 +16,7 @@ from .state_format import ARRAYS, StateFormat
 
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
+_OF_THE_OPTIMIZER = ("state_dtype", "master_remainders", "nvme_offload_fraction", "nvme_offload_dir")
 _TORCH_ONLY = (*_UNSUPPORTED, "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -32,6 +33,9 @@ def refuse_unsupported(group: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if group.get(name):
             raise ConfigError(f"{name}=True is not supported; use torch.optim.AdamW for it")
+    for name in _OF_THE_OPTIMIZER:
+        if name in group:
+            raise ConfigError(f"{name} is a setting of the whole optimizer, not of a parameter group")
 
 
 def require_complete(state: Mapping[str, Any], label: str) -> None:

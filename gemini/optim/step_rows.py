@@ -53,13 +53,14 @@ class StepRows:
         self._counts = counts.numpy()
         self._table = np.array([_row(member, state_format) for member in members], dtype=np.int64)
         self._grads = [member.grad for member in members]  # some may be copies
-        self._watch = _C.TensorWatch(
-            [member.param for member in members],
-            [member.state for member in members],
-            ["step", *ARRAYS],
-            self._grads,
-            all_states,
-        )
+        # The watch compares identities and holds nothing: what it knows must not go away before it does.
+        params, states = [member.param for member in members], [member.state for member in members]
+        others = list(all_states.values())
+        self._kept = (params, states, [list(state.values()) for state in states], others)
+        self._watch = _C.TensorWatch(params, states, ["step", *ARRAYS], self._grads, others)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     def take_gradients(
         self, params: Sequence[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]

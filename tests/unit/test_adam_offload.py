@@ -265,7 +265,7 @@ def test_failed_step_is_reported_and_blocks_until_a_checkpoint_is_loaded(fail_at
     want, reference = trained(0.0)
     model, optimizer = trained(1.0)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    optimizer._files[0]._file = FailingFile(optimizer._files[0]._file, fail_at)  # type: ignore[assignment]
+    optimizer._disk._files[0]._file = FailingFile(optimizer._disk._files[0]._file, fail_at)  # type: ignore[assignment]
     with pytest.raises(IoError, match="broken"):
         train(model, optimizer, 5, 6)
     for use in (optimizer.step, optimizer.state_dict):

@@ -15,11 +15,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemini.bench import adam, adam_cases, adam_cuda, adam_measure, adam_peers, adam_quality, paired
+from gemini.bench import (
+    adam,
+    adam_cases,
+    adam_cuda,
+    adam_measure,
+    adam_peers,
+    adam_quality,
+    adam_small,
+    paired,
+)
 from gemini.bench import adam_ours as ours
 from gemini.bench.adam_measure import Settings, measure, parse_count, require_memory
 from gemini.bench.adam_peers import DEEPSPEED, TORCH, mixed_name, own_bf16_name
-from gemini.bench.paired import AbsentRow, Contender, Spread, Timings, spread_row
+from gemini.bench.paired import AbsentRow, Contender, Spread, Timings, spread_row, unmeasured_row
 from gemini.bench.record import Row
 from gemini.bench.session import CaseResult, Session, WorkerRun
 from gemini.bench.table import render
@@ -45,7 +54,7 @@ ABSENT = {"absent": {DEEPSPEED: "is not installed"}, "versions": {}}
 def _quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nobody's threads, and leave this process its own number of threads."""
     monkeypatch.setattr(paired, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(adam_cases, "use_threads", lambda _count: None)
+    monkeypatch.setattr(adam_measure, "use_threads", lambda _count: None)
     monkeypatch.setattr(adam_quality, "use_threads", lambda _count: None)
 
 
@@ -147,8 +156,8 @@ def test_split_parameter_keeps_the_exact_master() -> None:
 
 
 def test_small_tensors_are_many_and_add_up() -> None:
-    sizes = adam_cases.small_sizes(100_000_000)
-    assert len(sizes) == adam_cases.SMALL_TENSORS
+    sizes = adam_small.sizes(100_000_000)
+    assert len(sizes) == adam_small.NUM_TENSORS
     assert math.isclose(sum(sizes), 100_000_000, rel_tol=0.001)
 
 
@@ -158,15 +167,16 @@ def test_small_tensors_are_many_and_add_up() -> None:
 @pytest.mark.parametrize("case", adam_cases.TASKS)
 @pytest.mark.parametrize("peers", ["found", "absent"])
 def test_case_runs_and_gives_figures(case: str, peers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam_cases, "SMALL_TENSORS", 80)
+    monkeypatch.setattr(adam_small, "NUM_TENSORS", 80)
     if peers == "absent":
-        monkeypatch.setattr(adam_cases, "find_peers", lambda: ([adam_peers.torch_peer()], ABSENT))
+        for module in (adam_cases, adam_small):
+            monkeypatch.setattr(module, "find_peers", lambda: ([adam_peers.torch_peer()], ABSENT))
     found = json.loads(json.dumps(adam_cases.TASKS[case]({"numel": 5000, "threads": 1, "repeats": 2})))
     rows = adam_cases.ROWS[case]("1 thread: ", Timings(found), found["absent"])
     assert rows
     assert all(row.what.startswith("1 thread: ") for row in rows)
     assert len({row.what for row in rows}) == len(rows)
-    assert all(row.value > 0 for row in rows if not isinstance(row, AbsentRow))
+    assert all(row.value > 0 for row in rows if not math.isnan(row.value) and row.unit != "us")
 
 
 @pytest.mark.parametrize("state_dtype", adam_quality.STATE_DTYPES)
@@ -200,6 +210,7 @@ def test_fp32_is_judged_by_the_fastest_peer(
     seconds = {
         ours.PATTERN: [0.96],
         ours.FP32.name: [1.0],
+        adam_cases.FP32_STEP: [1.0],
         TORCH: [torch_seconds],
         DEEPSPEED: [deepspeed_seconds],
     }
@@ -211,13 +222,32 @@ def test_fp32_is_judged_by_the_fastest_peer(
     }
 
 
-def test_absent_deepspeed_is_said_and_torch_judges() -> None:
-    names = (ours.PATTERN, ours.FP32.name, ours.COPY.name, ours.SPLIT.name, ours.ALONE.name)
-    times = times_of({**{name: [1.0] for name in names}, TORCH: [1.0], mixed_name(TORCH): [2.0]})
-    for rows_of in (adam_cases.fp32_rows, adam_cases.bf16_rows):
-        rows = rows_of("", times, ABSENT["absent"])
-        assert [row.what for row in rows if isinstance(row, AbsentRow)] == [f"{DEEPSPEED} is not installed"]
-        assert any(TORCH in what for what in judged(rows))
+def test_fp32_without_deepspeed_is_judged_by_torch_and_says_so() -> None:
+    names = (ours.PATTERN, ours.FP32.name, adam_cases.FP32_STEP, TORCH)
+    rows = adam_cases.fp32_rows("", times_of({name: [1.0] for name in names}), ABSENT["absent"])
+    assert [row.what for row in rows if isinstance(row, AbsentRow)] == [f"{DEEPSPEED} is not installed"]
+    assert f"ours / the fastest peer ({TORCH}; {DEEPSPEED} is not installed), equal within 3 %" in judged(
+        rows
+    )
+
+
+@pytest.mark.parametrize("torch_seconds", [0.5, 2.0])
+def test_bf16_without_deepspeed_has_targets_but_no_verdicts(torch_seconds: float) -> None:
+    names = (ours.PATTERN, ours.COPY.name, ours.SPLIT.name, ours.ALONE.name)
+    times = times_of({**{name: [1.0] for name in names}, mixed_name(TORCH): [torch_seconds]})
+    rows = adam_cases.bf16_rows("", times, ABSENT["absent"])
+    assert judged(rows) == {}
+    aimed = [row.to_dict() for row in rows if row.target is not None]
+    assert [row["not_measured"] for row in aimed] == [f"{DEEPSPEED} is not installed"] * 2
+    assert all(DEEPSPEED in row["what"] and row["value"] is None for row in aimed)
+
+
+def test_small_is_judged_through_step_and_not_by_the_kernel_call() -> None:
+    many = {adam_small.MANY: [1.2], adam_small.KERNEL: [1.0], TORCH: [1.0]}
+    short = {adam_small.SHORT_ONE: [1.0], adam_small.SHORT_MANY: [1.0]}
+    rows = adam_small.rows("", times_of({adam_small.ONE: [1.0], **many, **short}), {})
+    assert judged(rows) == {"10,000 tensors / one, through step()": False}
+    assert math.isclose(next(row.value for row in rows if row.unit == "us"), 20.0)
 
 
 def test_bf16_is_judged_against_both_ways_of_deepspeed() -> None:
@@ -301,7 +331,7 @@ def test_case_that_does_not_fit_runs_nothing(tmp_path: Path, monkeypatch: pytest
     runs: list[str] = []
     session = Session(tmp_path, run=lambda task, *_rest, **_watch: runs.append(task) or worker({}))
     with pytest.raises(ConfigError, match="--numel"):
-        measure(session, Settings(threads=(1,)), "fp32", 64, adam_cases.fp32_rows)
+        measure(session, Settings(threads=(1,)), "fp32", 10**9, adam_cases.fp32_rows)
     assert not runs
 
 
@@ -365,3 +395,18 @@ def test_exit_code_says_whether_targets_were_met_where_they_count(
     assert record["benchmark"] == "adam"
     assert record["missed"] == ["speed: speed"]
     assert record == json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("target", "code"), [(3.0, 0), (1.0, 1)])
+def test_unmeasured_targets_are_counted_in_words_and_are_no_failure(
+    target: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("speed", 2.0, "s", target), *(unmeasured_row(what, "x", 0.95, "none here") for what in "ab")]
+    cases = {"cpu": {"speed": lambda *_: CaseResult(rows, {}, {})}, "cuda": {}}
+    monkeypatch.setattr(adam, "CASES", cases)
+    assert command.run_adam(parse("--json")) == code
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert record["not_measured"] == [f"speed: {what}: not measured, none here" for what in "ab"]
+    assert "2 targets not measured: install deepspeed" in printed.err
+    assert "step()" in record["how"]
