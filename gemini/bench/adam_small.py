@@ -72,14 +72,14 @@ def rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
         *absent_rows(prefix, absent),
         spread_row(f"{prefix}{count} / one, through step()", times.ratio(MANY, ONE), "x", RATIO),
         spread_row(
-            f"{prefix}{count} / one, beyond one's time, per tensor",
+            f"{prefix}{count}: time per tensor beyond that of one",
             times.excess(MANY, ONE, NUM_TENSORS),
             "us",
         ),
         spread_row(f"{prefix}{count} / one, the kernel call alone", times.ratio(KERNEL, ONE), "x"),
         spread_row(f"{prefix}{short} / one, through step()", times.ratio(SHORT_MANY, SHORT_ONE), "x"),
         spread_row(
-            f"{prefix}{short} / one, beyond one's time, per tensor",
+            f"{prefix}{short}: time per tensor beyond that of one",
             times.excess(SHORT_MANY, SHORT_ONE, NUM_TENSORS),
             "us",
         ),

@@ -181,7 +181,7 @@ class KernelAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = state.get("defaults") or self.defaults
-        own_format = state["_format"] if "_format" in state else self._format
+        own_format = state.get("_format") or self._format
         state = {**state, "state": unboxed_state(state["state"], own_format)}
         complete_groups(state["param_groups"], defaults)
         super().__setstate__(state)

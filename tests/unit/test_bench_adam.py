@@ -1,13 +1,11 @@
-"""``gemini bench adam``: who takes turns, which figures follow, what is refused, tiny runs of all."""
+"""``gemini bench adam``: which figures follow, what is refused, tiny runs of all."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,13 @@ from gemini.bench import (
 from gemini.bench import adam_ours as ours
 from gemini.bench.adam_measure import Settings, measure, parse_count, require_memory
 from gemini.bench.adam_peers import DEEPSPEED, TORCH, mixed_name, own_bf16_name
-from gemini.bench.paired import AbsentRow, Contender, Spread, Timings, spread_row, unmeasured_row
+from gemini.bench.paired import AbsentRow, Spread, Timings, spread_row, unmeasured_row
 from gemini.bench.record import Row
 from gemini.bench.session import CaseResult, Session, WorkerRun
 from gemini.bench.table import render
 from gemini.bench.watch import Ending, WatchedRun
 from gemini.cli import bench as command
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.train.model import GPTConfig
 
 LAYOUTS = [
@@ -58,62 +56,8 @@ def _quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam_quality, "use_threads", lambda _count: None)
 
 
-def named(names: str) -> list[Contender]:
-    return [Contender(name, lambda: None, 1.0) for name in names]
-
-
-# -- taking turns --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_everyone_comes_first_equally_often_and_once_per_round(count: int) -> None:
-    contenders = named("abcde"[:count])
-    orders = [paired.in_turn(contenders, number) for number in range(2 * count)]
-    assert all(Counter(c.name for c in order) == Counter("abcde"[:count]) for order in orders)
-    assert set(Counter(order[0].name for order in orders).values()) == {2}
-
-
-def test_warmup_rounds_run_everyone_and_do_not_count() -> None:
-    runs: Counter[str] = Counter()
-    contenders = [Contender(name, partial(runs.update, name), 8.0) for name in "ab"]
-    found = paired.run_paired(contenders, 3)
-    assert runs == dict.fromkeys("ab", 3 + paired.WARMUP_ROUNDS)
-    assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"a": 3, "b": 3}
-    assert json.loads(json.dumps(found)) == found
-
-
-@pytest.mark.parametrize("other", [1.5, math.nan])
-def test_contenders_with_different_results_are_refused(other: float) -> None:
-    contenders = [
-        Contender(name, lambda: None, 1.0, partial(torch.full, (4,), value))
-        for name, value in (("a", 1.0), ("b", other))
-    ]
-    with pytest.raises(StateError, match="'b' and 'a' should compute the same"):
-        paired.require_same_job(contenders, 0.1)
-
-
 def times_of(seconds: Mapping[str, list[float]], nbytes: Mapping[str, float] | None = None) -> Timings:
     return Timings({"seconds": seconds, "nbytes": nbytes or dict.fromkeys(seconds, 28.0)})
-
-
-def test_ratio_of_pairs_does_not_see_the_machine_drift() -> None:
-    times = times_of({"mine": [1.0, 3.0, 50.0], "theirs": [2.0, 6.0, 100.0]})
-    assert times.ratio("mine", "theirs") == Spread(0.5, 0.5, 0.5)
-    assert times.milliseconds("mine") == Spread(3000.0, 1000.0, 50000.0)
-
-
-def test_share_compares_bytes_per_second() -> None:
-    times = times_of({"mine": [1.0], "limit": [1.0]}, {"mine": 14.0, "limit": 28.0})
-    assert times.share("mine", "limit").median == 0.5
-    assert times.rate("limit").median == 28e-9
-
-
-@pytest.mark.parametrize("numel", [1, 1000, 2**20 + 3])
-def test_arrays_of_one_seed_are_equal_and_apart(numel: int) -> None:
-    one, other = (paired.filled(numel, torch.bfloat16, scale=0.1, seed=5) for _ in range(2))
-    assert one.numel() == numel
-    assert torch.equal(one, other)
-    assert one.data_ptr() != other.data_ptr()
 
 
 # -- layouts -------------------------------------------------------------------------------------
