@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
 
-import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
@@ -328,8 +327,8 @@ class KernelAdam(Optimizer):
 
 
 def _grad_scale(divisor: float) -> GradScale:
-    inverse = float(np.float32(1.0 / divisor)) if divisor > 0.0 else 0.0  # as the kernel takes it
-    if not 0.0 < inverse < math.inf:
+    as_the_kernel_takes_it = torch.tensor(1.0 / divisor if divisor > 0.0 else 0.0, dtype=torch.float32)
+    if not 0.0 < float(as_the_kernel_takes_it) < math.inf:
         raise ConfigError(
             f"grad_scale is {divisor}; it must be positive and finite, and its inverse too. Gradients "
             "whose norm is not finite give this: skip such a step"
