@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,18 +14,14 @@ from gemini import _C
 from gemini.bench.adam_peers import HYPER, SAMPLE_NUMEL
 from gemini.bench.paired import Contender, filled
 from gemini.optim import CPUAdam
+from gemini.optim.kernels import BLOCK_NUMEL, AdamStep, Row, make_row, run_rows
+from gemini.optim.state_format import ARRAYS
 
 PATTERN = "limit, 4 reads and 3 writes"
 READ = "limit, reads"
-BLOCK_NUMEL = 256  # elements of a coded moment that share a scale
 
 PARAM_SCALE, GRAD_SCALE = 0.02, 1e-3
 _PARAM_SEED, _GRAD_SEED = 1, 2
-
-# As the table of _C.adam_step numbers them.
-_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FORMS = {"fp32": 0, "copy": 1, "split": 3, "alone": 4}
-_MOMENTS = {"fp32": 0, "bf16": 1, "int8": 2}
 
 _FORM_TEXTS = {
     "fp32": "fp32",
@@ -98,7 +93,7 @@ def start_grad(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def kernel_contender(layout: Layout, numel: int) -> Contender:
     """Return steps of one flat tensor of ``numel`` elements by our kernel, with torch's number of threads."""
     held = _arrays(layout, numel)
-    run = _kernel_call(np.array([_table_row(layout, held)], dtype=np.int64))
+    run = _kernel_call([_table_row(layout, held)])
     # The closure over ``held`` is what keeps the arrays alive.
     return Contender(layout.name, run, layout.step_bytes * numel, lambda: _start_of_param(layout, held))
 
@@ -114,7 +109,7 @@ def many_rows_contender(name: str, sizes: Sequence[int]) -> Contender:
         }
         for param, grad in _params_and_grads(sizes)
     ]
-    run = _kernel_call(np.array([_table_row(FP32, arrays) for arrays in held], dtype=np.int64))
+    run = _kernel_call([_table_row(FP32, arrays) for arrays in held])
     return Contender(name, run, FP32.step_bytes * sum(sizes), lambda: _start_of_param(FP32, held[0]))
 
 
@@ -145,32 +140,23 @@ def _params_and_grads(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return [(param[part].clone(), grad[part].clone()) for part in parts]
 
 
-def _table_row(layout: Layout, held: dict[str, Tensor]) -> list[int]:
-    """Return the row of a whole tensor for the table of _C.adam_step."""
-    columns = ("param", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-    addresses = [held[name].data_ptr() if name in held else 0 for name in (*columns, "half_out", "remainder")]
-    code = _GRAD_TYPES[layout.grad_dtype] | _FORMS[layout.form] << 4 | _MOMENTS[layout.moments] << 8
-    return [*addresses, held["param"].numel(), 0, code, 0]
+def _table_row(layout: Layout, held: dict[str, Tensor]) -> Row:
+    """Return the row of a whole tensor for the kernel's table."""
+    state = {name: held[name].data_ptr() for name in ARRAYS if name in held}
+    return make_row(
+        held["param"], held["grad"], state, state_dtype=layout.moments, half_out=held.get("half_out")
+    )
 
 
-def _kernel_call(table: npt.NDArray[np.int64]) -> Callable[[], None]:
-    """Return one step over the rows of ``table``, which the next call continues."""
+def _kernel_call(rows: Sequence[Row]) -> Callable[[], None]:
+    """Return one step over ``rows``, which the next call continues."""
+    table = np.array(rows, dtype=np.int64)
     step = 0
 
     def run() -> None:
         nonlocal step
         step += 1
-        options = _C.AdamOptions(
-            lr=HYPER.lr,
-            beta1=HYPER.betas[0],
-            beta2=HYPER.betas[1],
-            eps=HYPER.eps,
-            weight_decay=HYPER.weight_decay,
-            step=step,
-            bias_correction=HYPER.bias_correction,
-            adamw_mode=HYPER.adamw_mode,
-        )
-        _C.adam_step(table.ctypes.data, len(table), [options], threads=torch.get_num_threads())
+        run_rows(table, [AdamStep(HYPER, step)])
 
     return run
 
