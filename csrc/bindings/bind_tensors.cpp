@@ -1,5 +1,6 @@
 // gemini._C: looking at many torch tensors quickly. They are Python objects here: the extension
-// knows nothing of torch but the names of a few attributes.
+// knows nothing of torch but the names of a few attributes. This is more than a conversion, and
+// here because what it looks at is Python's.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
