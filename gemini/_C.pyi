@@ -248,13 +248,15 @@ class TensorWatch:
     def __init__(
         self,
         params: list[Tensor],
+        groups: list[int],
         states: list[dict[str, Any]],
         names: list[str],
         grads: list[Tensor],
         all_states: list[dict[str, Any]],
+        exchange: object | None,
     ) -> None: ...
     def take_gradients(
-        self, params: list[Tensor], all_states: dict[Any, Any], column: int, step: int
+        self, groups: list[list[Tensor]], all_states: dict[Any, Any], column: int, step: int
     ) -> bool: ...
 
 def sum_squares(address: int, numel: int, dtype: str, *, threads: int = 0) -> float: ...

@@ -1,8 +1,11 @@
 // gemini._C: looking at many torch tensors quickly. They are Python objects here: the extension
-// knows nothing of torch but the names of a few attributes. This is more than a conversion, and
-// here because what it looks at is Python's.
+// knows nothing of torch but the names of a few attributes, and DLPack's. This is more than a
+// conversion, and here because what it looks at is Python's.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -14,6 +17,25 @@ namespace py = pybind11;
 namespace gemini {
 namespace {
 
+// From dlpack.h, whose layout is fixed for major version 1.
+struct DlTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DlExchangeApi {
+  uint32_t major, minor;
+  void *previous, *allocate, *from_object, *to_object;
+  int (*look)(void* object, DlTensor* out);  // the tensor keeps what `out` points to
+};
+
 py::object attribute(py::handle object, const py::str& name) {
   PyObject* const found = PyObject_GetAttr(object.ptr(), name.ptr());
   if (found == nullptr) throw py::error_already_set();
@@ -21,57 +43,102 @@ py::object attribute(py::handle object, const py::str& name) {
 }
 
 py::object called(py::handle object, const py::str& method) {
-  PyObject* const result = PyObject_CallMethodNoArgs(object.ptr(), method.ptr());
+  PyObject* const self = object.ptr();
+  PyObject* const result = PyObject_VectorcallMethod(method.ptr(), &self, 1, nullptr);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-bool equal(const py::object& one, py::handle other) {
-  const int result = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
-  if (result < 0) throw py::error_already_set();
-  return result == 1;
-}
+// Where the elements of a tensor are, and what: a type's number is that of no other.
+struct Look {
+  int64_t address;
+  uint64_t type;
+  size_t ndim;
+  const int64_t *shape, *strides;
+};
 
-// The names of the attributes that are asked for.
-struct Names {
-  py::str grad{"grad"}, data_ptr{"data_ptr"}, dtype{"dtype"}, stride{"stride"}, numel{"numel"},
-      is_neg{"is_neg"}, is_contiguous{"is_contiguous"};
+// Looks at tensors through torch's exchange API, or asks for attribute after attribute where torch
+// has none (before 2.10).
+class Looker {
+ public:
+  // `exchange`: Tensor.__dlpack_c_exchange_api__ or None.
+  explicit Looker(const py::object& exchange) {
+    if (exchange.is_none()) return;
+    const void* const found = PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api");
+    if (found == nullptr) throw py::error_already_set();
+    const auto* const api = static_cast<const DlExchangeApi*>(found);
+    if (api->major == 1) look_ = api->look;
+  }
+
+  // What the result points to is the tensor's, or lives until the next call.
+  [[nodiscard]] Look at(py::handle tensor) {
+    if (look_ == nullptr) return at_attributes(tensor);
+    DlTensor found;
+    if (look_(tensor.ptr(), &found) != 0) throw py::error_already_set();
+    return {.address =
+                static_cast<int64_t>(reinterpret_cast<uintptr_t>(found.data) + found.byte_offset),
+            .type = std::bit_cast<uint32_t>(found.dtype),
+            .ndim = static_cast<size_t>(found.ndim),
+            .shape = found.shape,
+            .strides = found.strides};
+  }
+
+ private:
+  Look at_attributes(py::handle tensor) {
+    shape_ = attribute(tensor, shape_name_).cast<std::vector<int64_t>>();
+    strides_ = called(tensor, stride_name_).cast<std::vector<int64_t>>();
+    return {.address = called(tensor, data_ptr_name_).cast<int64_t>(),
+            // Torch's types live as long as the process.
+            .type = reinterpret_cast<uintptr_t>(attribute(tensor, dtype_name_).ptr()),
+            .ndim = shape_.size(),
+            .shape = shape_.data(),
+            .strides = strides_.data()};
+  }
+
+  int (*look_)(void*, DlTensor*) = nullptr;
+  py::str data_ptr_name_{"data_ptr"}, dtype_name_{"dtype"}, shape_name_{"shape"},
+      stride_name_{"stride"};
+  std::vector<int64_t> shape_, strides_;
 };
 
 // A tensor as it was: which it is, where it is, and the type, number and order of its elements.
 class Watched {
  public:
-  Watched() = default;
-  Watched(py::handle tensor, const Names& names)
-      : tensor_(tensor.ptr()),
-        address_(called(tensor, names.data_ptr).cast<int64_t>()),
-        numel_(called(tensor, names.numel).cast<int64_t>()),
-        dtype_(attribute(tensor, names.dtype).ptr()) {
-    const bool contiguous = called(tensor, names.is_contiguous).ptr() == Py_True;
-    if (!contiguous) strides_ = called(tensor, names.stride);
+  Watched(py::handle tensor, const Look& look)
+      : tensor_(tensor.ptr()), address_(look.address), type_(look.type), ndim_(look.ndim) {
+    if (ndim_ > kInline) more_.resize(2 * ndim_);
+    int64_t* const dims = more_.empty() ? dims_ : more_.data();
+    std::copy_n(look.shape, ndim_, dims);
+    std::copy_n(look.strides, ndim_, dims + ndim_);
   }
-  [[nodiscard]] bool is_nothing() const { return tensor_ == nullptr; }
+  [[nodiscard]] bool is(py::handle tensor) const { return tensor.ptr() == tensor_; }
 
-  // The same tensor, unchanged but for its values.
-  [[nodiscard]] bool same(py::handle tensor, const Names& names) const {
-    return tensor.ptr() == tensor_ && called(tensor, names.data_ptr).cast<int64_t>() == address_ &&
-           like(tensor, names);
+  // Unchanged but for its values.
+  [[nodiscard]] bool unchanged(Looker& looker) const {
+    const Look now = looker.at(tensor_);
+    return now.address == address_ && like(now);
   }
-  // A tensor of the same type, number and order of elements.
-  [[nodiscard]] bool like(py::handle tensor, const Names& names) const {
-    if (attribute(tensor, names.dtype).ptr() != dtype_) return false;
-    if (called(tensor, names.numel).cast<int64_t>() != numel_) return false;
-    // Asking for contiguity is cheaper than making a tuple.
-    return strides_.is_none() ? called(tensor, names.is_contiguous).ptr() == Py_True
-                              : equal(called(tensor, names.stride), strides_);
+  // The same type, number and order of elements.
+  [[nodiscard]] bool like(const Look& other) const {
+    if (other.type != type_ || other.ndim != ndim_) return false;
+    const int64_t* const dims = more_.empty() ? dims_ : more_.data();
+    for (size_t i = 0; i < ndim_; ++i) {
+      if (other.shape[i] != dims[i]) return false;
+      // A stride that is never taken says nothing.
+      if (dims[i] != 1 && other.strides[i] != dims[ndim_ + i]) return false;
+    }
+    return true;
   }
 
  private:
-  PyObject* tensor_ = nullptr;
-  int64_t address_ = 0;
-  int64_t numel_ = 0;
-  PyObject* dtype_ = nullptr;  // torch's types live as long as the process
-  py::object strides_ = py::none();
+  static constexpr size_t kInline = 2;
+
+  PyObject* tensor_;
+  int64_t address_;
+  uint64_t type_;
+  size_t ndim_;
+  int64_t dims_[2 * kInline];  // shape, then strides
+  std::vector<int64_t> more_;  // the same for those with more
 };
 
 // What the rows of a table rely on, and whether it still holds. Holds no reference: whoever made it
@@ -79,49 +146,67 @@ class Watched {
 // them.
 class TensorWatch {
  public:
-  TensorWatch(const py::list& params, const py::list& states, py::list names, const py::list& grads,
-              const py::list& all_states)
-      : names_(std::move(names)) {
+  TensorWatch(const py::list& params, std::vector<size_t> groups, const py::list& states,
+              py::list names, const py::list& grads, const py::list& all_states,
+              const py::object& exchange)
+      : looker_(exchange), groups_(std::move(groups)), names_(std::move(names)) {
     for (size_t i = 0; i < params.size(); ++i) {
-      params_.emplace_back(params[i], attributes_);
-      grads_.emplace_back(grads[i], attributes_);
       states_.push_back(item(states, i).ptr());
+      params_.push_back(watched(params[i]));
+      grads_.push_back(watched(grads[i]));
       for (const py::handle name : names_) {
         PyObject* const value = PyDict_GetItemWithError(states_.back(), name.ptr());
-        values_.push_back(value == nullptr ? Watched() : Watched(value, attributes_));
+        if (value != nullptr) values_.push_back({name.ptr(), watched(value)});
       }
+      value_ends_.push_back(values_.size());
     }
     for (const py::handle state : all_states) all_states_.push_back(state.ptr());
   }
 
-  // Writes the addresses of the gradients of `params` to `column`, `step` int64s apart. False when
-  // a parameter, a state, a tensor of one or its memory was replaced, or a gradient has another
-  // type or order.
-  [[nodiscard]] bool take_gradients(const py::list& params, const py::dict& all_states,
-                                    uintptr_t column, int64_t step) const {
-    if (params.size() != params_.size() || !same_dicts(all_states)) return false;
-    auto* const to = reinterpret_cast<int64_t*>(column);
+  // Writes the addresses of the gradients of the parameters that have one, listed by group, to
+  // `column`, `step` int64s apart. False when there are others, one is in another group, it, a
+  // state, a tensor of one or its memory was replaced, or a gradient has another type or order.
+  [[nodiscard]] bool take_gradients(const py::list& groups, const py::dict& all_states,
+                                    uintptr_t column, int64_t step) {
+    if (!same_dicts(all_states)) return false;
+    auto* to = reinterpret_cast<int64_t*>(column);
+    size_t row = 0;
     try {
-      for (size_t i = 0; i < params.size(); ++i) {
-        const py::handle param = item(params, i);
-        if (!params_[i].same(param, attributes_) || !same_state(i)) return false;
-        const py::object grad = attribute(param, attributes_.grad);
-        if (!grads_[i].like(grad, attributes_)) return false;
-        if (called(grad, attributes_.is_neg).ptr() == Py_True) return false;
-        to[static_cast<int64_t>(i) * step] = called(grad, attributes_.data_ptr).cast<int64_t>();
+      for (size_t group = 0; group < groups.size(); ++group) {
+        const auto params = py::reinterpret_borrow<py::list>(item(groups, group));
+        for (size_t i = 0; i < params.size(); ++i) {
+          const py::object grad = attribute(item(params, i), grad_name_);
+          if (grad.is_none()) continue;
+          if (row == params_.size() || groups_[row] != group || !params_[row].is(item(params, i))) {
+            return false;
+          }
+          if (!params_[row].unchanged(looker_) || !same_state(row)) return false;
+          const Look look = looker_.at(grad);
+          if (!grads_[row].like(look) || called(grad, is_neg_name_).ptr() == Py_True) return false;
+          *to = look.address;
+          to += step;
+          ++row;
+        }
       }
     } catch (const py::error_already_set& error) {
-      // No gradient, or one without strides or an address.
+      // A gradient without strides or an address.
       if (error.matches(PyExc_AttributeError) || error.matches(PyExc_RuntimeError)) return false;
       throw;
     }
-    return true;
+    return row == params_.size();
   }
 
  private:
+  struct Value {
+    PyObject* name;
+    Watched tensor;
+  };
+
   static py::handle item(const py::list& list, size_t index) {
     return PyList_GET_ITEM(list.ptr(), static_cast<py::ssize_t>(index));
   }
+
+  Watched watched(py::handle tensor) { return {tensor, looker_.at(tensor)}; }
 
   [[nodiscard]] bool same_dicts(const py::dict& all_states) const {
     if (all_states.size() != all_states_.size()) return false;
@@ -133,20 +218,22 @@ class TensorWatch {
     return true;
   }
 
-  [[nodiscard]] bool same_state(size_t row) const {
-    for (size_t i = 0; i < names_.size(); ++i) {
-      const Watched& expected = values_[row * names_.size() + i];
-      PyObject* const found = PyDict_GetItemWithError(states_[row], item(names_, i).ptr());
-      if (found == nullptr ? !expected.is_nothing() : !expected.same(found, attributes_)) {
-        return false;
-      }
+  [[nodiscard]] bool same_state(size_t row) {
+    for (size_t i = row == 0 ? 0 : value_ends_[row - 1]; i < value_ends_[row]; ++i) {
+      const auto& [name, tensor] = values_[i];
+      PyObject* const found = PyDict_GetItemWithError(states_[row], name);
+      if (found == nullptr || !tensor.is(found) || !tensor.unchanged(looker_)) return false;
     }
     return true;
   }
 
-  Names attributes_;
+  Looker looker_;
+  py::str grad_name_{"grad"}, is_neg_name_{"is_neg"};
+  std::vector<size_t> groups_;
   py::list names_;
-  std::vector<Watched> params_, grads_, values_;
+  std::vector<Watched> params_, grads_;
+  std::vector<Value> values_;
+  std::vector<size_t> value_ends_;  // by row
   std::vector<PyObject*> states_, all_states_;
 };
 
@@ -155,16 +242,17 @@ class TensorWatch {
 void bind_tensors(py::module_& m) {
   py::class_<TensorWatch>(
       m, "TensorWatch",
-      "Parameters and the tensors `names` of their state dicts, remembered with "
-      "their addresses, and the type and order of their gradients. The caller keeps "
-      "them alive.")
-      .def(py::init<const py::list&, const py::list&, py::list, const py::list&, const py::list&>(),
-           py::arg("params"), py::arg("states"), py::arg("names"), py::arg("grads"),
-           py::arg("all_states"))
-      .def("take_gradients", &TensorWatch::take_gradients, py::arg("params"), py::arg("all_states"),
+      "Parameters, by group, and the tensors `names` of their state dicts, remembered with their "
+      "addresses, and the type and order of their gradients. The caller keeps them alive. "
+      "`exchange` is torch's DLPack C exchange API, None where it has none: that is slower.")
+      .def(py::init<const py::list&, std::vector<size_t>, const py::list&, py::list,
+                    const py::list&, const py::list&, const py::object&>(),
+           py::arg("params"), py::arg("groups"), py::arg("states"), py::arg("names"),
+           py::arg("grads"), py::arg("all_states"), py::arg("exchange"))
+      .def("take_gradients", &TensorWatch::take_gradients, py::arg("groups"), py::arg("all_states"),
            py::arg("column"), py::arg("step"),
-           "Write the addresses of the gradients of `params` to int64s `step` apart; False when "
-           "something remembered was replaced.");
+           "Write the addresses of the gradients of the parameters that have one, of lists by "
+           "group, to int64s `step` apart; False when something remembered was replaced.");
 }
 
 }  // namespace gemini

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, overload
 
 import torch
@@ -98,12 +99,11 @@ class KernelAdam(Optimizer):
         hypers = [AdamHyper.from_group(group) for group in self.param_groups]
         for group in self.param_groups:
             refuse_unsupported(group)
-        params = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        if not self._can_repeat(params):
+        if not self._can_repeat():
             self._prepare(self._collect())
+        params = [*self._on_disk, *chain.from_iterable(rows.params for rows in self._rows)]
         self._update(hypers, scale)
-        # The kernel writes past autograd: a graph that saved these tensors must notice.
-        torch.autograd.graph.increment_version([p for group in params for p in group if not p.is_inference()])
+        _increment_versions(params)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,17 +233,19 @@ class KernelAdam(Optimizer):
                 f"it must be fp32, bf16 or fp16 on {param.device}"
             )
 
-    def _can_repeat(self, params: list[list[torch.Tensor]]) -> bool:
+    def _can_repeat(self) -> bool:
         """Say whether the rows of the last step are this step's; they then have its gradients."""
         if self._disk_fraction > 0 or not self._rows:
             return False
+        params = [list(group["params"]) for group in self.param_groups]
         if len(self._rows) == 1:
             return self._rows[0].take_gradients(params, self.state)
         for rows in self._rows:
             mine = [[p for p in group if p.device == rows.device] for group in params]
             if not rows.take_gradients(mine, self.state):
                 return False
-        return sum(len(rows) for rows in self._rows) == sum(map(len, params))
+        with_gradient = sum(p.grad is not None for group in params for p in group)
+        return sum(len(rows) for rows in self._rows) == with_gradient
 
     def _collect(self) -> dict[torch.Tensor, Update]:
         """Check everything a step needs and return it; changes nothing."""
@@ -334,6 +336,14 @@ def _grad_scale(divisor: float) -> GradScale:
             "whose norm is not finite give this: skip such a step"
         )
     return GradScale(pre_scale=1.0 / divisor)
+
+
+def _increment_versions(params: list[torch.Tensor]) -> None:
+    """Have a graph that saved these tensors notice: the kernel writes past autograd."""
+    try:
+        torch.autograd.graph.increment_version(params)
+    except RuntimeError:  # inference tensors have no version; counting others twice does no harm
+        torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
 def _label(group_number: int, index: int, group: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,9 @@ from gemini import _C
 
 from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
 from .state_format import ARRAYS, StateFormat
+
+# How C++ looks at a tensor in one call; torch before 2.10 has none.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 @dataclass(frozen=True)
@@ -54,34 +56,37 @@ class StepRows:
         self._table = np.array([_row(member, state_format) for member in members], dtype=np.int64)
         self._grads = [member.grad for member in members]  # some may be copies
         # The watch compares identities and holds nothing: what it knows must not go away before it does.
-        params, states = [member.param for member in members], [member.state for member in members]
-        others = list(all_states.values())
-        self._kept = (params, states, [list(state.values()) for state in states], others)
-        self._watch = _C.TensorWatch(params, states, ["step", *ARRAYS], self._grads, others)
+        self.params = [member.param for member in members]
+        states, others = [member.state for member in members], list(all_states.values())
+        self._kept = (states, [list(state.values()) for state in states], others)
+        groups = self._groups.tolist()
+        self._watch = _C.TensorWatch(
+            self.params, groups, states, ["step", *ARRAYS], self._grads, others, _EXCHANGE
+        )
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def take_gradients(
-        self, params: Sequence[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]
-    ) -> bool:
-        """Take the addresses of the gradients of ``params``, those to update by group, into the table.
+    def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
+        """Take the addresses of the gradients of ``params``, by group and on one device, into the table.
 
-        False when they are not what the rows were built for: a parameter moved to another group, one, a
-        state, a tensor of one or its memory was replaced, or a gradient has another type or order. Then
-        everything is to be checked, and a new table built.
+        False when those with a gradient are not what the rows were built for: a parameter moved to another
+        group, one, a state, a tensor of one or its memory was replaced, or a gradient has another type or
+        order. Then everything is to be checked, and a new table built.
         """
-        if np.bincount(self._groups, minlength=len(params)).tolist() != [len(group) for group in params]:
-            return False
-        flat = list(chain.from_iterable(params))
         column = self._table[:, GRAD_COLUMN]
-        return self._watch.take_gradients(flat, all_states, column.ctypes.data, len(self._table[0]))
+        return self._watch.take_gradients(params, all_states, column.ctypes.data, len(self._table[0]))
 
     def run(self, hypers: Sequence[AdamHyper], scale: GradScale) -> None:
         """Update all rows in one call and count the step; ``hypers`` by group."""
-        keys = self._groups + len(hypers) * (self._counts.astype(np.int64) + 1)
-        distinct, self._table[:, STEP_COLUMN] = np.unique(keys, return_inverse=True)
-        steps = [AdamStep(hypers[key % len(hypers)], int(key // len(hypers)), scale) for key in distinct]
+        first = int(self._counts[0])
+        if (self._counts == first).all():  # as almost always, and sorting takes a while
+            self._table[:, STEP_COLUMN] = self._groups
+            steps = [AdamStep(hyper, first + 1, scale) for hyper in hypers]
+        else:
+            keys = self._groups + len(hypers) * (self._counts.astype(np.int64) + 1)
+            distinct, self._table[:, STEP_COLUMN] = np.unique(keys, return_inverse=True)
+            steps = [AdamStep(hypers[key % len(hypers)], int(key // len(hypers)), scale) for key in distinct]
         run_rows(self._table, steps, self.device)
         self._counts += 1.0
         self._grads = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gemini.errors import ConfigError, GeminiError
+from gemini.optim import step_rows
 from gemini.optim.cpu_adam import CPUAdam
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,6 +190,25 @@ def test_what_is_replaced_between_steps_is_seen(disturb: Disturbance) -> None:
         steps(optimizer, params, 3, 6)
 
     assert_as_torch(run)
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda function: function.__name__)
+def test_what_is_replaced_is_seen_without_torchs_exchange_api(
+    disturb: Disturbance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_rows, "_EXCHANGE", None)  # torch before 2.10
+    test_what_is_replaced_between_steps_is_seen(disturb)
+
+
+@pytest.mark.parametrize("exchange", [step_rows._EXCHANGE, None], ids=["exchange", "attributes"])
+def test_undisturbed_steps_keep_their_rows(exchange: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_rows, "_EXCHANGE", exchange)
+    params = make_params()
+    optimizer = CPUAdam(groups_of(params))
+    steps(optimizer, params, 0, 1)
+    rows = optimizer._rows
+    steps(optimizer, params, 1, 3)
+    assert optimizer._rows is rows
 
 
 def test_gradients_come_and_go() -> None:
