@@ -23,6 +23,10 @@ class IoError(GeminiError, OSError):
         self.offset = offset
 
 
+class ChecksumError(IoError):
+    """Bytes read back from a file are not those that were written; ``errno`` is EIO."""
+
+
 class CheckpointError(GeminiError):
     """A checkpoint that is missing, incomplete or made for another model."""
 

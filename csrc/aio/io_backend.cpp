@@ -1,37 +1,34 @@
 #include "aio/io_backend.h"
 
-#include <fcntl.h>
-#include <unistd.h>
+#include <utility>
 
-#include <cerrno>
+#include "aio/thread_backend.h"
+#include "aio/uring_backend.h"
+#include "common/error.h"
 
 namespace gemini {
 
-int64_t PosixBackend::pread(int fd, void* buffer, int64_t nbytes, int64_t offset) {
-  const ssize_t result = ::pread(fd, buffer, static_cast<size_t>(nbytes), offset);
-  return result < 0 ? -errno : result;
+const char* backend_name(BackendKind kind) noexcept {
+  switch (kind) {
+    case BackendKind::kAuto:
+      return "auto";
+    case BackendKind::kUring:
+      return "uring";
+    case BackendKind::kThreads:
+      return "threads";
+  }
+  return "unknown";
 }
 
-int64_t PosixBackend::pwrite(int fd, const void* buffer, int64_t nbytes, int64_t offset) {
-  const ssize_t result = ::pwrite(fd, buffer, static_cast<size_t>(nbytes), offset);
-  return result < 0 ? -errno : result;
-}
-
-int PosixBackend::allocate(int fd, int64_t nbytes) {
-#ifdef __linux__
-  int code = 0;
-  do {
-    code = ::fallocate(fd, 0, 0, nbytes) == 0 ? 0 : errno;
-  } while (code == EINTR);
-  if (code != EOPNOTSUPP && code != ENOSYS) return code;
-  // The file system cannot reserve extents: glibc writes into every block instead.
-  do {
-    code = ::posix_fallocate(fd, 0, nbytes);
-  } while (code == EINTR);
-  return code;
-#else
-  return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
-#endif
+std::unique_ptr<IoBackend> start_backend(BackendKind kind, RequestQueue& queue,
+                                         std::vector<int> descriptors, int depth) {
+  if (kind == BackendKind::kThreads || (kind == BackendKind::kAuto && !uring_refusal().empty())) {
+    return std::make_unique<ThreadBackend>(queue, std::move(descriptors), depth);
+  }
+  if (!uring_refusal().empty()) {
+    throw StateError("io_uring cannot be used (" + uring_refusal() + "); use the threads backend");
+  }
+  return make_uring_backend(queue, std::move(descriptors), depth);
 }
 
 }  // namespace gemini

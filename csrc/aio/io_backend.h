@@ -1,30 +1,72 @@
-// The system calls of an asynchronous file, replaceable so that tests can make them fail.
+// What carries requests to the device: io_uring, or threads with blocking system calls.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
 
 namespace gemini {
 
-// Stateless or thread-safe: several worker threads call one backend at the same time.
+class RequestQueue;
+
+enum class BackendKind { kAuto, kUring, kThreads };
+
+// "auto", "uring" or "threads".
+[[nodiscard]] const char* backend_name(BackendKind kind) noexcept;
+
+// Why io_uring cannot be used in this process, "" when it can. Containers often forbid it. Asked
+// once.
+[[nodiscard]] const std::string& uring_refusal();
+
+struct BackendStats {
+  int64_t system_calls = 0;
+  int64_t batches = 0;     // groups of requests handed over together
+  double mean_depth = 0;   // requests at the device after each batch, while more were waiting
+  double cpu_seconds = 0;  // of the backend's threads
+};
+
+// Counts what is at the device. Thread-safe.
+class DepthMeter {
+ public:
+  void sample(int64_t depth) noexcept {
+    sum_ += depth;
+    ++count_;
+  }
+  [[nodiscard]] double mean() const noexcept {
+    const auto count = static_cast<double>(count_.load());
+    return count > 0 ? static_cast<double>(sum_.load()) / count : 0.0;
+  }
+
+ private:
+  std::atomic<int64_t> sum_{0};
+  std::atomic<int64_t> count_{0};
+};
+
+// Executes the pieces of one queue, up to a fixed number at a time, until the queue stops. All
+// calls are thread-safe but `join`.
 class IoBackend {
  public:
   virtual ~IoBackend() = default;
 
-  // Return the bytes transferred, which may be fewer than asked, or a negated errno.
-  [[nodiscard]] virtual int64_t pread(int fd, void* buffer, int64_t nbytes, int64_t offset) = 0;
-  [[nodiscard]] virtual int64_t pwrite(int fd, const void* buffer, int64_t nbytes,
-                                       int64_t offset) = 0;
-
-  // Reserves disk space for the first `nbytes` of the file. Returns 0 or a positive errno.
-  [[nodiscard]] virtual int allocate(int fd, int64_t nbytes) = 0;
+  [[nodiscard]] virtual BackendKind kind() const noexcept = 0;
+  // Pieces were pushed.
+  virtual void wake() noexcept = 0;
+  // Waits for the threads and gives back what the system lent; the queue has been stopped. Of the
+  // other calls only `stats` does anything afterwards. Idempotent.
+  virtual void join() noexcept = 0;
+  // Keeps memory pinned for cheaper requests, until `forget`; false where the system refuses, which
+  // changes nothing but the cost. The memory must stay mapped until then.
+  virtual bool pin(void* address, int64_t nbytes) = 0;
+  // No request on the memory may be under way.
+  virtual void forget(void* address) = 0;
+  [[nodiscard]] virtual BackendStats stats() const = 0;
 };
 
-// Plain system calls.
-class PosixBackend : public IoBackend {
- public:
-  [[nodiscard]] int64_t pread(int fd, void* buffer, int64_t nbytes, int64_t offset) override;
-  [[nodiscard]] int64_t pwrite(int fd, const void* buffer, int64_t nbytes, int64_t offset) override;
-  [[nodiscard]] int allocate(int fd, int64_t nbytes) override;
-};
+// Starts the threads; `queue` and the open files behind `descriptors` must outlive them. kAuto is
+// io_uring where it can be used. Throws StateError when kUring is asked for and cannot be used.
+[[nodiscard]] std::unique_ptr<IoBackend> start_backend(BackendKind kind, RequestQueue& queue,
+                                                       std::vector<int> descriptors, int depth);
 
 }  // namespace gemini

@@ -60,6 +60,29 @@ bool enable_direct(int fd) {
   return false;
 }
 
+// Reserves disk space for the first `nbytes` of the file. Returns 0 or an errno.
+int allocate(int fd, int64_t nbytes) {
+#ifdef __linux__
+  int code = 0;
+  do {
+    code = ::fallocate(fd, 0, 0, nbytes) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != EOPNOTSUPP && code != ENOSYS) return code;
+  // The file system cannot reserve extents: glibc writes into every block instead.
+  do {
+    code = ::posix_fallocate(fd, 0, nbytes);
+  } while (code == EINTR);
+  return code;
+#else
+  return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
+#endif
+}
+
+int set_size(int fd, int64_t nbytes, bool reserve) {
+  if (reserve) return allocate(fd, nbytes);
+  return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
+}
+
 int64_t checked_size(int64_t nbytes) {
   if (nbytes <= 0) throw StateError("a file needs a positive size, got " + std::to_string(nbytes));
   return round_up(nbytes, kPageBytes);
@@ -68,15 +91,15 @@ int64_t checked_size(int64_t nbytes) {
 }  // namespace
 
 UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, bool reserve,
-                           IoBackend& backend)
+                           IoHook* hook)
     : size_(checked_size(nbytes)), path_(dir + "/<unlinked>") {
   const int fd = open_private(dir);
   if (fd < 0) throw IoError(-fd, dir, 0, "cannot make a private file in");
   fd_ = fd;
   try {
     // Before O_DIRECT is set: where space is reserved by writing, those writes are not aligned.
-    const int code =
-        reserve ? backend.allocate(fd_, size_) : (::ftruncate(fd_, size_) == 0 ? 0 : errno);
+    const int refused = reserve && hook != nullptr ? hook->allocate(size_) : 0;
+    const int code = refused != 0 ? refused : set_size(fd_, size_, reserve);
     if (code != 0) {
       throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
     }

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "aio/io_backend.h"
+#include "aio/io_hook.h"
 
 namespace gemini {
 
@@ -15,9 +15,8 @@ class UnlinkedFile {
   // Makes a file of `nbytes`, rounded up to 4 KiB, in `dir`, readable by this user only. With
   // `direct` it bypasses the page cache where the file system can; without `reserve` it takes disk
   // space only where it is written. Throws IoError (ENOENT, EACCES, EROFS, ENOSPC, ...) and
-  // StateError when `nbytes` is not positive; then nothing is left behind.
-  UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, bool reserve,
-               IoBackend& backend);
+  // StateError when `nbytes` is not positive; then nothing is left behind. `hook` may be null.
+  UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, bool reserve, IoHook* hook);
   ~UnlinkedFile();
   UnlinkedFile(const UnlinkedFile&) = delete;
   UnlinkedFile& operator=(const UnlinkedFile&) = delete;

@@ -26,6 +26,9 @@ void translate(std::exception_ptr thrown) {
   if (!thrown) return;
   try {
     std::rethrow_exception(thrown);
+  } catch (const ChecksumError& error) {
+    raise_as("ChecksumError", error.code(), std::string(error.what()), error.path(),
+             error.offset());
   } catch (const IoError& error) {
     raise_as("IoError", error.code(), std::string(error.what()), error.path(), error.offset());
   } catch (const OutOfBudget& error) {

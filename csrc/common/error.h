@@ -48,4 +48,10 @@ class IoError : public Error {
   int64_t offset_;
 };
 
+// Bytes that were read are not those that were written. The code is EIO.
+class ChecksumError : public IoError {
+ public:
+  using IoError::IoError;
+};
+
 }  // namespace gemini

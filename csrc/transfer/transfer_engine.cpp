@@ -20,10 +20,16 @@ namespace {
 // A copy is cut so that the destructor need not wait for a whole chunk.
 constexpr int64_t kCopyBytes = 4 << 20;
 
+// What one disk link has at the file at a time, unless one transfer is larger: enough to keep the
+// device busy when chunks are small, little enough that reads need not queue behind many writes.
+constexpr int64_t kAheadBytes = 16 << 20;
+
 constexpr std::array kLinks = {Link::kHostToDevice, Link::kDeviceToHost, Link::kDiskRead,
                                Link::kDiskWrite};
 
 using Clock = std::chrono::steady_clock;
+
+bool is_disk(Link link) { return link == Link::kDiskRead || link == Link::kDiskWrite; }
 
 }  // namespace
 
@@ -33,12 +39,16 @@ struct TransferEngine::Job {
   char* dst;        // null when writing to the file
   const char* src;  // null when reading from the file
   int64_t nbytes;
-  int64_t offset;  // in the file
+  int64_t offset;                        // in the file
+  AsyncFile::Ticket file_ticket = 0;     // of disk links, once started
+  std::exception_ptr refusal = nullptr;  // why it could not be started
 };
 
 struct TransferEngine::Queue {
   std::condition_variable ready;  // a job was queued, or stopping
   std::deque<Job> jobs;           // guarded by State::mutex
+  std::deque<Job> started;        // guarded by State::mutex; of disk links, at the file
+  int64_t started_bytes = 0;      // guarded by State::mutex
   LinkStats stats;                // guarded by State::mutex
   std::thread thread;             // constructor, close and destructor only
 };
@@ -55,6 +65,16 @@ struct TransferEngine::State {
   std::atomic<bool> abandoned{false};       // destructor: nobody will see the copy's result
 
   Queue& queue(Link link) { return queues[static_cast<size_t>(link)]; }
+
+  // Counts and publishes an outcome; the caller holds the mutex.
+  void report(Queue& queue, const Job& job, TransferResult&& result, double busy_seconds) {
+    queue.stats.bytes += result.ok ? job.nbytes : 0;
+    queue.stats.seconds += busy_seconds;
+    ++queue.stats.transfers;
+    --num_in_flight;
+    completions.push_back(std::move(result));
+    progress.notify_all();
+  }
 };
 
 const char* link_name(Link link) noexcept {
@@ -75,7 +95,8 @@ TransferEngine::TransferEngine(AsyncFile* file) : file_(file), state_(std::make_
   try {
     for (const Link link : kLinks) {
       Queue& queue = state_->queue(link);
-      queue.thread = start_worker([this, &queue] { work(queue); });
+      queue.thread =
+          start_worker([this, link, &queue] { is_disk(link) ? work_disk(queue) : work(queue); });
     }
   } catch (...) {
     stop_threads();
@@ -142,8 +163,7 @@ TransferEngine::Ticket TransferEngine::write(const void* src, int64_t nbytes, in
 
 TransferEngine::Ticket TransferEngine::submit(Job job) {
   process_.require("this TransferEngine");
-  const bool needs_file = job.link == Link::kDiskRead || job.link == Link::kDiskWrite;
-  if (needs_file && file_ == nullptr) {
+  if (is_disk(job.link) && file_ == nullptr) {
     throw StateError("this TransferEngine was made without a file: there is no DISK tier");
   }
   if (job.nbytes < 0) {
@@ -157,6 +177,7 @@ TransferEngine::Ticket TransferEngine::submit(Job job) {
     queue.jobs.push_back(job);
     ++state_->next_ticket;
     ++state_->num_in_flight;
+    if (is_disk(job.link)) start_ready(queue);
   }
   queue.ready.notify_one();
   return job.ticket;
@@ -175,12 +196,49 @@ void TransferEngine::work(Queue& queue) {
     TransferResult completion = execute(job);
     const std::chrono::duration<double> busy = Clock::now() - start;
     lock.lock();
-    queue.stats.bytes += completion.ok ? job.nbytes : 0;
-    queue.stats.seconds += busy.count();
-    ++queue.stats.transfers;
-    --state.num_in_flight;
-    state.completions.push_back(std::move(completion));
-    state.progress.notify_all();
+    state.report(queue, job, std::move(completion), busy.count());
+  }
+}
+
+// Reports transfers of a disk link in their order, while the file works on those behind.
+void TransferEngine::work_disk(Queue& queue) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  Clock::time_point last = Clock::now();
+  for (;;) {
+    const bool idle = queue.started.empty();
+    queue.ready.wait(lock, [&] { return state.stopping || !queue.started.empty(); });
+    if (queue.started.empty()) return;
+    if (idle) last = Clock::now();
+    const Job job = queue.started.front();
+    lock.unlock();
+    TransferResult completion = execute(job);
+    const Clock::time_point now = Clock::now();
+    const std::chrono::duration<double> busy = now - last;
+    last = now;
+    lock.lock();
+    queue.started.pop_front();
+    queue.started_bytes -= job.nbytes;
+    start_ready(queue);
+    state.report(queue, job, std::move(completion), busy.count());
+  }
+}
+
+// Hands jobs of a disk link to the file, which works on several at once. The caller holds the
+// mutex.
+void TransferEngine::start_ready(Queue& queue) {
+  while (!queue.jobs.empty()) {
+    Job& job = queue.jobs.front();
+    if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
+    try {
+      job.file_ticket = job.link == Link::kDiskRead ? file_->read(job.dst, job.nbytes, job.offset)
+                                                    : file_->write(job.src, job.nbytes, job.offset);
+    } catch (...) {
+      job.refusal = std::current_exception();
+    }
+    queue.started_bytes += job.nbytes;
+    queue.started.push_back(std::move(job));
+    queue.jobs.pop_front();
   }
 }
 
@@ -199,10 +257,8 @@ TransferResult TransferEngine::execute(const Job& job) {
 }
 
 void TransferEngine::transfer(const Job& job) {
-  if (job.link == Link::kDiskRead) return file_->wait(file_->read(job.dst, job.nbytes, job.offset));
-  if (job.link == Link::kDiskWrite) {
-    return file_->wait(file_->write(job.src, job.nbytes, job.offset));
-  }
+  if (job.refusal) std::rethrow_exception(job.refusal);
+  if (is_disk(job.link)) return file_->wait(job.file_ticket);
   for (int64_t begin = 0; begin < job.nbytes && !state_->abandoned; begin += kCopyBytes) {
     const int64_t nbytes = std::min(kCopyBytes, job.nbytes - begin);
     std::memcpy(job.dst + begin, job.src + begin, static_cast<size_t>(nbytes));

@@ -35,8 +35,8 @@ struct LinkStats {
   int64_t transfers = 0;  // finished
 };
 
-// Transfers on one link happen one after another in the order of submission. Transfers on
-// different links overlap: read a file extent back only after its write was reported.
+// Transfers on one link are reported in the order of submission; those of a disk link may be at the
+// file together, so what overlaps must wait for the report. Transfers on different links overlap.
 //
 // A buffer must stay mapped until its transfer was reported by `poll`. Thread-safe. In a forked
 // child every call but the destructor throws StateError.
@@ -78,6 +78,8 @@ class TransferEngine {
   [[nodiscard]] Ticket submit(Job job);
   void stop_threads() noexcept;
   void work(Queue& queue);
+  void work_disk(Queue& queue);
+  void start_ready(Queue& queue);
   [[nodiscard]] TransferResult execute(const Job& job);
   void transfer(const Job& job);
 

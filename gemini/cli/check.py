@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
 import json
 import os
 import platform
@@ -24,7 +22,6 @@ from gemini.device import free_memory_bytes
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
 PROBE_BYTES = 1 << 20
-SYS_IO_URING_SETUP = 425  # the same number on every architecture
 HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 REBUILD = "pip install --force-reinstall --no-deps .   (in the checkout)"
 
@@ -136,29 +133,18 @@ def _huge_pages() -> str:
 
 def io(directory: Path) -> Facts:
     """Return what a DISK tier in ``directory`` would get; leaves nothing behind."""
-    file = _C.AsyncFile(str(directory), PROBE_BYTES)
+    file = _C.AsyncFile([str(directory)], PROBE_BYTES)
     try:
-        direct = file.direct
+        backend, direct = file.backend, file.direct
     finally:
         file.close()
     return {
-        "backend": "threads",
+        "backend": backend,
         "directory": str(directory.resolve()),
         "direct": direct,
         "free_bytes": psutil.disk_usage(str(directory)).free,
-        "kernel_io_uring": _kernel_io_uring(),
+        "uring_refusal": _C.uring_refusal() or None,
     }
-
-
-def _kernel_io_uring() -> str:
-    """Ask the kernel for io_uring without creating one: with null parameters an allowed call gives EFAULT."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    ctypes.set_errno(0)
-    call(ctypes.c_long(SYS_IO_URING_SETUP), ctypes.c_uint(0), ctypes.c_void_p(None))
-    code = ctypes.get_errno()
-    if code in (errno.EFAULT, errno.EINVAL):
-        return "allowed"
-    return "not in this kernel" if code == errno.ENOSYS else f"refused ({errno.errorcode.get(code, code)})"
 
 
 def gpu() -> Facts:
@@ -253,7 +239,7 @@ def _io_rows(io: Facts) -> list[tuple[str, str]]:
         ("backend", io["backend"]),
         ("directory", f"{io['directory']}, free {format_bytes(io['free_bytes'])}"),
         ("direct I/O", "yes" if io["direct"] else "no, through the page cache"),
-        ("io_uring (kernel)", io["kernel_io_uring"]),
+        ("io_uring", "usable" if io["uring_refusal"] is None else f"not usable: {io['uring_refusal']}"),
     ]
 
 

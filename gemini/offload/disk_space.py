@@ -68,11 +68,11 @@ class DiskSpace:
     def _add_file(self, need: int) -> AsyncFile:
         generous = max(need, self.reserved_bytes, _MIN_FILE_BYTES)
         try:
-            file = AsyncFile(self._directory, generous, threads=self._threads, direct=False)
+            file = AsyncFile(self._directory, generous, depth=self._threads, direct=False)
         except IoError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or generous == need:
                 raise
-            file = AsyncFile(self._directory, need, threads=self._threads, direct=False)
+            file = AsyncFile(self._directory, need, depth=self._threads, direct=False)
         self._files.append(file)
         self._free[file] = [(0, file.size)]
         return file

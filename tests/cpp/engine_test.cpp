@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "io_hooks.h"
 #include "temp_dir.h"
 #include "transfer/arena.h"
 #include "transfer/transfer_engine.h"
@@ -23,47 +24,6 @@ namespace gemini {
 namespace {
 
 constexpr int64_t kMib = 1 << 20;
-
-// Holds every read and write back until it is opened.
-class GatedBackend : public PosixBackend {
- public:
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-  int64_t pread(int fd, void* buffer, int64_t nbytes, int64_t offset) override {
-    pass();
-    return PosixBackend::pread(fd, buffer, nbytes, offset);
-  }
-  int64_t pwrite(int fd, const void* buffer, int64_t nbytes, int64_t offset) override {
-    pass();
-    return PosixBackend::pwrite(fd, buffer, nbytes, offset);
-  }
-
- private:
-  void pass() {
-    std::unique_lock lock(mutex_);
-    opened_.wait(lock, [&] { return open_; });
-  }
-
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
-
-// Fails every write that starts at or behind an offset.
-class FullBackend : public PosixBackend {
- public:
-  explicit FullBackend(int64_t limit) : limit_(limit) {}
-  int64_t pwrite(int fd, const void* buffer, int64_t nbytes, int64_t offset) override {
-    if (offset >= limit_) return -ENOSPC;
-    return PosixBackend::pwrite(fd, buffer, nbytes, offset);
-  }
-
- private:
-  int64_t limit_;
-};
 
 std::vector<char> pattern(int64_t nbytes, uint32_t seed) {
   std::mt19937 random(seed);
@@ -112,7 +72,7 @@ TEST(TransferEngine, BytesSurviveTheDiskWhileMemoryMovesBetweenWindows) {
   constexpr int kNumChunks = 8;
   constexpr int64_t kChunk = 3 * kMib;
   const TempDir dir;
-  AsyncFile file(dir.path(), kNumChunks * kChunk);
+  AsyncFile file({dir.path()}, kNumChunks * kChunk);
   TransferEngine engine(&file);
   WindowSpace space(kNumChunks * kChunk);
   Arena arena(2 * kChunk);  // two of eight at a time
@@ -138,7 +98,10 @@ TEST(TransferEngine, BytesSurviveTheDiskWhileMemoryMovesBetweenWindows) {
 
 TEST(TransferEngine, FailureIsReportedWithItsPlaceAndLaterTransfersSucceed) {
   const TempDir dir;
-  AsyncFile file(dir.path(), 8 * kMib, {}, std::make_unique<FullBackend>(4 * kMib));
+  const auto full = [](bool is_write, int64_t, int64_t position) -> int64_t {
+    return is_write && position >= 4 * kMib ? -ENOSPC : 0;
+  };
+  AsyncFile file({dir.path()}, 8 * kMib, {}, std::make_shared<FaultyHook>(full));
   TransferEngine engine(&file);
   WindowSpace space(2 * kMib);
   Arena arena(2 * kMib);
@@ -162,9 +125,8 @@ TEST(TransferEngine, FailureIsReportedWithItsPlaceAndLaterTransfersSucceed) {
 
 TEST(TransferEngine, SlowDiskHoldsUpNeitherCopiesNorTheOtherDirection) {
   const TempDir dir;
-  auto backend = std::make_unique<GatedBackend>();
-  GatedBackend& gate = *backend;
-  AsyncFile file(dir.path(), kMib, {.direct = false}, std::move(backend));
+  const auto gate = std::make_shared<GateHook>();
+  AsyncFile file({dir.path()}, kMib, {.direct = false}, gate);
   TransferEngine engine(&file);
   std::vector<char> from(1000, 1);
   std::vector<char> to(1000);
@@ -176,7 +138,7 @@ TEST(TransferEngine, SlowDiskHoldsUpNeitherCopiesNorTheOtherDirection) {
   EXPECT_EQ(done[0].ticket, fast);
   EXPECT_EQ(engine.num_in_flight(), 1);
   EXPECT_FALSE(engine.wait_any(0));
-  gate.open();
+  gate->open();
   done = finish(engine);
   ASSERT_EQ(done.size(), 1u);
   EXPECT_EQ(done[0].ticket, slow);
@@ -191,7 +153,7 @@ TEST(TransferEngine, WaitingForNothingReturnsAtOnce) {
 
 TEST(TransferEngine, MisuseIsRefusedAndNothingIsInFlight) {
   const TempDir dir;
-  AsyncFile file(dir.path(), kMib);
+  AsyncFile file({dir.path()}, kMib);
   TransferEngine engine(&file);
   TransferEngine no_disk(nullptr);
   char byte = 0;
@@ -206,7 +168,7 @@ TEST(TransferEngine, MisuseIsRefusedAndNothingIsInFlight) {
 
 TEST(TransferEngine, RangeOutsideTheFileIsAFailedCompletion) {
   const TempDir dir;
-  AsyncFile file(dir.path(), kMib, {.direct = false});
+  AsyncFile file({dir.path()}, kMib, {.direct = false});
   TransferEngine engine(&file);
   std::vector<char> bytes(4096);
   (void)engine.read(bytes.data(), 4096, 5 * kMib, Link::kDiskRead);

@@ -37,7 +37,7 @@ def count_entries(directory: str) -> int:
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_what_is_written_is_read(tmp_path: Path, direct: bool, threads: int) -> None:
-    file = _C.AsyncFile(str(tmp_path), 8 * MIB, threads=threads, direct=direct)
+    file = _C.AsyncFile([str(tmp_path)], 8 * MIB, depth=threads, direct=direct)
     written, read = aligned(5 * MIB, 1), aligned(5 * MIB, 2)
     file.wait(file.write(written.data_ptr(), 5 * MIB, 2 * MIB))
     ticket = file.read(read.data_ptr(), 5 * MIB, 2 * MIB)
@@ -51,7 +51,7 @@ def test_what_is_written_is_read(tmp_path: Path, direct: bool, threads: int) -> 
 
 
 def test_direct_needs_alignment_and_says_so(tmp_path: Path) -> None:
-    file = _C.AsyncFile(str(tmp_path), MIB)
+    file = _C.AsyncFile([str(tmp_path)], MIB)
     if not file.direct:
         pytest.skip("the temporary directory has no O_DIRECT")
     data = aligned(64 * KIB, 1)
@@ -61,7 +61,7 @@ def test_direct_needs_alignment_and_says_so(tmp_path: Path) -> None:
 
 
 def test_bad_requests_are_refused_with_numbers(tmp_path: Path) -> None:
-    file = _C.AsyncFile(str(tmp_path), 10_000)
+    file = _C.AsyncFile([str(tmp_path)], 10_000)
     assert file.size == 12288
     data = aligned(64 * KIB, 1)
     with pytest.raises(StateError, match="12288"):
@@ -69,12 +69,12 @@ def test_bad_requests_are_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="not issued"):
         file.wait(99)
     with pytest.raises(StateError, match="positive"):
-        _C.AsyncFile(str(tmp_path), 0)
+        _C.AsyncFile([str(tmp_path)], 0)
 
 
 def test_missing_directory_is_an_oserror_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(IoError) as raised:
-        _C.AsyncFile(str(tmp_path / "missing"), MIB)
+        _C.AsyncFile([str(tmp_path / "missing")], MIB)
     assert raised.value.errno == errno.ENOENT
     assert raised.value.filename == str(tmp_path / "missing")
 
@@ -83,14 +83,14 @@ def test_more_than_the_disk_has_is_refused_and_leaves_nothing(tmp_path: Path) ->
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     open_files = count_entries("/proc/self/fd")
     with pytest.raises(IoError) as raised:
-        _C.AsyncFile(str(tmp_path), free_bytes + 2**40)
+        _C.AsyncFile([str(tmp_path)], free_bytes + 2**40)
     assert raised.value.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     assert list(tmp_path.iterdir()) == []
     assert count_entries("/proc/self/fd") == open_files
 
 
 def test_unmapped_window_is_an_error_of_the_request(tmp_path: Path) -> None:
-    file = _C.AsyncFile(str(tmp_path), MIB)
+    file = _C.AsyncFile([str(tmp_path)], MIB)
     space, arena = _C.WindowSpace(MIB), _C.Arena(MIB)
     window = space.create(MIB)
     with pytest.raises(IoError) as raised:
@@ -105,7 +105,7 @@ def test_killed_process_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     script = f"""
 import os
 from gemini import _C
-file = _C.AsyncFile({str(tmp_path)!r}, 2**20)
+file = _C.AsyncFile([{str(tmp_path)!r}], 2**20)
 print("ready", flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -115,11 +115,13 @@ os.kill(os.getpid(), 9)
 
 
 def test_many_requests_grow_nothing(tmp_path: Path) -> None:
-    file = _C.AsyncFile(str(tmp_path), MIB)
+    file = _C.AsyncFile([str(tmp_path)], MIB)
     data = aligned(64 * KIB, 1)
+    for _ in range(20):  # the kernel may start threads of its own for io_uring
+        file.wait(file.write(data.data_ptr(), data.nbytes, 0))
     threads = count_entries("/proc/self/task")
     open_files = count_entries("/proc/self/fd")
     for _ in range(500):
         file.wait(file.write(data.data_ptr(), data.nbytes, 0))
-    assert count_entries("/proc/self/task") == threads
+    assert count_entries("/proc/self/task") <= threads + 2  # theirs come and go
     assert count_entries("/proc/self/fd") == open_files

@@ -196,7 +196,7 @@ def test_data_loader_worker_neither_crashes_nor_doubles_memory(memory: Memory) -
 def test_bytes_survive_the_disk_while_windows_share_one_block(memory: Memory, tmp_path: Path) -> None:
     nbytes, count = 3 * MIB, 4
     space, arena = _C.WindowSpace(count * nbytes), _C.Arena(nbytes)
-    engine = _C.TransferEngine(_C.AsyncFile(str(tmp_path), count * nbytes))
+    engine = _C.TransferEngine(_C.AsyncFile([str(tmp_path)], count * nbytes))
     windows = [space.create(nbytes) for _ in range(count)]
     for index, window in enumerate(windows):
         arena.map(window)

@@ -1,0 +1,31 @@
+// Where tests interfere: every request and reservation of an AsyncFile passes here.
+#pragma once
+
+#include <cstdint>
+
+namespace gemini {
+
+// Lets everything through. Called by the threads of a backend, several at a time.
+class IoHook {
+ public:
+  virtual ~IoHook() = default;
+
+  // Before a request: the most bytes it may move, or a negated errno to fail with unexecuted.
+  // `position` is in the AsyncFile. May block.
+  [[nodiscard]] virtual int64_t before(bool is_write, int64_t nbytes, int64_t position) {
+    (void)is_write, (void)position;
+    return nbytes;
+  }
+  // After it: what to report instead of `result`, the bytes moved or a negated errno.
+  [[nodiscard]] virtual int64_t after(bool is_write, int64_t result, int64_t position) {
+    (void)is_write, (void)position;
+    return result;
+  }
+  // Before disk space is reserved: an errno to fail with, or 0.
+  [[nodiscard]] virtual int allocate(int64_t nbytes) {
+    (void)nbytes;
+    return 0;
+  }
+};
+
+}  // namespace gemini

@@ -1,0 +1,175 @@
+#include "aio/request_queue.h"
+
+#include <cerrno>
+#include <utility>
+
+#include "common/bytes.h"
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+// Attempts at one piece that make no progress, after which it counts as failed.
+constexpr int kMaxRetries = 1000;
+
+bool is_transient(int64_t result) {
+  return result == -EINTR || result == -EAGAIN || result == -ECANCELED;
+}
+
+}  // namespace
+
+RequestQueue::RequestQueue(std::string path, bool whole_pages, std::shared_ptr<IoHook> hook,
+                           Steps steps)
+    : path_(std::move(path)),
+      whole_pages_(whole_pages),
+      hook_(std::move(hook)),
+      steps_(std::move(steps)) {}
+
+RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
+  Ticket ticket = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw StateError(path_ + " is closed");
+    ticket = next_ticket_++;
+    if (pieces.empty()) return ticket;
+    in_flight_.emplace(ticket, Progress{static_cast<int64_t>(pieces.size()), nullptr});
+    for (IoPiece& piece : pieces) {
+      piece.ticket = ticket;
+      waiting_.push_back(std::move(piece));
+    }
+    num_waiting_ = static_cast<int64_t>(waiting_.size());
+  }
+  pieces.size() == 1 ? piece_ready_.notify_one() : piece_ready_.notify_all();
+  return ticket;
+}
+
+bool RequestQueue::take(IoPiece& piece, bool wait) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (wait) piece_ready_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+    if (waiting_.empty()) return false;
+    piece = std::move(waiting_.front());
+    waiting_.pop_front();
+    num_waiting_ = static_cast<int64_t>(waiting_.size());
+    // The rest of a failed transfer is not worth the device's time.
+    if (!in_flight_.at(piece.ticket).error) break;
+    finish_locked(piece, nullptr);
+  }
+  lock.unlock();
+  if (steps_.prepare) steps_.prepare(piece);
+  return true;
+}
+
+int64_t RequestQueue::allowed(const IoPiece& piece) {
+  const int64_t left = piece.nbytes - piece.done_bytes;
+  if (!hook_) return left;
+  const int64_t most = hook_->before(piece.is_write, left, piece.position + piece.done_bytes);
+  if (most < 0 || !whole_pages_) return most;
+  return std::min(round_up(most, kPageBytes), left);
+}
+
+// What of `result` counts: O_DIRECT refuses to go on inside a page, so an incomplete one is
+// repeated.
+int64_t RequestQueue::usable(const IoPiece& piece, int64_t result) const {
+  const bool complete = result == piece.nbytes - piece.done_bytes;
+  if (result <= 0 || !whole_pages_ || complete) return result;
+  const int64_t pages = result / kPageBytes * kPageBytes;
+  return pages > 0 ? pages : -EAGAIN;
+}
+
+bool RequestQueue::settle(IoPiece& piece, int64_t result) {
+  if (hook_) result = hook_->after(piece.is_write, result, piece.position + piece.done_bytes);
+  result = usable(piece, result);
+  if (result > 0) {
+    piece.done_bytes += result;
+    piece.retries = 0;
+    if (piece.done_bytes < piece.nbytes) return true;
+    finish(piece, steps_.complete ? steps_.complete(piece) : nullptr);
+    return false;
+  }
+  if (is_transient(result) && ++piece.retries <= kMaxRetries) return true;
+  // No progress without an error is the end of the file or a broken file system: repeating the
+  // request would never end.
+  const int code = result == 0 ? EIO : static_cast<int>(-result);
+  const std::string left = std::to_string(piece.nbytes - piece.done_bytes);
+  const char* const doing = piece.is_write ? "cannot write " : "cannot read ";
+  finish(piece, std::make_exception_ptr(IoError(code, path_, piece.position + piece.done_bytes,
+                                                doing + left + " bytes of")));
+  return false;
+}
+
+void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error) {
+  const std::lock_guard lock(mutex_);
+  if (!error) {
+    ++stats_.requests;
+    (piece.is_write ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
+  }
+  finish_locked(piece, error);
+}
+
+void RequestQueue::finish_locked(const IoPiece& piece, const std::exception_ptr& error) {
+  const auto found = in_flight_.find(piece.ticket);
+  Progress& progress = found->second;
+  if (error && !progress.error) progress.error = error;
+  if (--progress.pieces_left > 0) return;
+  if (progress.error) failed_.emplace(piece.ticket, Failure{progress.error, false});
+  in_flight_.erase(found);
+  ticket_done_.notify_all();
+}
+
+void RequestQueue::require_issued(Ticket ticket) const {
+  if (ticket != 0 && ticket < next_ticket_) return;
+  throw StateError("ticket " + std::to_string(ticket) + " was not issued by " + path_);
+}
+
+bool RequestQueue::done(Ticket ticket) const {
+  const std::lock_guard lock(mutex_);
+  require_issued(ticket);
+  return !in_flight_.contains(ticket);
+}
+
+void RequestQueue::wait(Ticket ticket) {
+  std::unique_lock lock(mutex_);
+  require_issued(ticket);
+  ticket_done_.wait(lock, [&] { return !in_flight_.contains(ticket); });
+  const auto found = failed_.find(ticket);
+  if (found == failed_.end()) return;
+  found->second.reported = true;
+  std::rethrow_exception(found->second.error);
+}
+
+void RequestQueue::wait_all() {
+  std::unique_lock lock(mutex_);
+  ticket_done_.wait(lock, [&] { return in_flight_.empty(); });
+  for (auto& [ticket, failure] : failed_) {
+    if (std::exchange(failure.reported, true)) continue;
+    std::rethrow_exception(failure.error);
+  }
+}
+
+bool RequestQueue::close() {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(closed_, true);
+}
+
+void RequestQueue::drop() {
+  const std::lock_guard lock(mutex_);
+  waiting_.clear();
+  num_waiting_ = 0;
+}
+
+void RequestQueue::stop() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    stopping_ = true;
+  }
+  piece_ready_.notify_all();
+}
+
+QueueStats RequestQueue::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace gemini

@@ -1,0 +1,41 @@
+// Blocking system calls on a few threads: works on every file system and in every container.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "aio/io_backend.h"
+#include "aio/io_piece.h"
+
+namespace gemini {
+
+class ThreadBackend final : public IoBackend {
+ public:
+  // Starts `depth` threads.
+  ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth);
+  ~ThreadBackend() override { join(); }
+
+  [[nodiscard]] BackendKind kind() const noexcept override { return BackendKind::kThreads; }
+  void wake() noexcept override {}  // the threads wait at the queue
+  void join() noexcept override;
+  bool pin(void*, int64_t) override { return false; }
+  void forget(void*) override {}
+  [[nodiscard]] BackendStats stats() const override;
+
+ private:
+  void work();
+  [[nodiscard]] int64_t execute(const IoPiece& piece);
+
+  RequestQueue& queue_;
+  const std::vector<int> descriptors_;
+  std::atomic<int64_t> system_calls_{0};
+  std::atomic<int64_t> executing_{0};
+  DepthMeter depth_;
+  std::atomic<double> ended_cpu_seconds_{0};
+  mutable std::mutex mutex_;
+  mutable std::vector<std::thread> threads_;  // guarded by mutex_
+};
+
+}  // namespace gemini

@@ -1,0 +1,360 @@
+#include "aio/uring_backend.h"
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "common/error.h"
+
+#ifdef GEMINI_HAVE_URING
+
+#include <liburing.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "aio/io_piece.h"
+#include "aio/request_queue.h"
+#include "aio/thread_cpu.h"
+#include "aio/worker_thread.h"
+#include "common/unique_fd.h"
+
+namespace gemini {
+namespace {
+
+constexpr unsigned kMaxPinned = 64;  // areas of pinned memory per ring
+constexpr uint64_t kWakeTag = ~uint64_t{0};
+
+// An io_uring that is given back.
+class Ring {
+ public:
+  explicit Ring(unsigned entries) {
+    const int code = ::io_uring_queue_init(entries, &ring_, 0);
+    if (code < 0) throw Error(std::string("cannot set up io_uring: ") + std::strerror(-code));
+  }
+  ~Ring() { ::io_uring_queue_exit(&ring_); }
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+  io_uring* get() noexcept { return &ring_; }
+
+ private:
+  io_uring ring_{};
+};
+
+class UringBackend final : public IoBackend {
+ public:
+  UringBackend(RequestQueue& queue, std::vector<int> descriptors, int depth)
+      : queue_(queue),
+        descriptors_(std::move(descriptors)),
+        ring_(std::in_place,
+              static_cast<unsigned>(depth) + 2),  // and the event that wakes the thread
+        event_(::eventfd(0, EFD_CLOEXEC)),
+        slots_(static_cast<size_t>(depth)) {
+    if (event_.get() < 0)
+      throw Error(std::string("cannot make an eventfd: ") + std::strerror(errno));
+    for (size_t i = slots_.size(); i > 0; --i) free_.push_back(i - 1);
+    const auto num_files = static_cast<unsigned>(descriptors_.size());
+    fixed_files_ = ::io_uring_register_files(ring(), descriptors_.data(), num_files) == 0;
+    can_pin_ = ::io_uring_register_buffers_sparse(ring(), kMaxPinned) == 0;
+    thread_ = start_worker([this] { work(); });
+  }
+  ~UringBackend() override { join(); }
+
+  [[nodiscard]] BackendKind kind() const noexcept override { return BackendKind::kUring; }
+
+  void wake() noexcept override {
+    if (!asleep_.load()) return;
+    constexpr uint64_t kOne = 1;
+    // Cannot fail but when the counter is full, and then the thread wakes up anyway.
+    (void)!::write(event_.get(), &kOne, sizeof kOne);
+  }
+
+  void join() noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (thread_.joinable()) thread_.join();
+    const std::lock_guard pin_lock(pin_mutex_);
+    can_pin_ = false;
+    pinned_.clear();
+    ring_.reset();
+    event_.reset();
+  }
+
+  bool pin(void* address, int64_t nbytes) override {
+    const std::lock_guard lock(pin_mutex_);
+    if (!can_pin_ || pinned_.size() == kMaxPinned) return false;
+    unsigned index = 0;
+    while (index_used(index)) ++index;
+    const iovec area{address, static_cast<size_t>(nbytes)};
+    if (::io_uring_register_buffers_update_tag(ring(), index, &area, nullptr, 1) != 1) {
+      return false;  // RLIMIT_MEMLOCK, mostly
+    }
+    pinned_.push_back({static_cast<char*>(address), nbytes, static_cast<int>(index)});
+    return true;
+  }
+
+  void forget(void* address) override {
+    const std::lock_guard lock(pin_mutex_);
+    for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
+      if (pinned->address != address) continue;
+      const iovec nothing{nullptr, 0};
+      (void)::io_uring_register_buffers_update_tag(ring(), static_cast<unsigned>(pinned->index),
+                                                   &nothing, nullptr, 1);
+      pinned_.erase(pinned);
+      return;
+    }
+  }
+
+  [[nodiscard]] BackendStats stats() const override {
+    const std::lock_guard lock(mutex_);
+    return {system_calls_.load(), batches_.load(), depth_.mean(),
+            ended_cpu_seconds_ + cpu_seconds_of(thread_)};
+  }
+
+ private:
+  struct Slot {
+    IoPiece piece;
+    std::vector<iovec> areas;  // of the attempt under way: the kernel may read them late
+  };
+  struct Pinned {
+    char* address;
+    int64_t nbytes;
+    int index;
+  };
+
+  void work() {
+    bool more = true;
+    while (more) {
+      fill();
+      if (num_in_flight() == 0) {
+        more = wait_for_work();
+        continue;
+      }
+      exchange();
+    }
+    ended_cpu_seconds_ += own_cpu_seconds();
+  }
+
+  // Blocks until there is a piece, and starts it. False when the queue has stopped.
+  bool wait_for_work() {
+    const size_t index = free_.back();
+    if (!queue_.take(slots_[index].piece, /*wait=*/true)) return false;
+    free_.pop_back();
+    start(index);
+    return true;
+  }
+
+  // Prepares requests until the device has as many as it may or nothing is waiting.
+  void fill() {
+    while (!free_.empty() && queue_.has_waiting()) {
+      const size_t index = free_.back();
+      if (!queue_.take(slots_[index].piece, /*wait=*/false)) return;
+      free_.pop_back();
+      start(index);
+    }
+  }
+
+  // Prepares an attempt at the piece of a slot, unless its result is known without one.
+  void start(size_t index) {
+    Slot& slot = slots_[index];
+    for (;;) {
+      const int64_t allowed = queue_.allowed(slot.piece);
+      if (allowed >= 0) {
+        prepare(index, allowed);
+        return;
+      }
+      if (!queue_.settle(slot.piece, allowed)) {
+        free_.push_back(index);
+        return;
+      }
+    }
+  }
+
+  void prepare(size_t index, int64_t allowed) {
+    Slot& slot = slots_[index];
+    const IoPiece& piece = slot.piece;
+    slot.areas = piece.rest(allowed);
+    io_uring_sqe* const sqe = next_entry();
+    const iovec& area = slot.areas.front();
+    const auto count = static_cast<unsigned>(slot.areas.size());
+    const auto length = static_cast<unsigned>(area.iov_len);
+    const auto offset = static_cast<uint64_t>(piece.offset + piece.done_bytes);
+    const auto file = static_cast<size_t>(piece.file);
+    const int fd = fixed_files_ ? piece.file : descriptors_[file];
+    const int pinned = count == 1 ? pinned_index(area) : -1;
+    if (count > 1) {
+      piece.is_write ? ::io_uring_prep_writev(sqe, fd, slot.areas.data(), count, offset)
+                     : ::io_uring_prep_readv(sqe, fd, slot.areas.data(), count, offset);
+    } else if (pinned >= 0) {
+      piece.is_write ? ::io_uring_prep_write_fixed(sqe, fd, area.iov_base, length, offset, pinned)
+                     : ::io_uring_prep_read_fixed(sqe, fd, area.iov_base, length, offset, pinned);
+    } else {
+      piece.is_write ? ::io_uring_prep_write(sqe, fd, area.iov_base, length, offset)
+                     : ::io_uring_prep_read(sqe, fd, area.iov_base, length, offset);
+    }
+    if (fixed_files_) sqe->flags |= IOSQE_FIXED_FILE;
+    sqe->user_data = index;
+  }
+
+  // The ring has room for every slot and the event, so there always is an entry.
+  io_uring_sqe* next_entry() {
+    io_uring_sqe* sqe = ::io_uring_get_sqe(ring());
+    while (sqe == nullptr) {
+      enter(0);
+      sqe = ::io_uring_get_sqe(ring());
+    }
+    ++unsubmitted_;
+    return sqe;
+  }
+
+  // Hands over what is prepared, waits for at least one completion and judges what has completed.
+  void exchange() {
+    if (unsubmitted_ > 0 && queue_.has_waiting()) {
+      depth_.sample(static_cast<int64_t>(num_in_flight()));
+    }
+    asleep_ = !free_.empty();
+    if (asleep_ && !event_armed_) {
+      io_uring_sqe* const sqe = next_entry();
+      ::io_uring_prep_read(sqe, event_.get(), &event_count_, sizeof event_count_, 0);
+      sqe->user_data = kWakeTag;
+      event_armed_ = true;
+    }
+    // A piece that was pushed before `asleep_` was seen would wait for the next completion.
+    const bool missed = asleep_ && queue_.has_waiting();
+    enter(missed ? 0 : 1);
+    asleep_ = false;
+    collect();
+  }
+
+  // One system call.
+  void enter(unsigned wait_for) {
+    if (unsubmitted_ > 0) ++batches_;
+    ++system_calls_;
+    const int code = ::io_uring_submit_and_wait(ring(), wait_for);
+    if (code >= 0) {
+      unsubmitted_ -= std::min(unsubmitted_, code);
+    } else if (code == -EAGAIN || code == -EBUSY) {
+      ::sched_yield();  // short of memory, or completions must be collected first
+    } else if (code != -EINTR) {
+      // Says that the ring itself is broken. Requests under way can be neither ended nor trusted.
+      throw Error(std::string("io_uring_enter failed: ") + std::strerror(-code));
+    }
+  }
+
+  void collect() {
+    io_uring_cqe* cqe = nullptr;
+    while (::io_uring_peek_cqe(ring(), &cqe) == 0) {
+      const uint64_t tag = cqe->user_data;
+      const int64_t result = cqe->res;
+      ::io_uring_cqe_seen(ring(), cqe);
+      if (tag == kWakeTag) {
+        event_armed_ = false;
+      } else if (queue_.settle(slots_[tag].piece, result)) {
+        start(tag);
+      } else {
+        free_.push_back(tag);
+      }
+    }
+  }
+
+  [[nodiscard]] io_uring* ring() { return ring_->get(); }
+
+  [[nodiscard]] size_t num_in_flight() const { return slots_.size() - free_.size(); }
+
+  [[nodiscard]] int pinned_index(const iovec& area) {
+    const std::lock_guard lock(pin_mutex_);
+    const char* const begin = static_cast<const char*>(area.iov_base);
+    for (const Pinned& pinned : pinned_) {
+      const bool inside =
+          begin >= pinned.address && begin + area.iov_len <= pinned.address + pinned.nbytes;
+      if (inside) return pinned.index;
+    }
+    return -1;
+  }
+
+  [[nodiscard]] bool index_used(unsigned index) const {
+    for (const Pinned& pinned : pinned_) {
+      if (pinned.index == static_cast<int>(index)) return true;
+    }
+    return false;
+  }
+
+  RequestQueue& queue_;
+  const std::vector<int> descriptors_;
+  std::optional<Ring> ring_;  // until join
+  UniqueFd event_;
+  bool fixed_files_ = false;  // the ring knows the descriptors by their index
+  bool can_pin_ = false;
+  std::mutex pin_mutex_;
+  std::vector<Pinned> pinned_;  // guarded by pin_mutex_
+
+  // The thread's own.
+  std::vector<Slot> slots_;  // never resized: requests under way point into it
+  std::vector<size_t> free_;
+  int unsubmitted_ = 0;
+  bool event_armed_ = false;
+  uint64_t event_count_ = 0;  // written by the kernel
+
+  std::atomic<bool> asleep_{false};  // in the kernel, with room for more requests
+  std::atomic<int64_t> system_calls_{0};
+  std::atomic<int64_t> batches_{0};
+  DepthMeter depth_;
+  std::atomic<double> ended_cpu_seconds_{0};
+  mutable std::mutex mutex_;
+  mutable std::thread thread_;
+};
+
+std::string find_refusal() {
+  io_uring ring{};
+  const int code = ::io_uring_queue_init(2, &ring, 0);
+  if (code < 0) return std::string("io_uring_setup: ") + std::strerror(-code);
+  io_uring_probe* const probe = ::io_uring_get_probe_ring(&ring);
+  std::string refusal;
+  for (const int operation : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READV, IORING_OP_WRITEV,
+                              IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED}) {
+    if (probe == nullptr || ::io_uring_opcode_supported(probe, operation) == 0) {
+      refusal = "the kernel is older than Linux 5.6";
+    }
+  }
+  if (probe != nullptr) ::io_uring_free_probe(probe);
+  ::io_uring_queue_exit(&ring);
+  return refusal;
+}
+
+}  // namespace
+
+std::unique_ptr<IoBackend> make_uring_backend(RequestQueue& queue, std::vector<int> descriptors,
+                                              int depth) {
+  return std::make_unique<UringBackend>(queue, std::move(descriptors), depth);
+}
+
+const std::string& uring_refusal() {
+  static const std::string refusal = find_refusal();
+  return refusal;
+}
+
+}  // namespace gemini
+
+#else
+
+namespace gemini {
+
+std::unique_ptr<IoBackend> make_uring_backend(RequestQueue&, std::vector<int>, int) {
+  throw Error(uring_refusal());
+}
+
+const std::string& uring_refusal() {
+  static const std::string refusal = "this build has no io_uring: liburing was not found";
+  return refusal;
+}
+
+}  // namespace gemini
+
+#endif
