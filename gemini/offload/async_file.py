@@ -41,8 +41,8 @@ def checked_directory(directory: str | os.PathLike[str]) -> str:
 
 def checked_directories(directories: Directories) -> list[str]:
     """Return one or several directories as strings. Raises as :func:`checked_directory`."""
-    single = isinstance(directories, (str, os.PathLike))
-    found = [checked_directory(one) for one in ([directories] if single else directories)]
+    several = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
+    found = [checked_directory(one) for one in several]
     if not found:
         raise ConfigError("no directory given; name at least one")
     return found
