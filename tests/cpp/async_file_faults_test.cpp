@@ -119,31 +119,31 @@ TEST_P(AsyncFileFaults, DelayedAndReorderedCompletions) {
 // Every request of a small run in its turn fails once: the error names it, and the run can be
 // repeated on the same file.
 TEST_P(AsyncFileFaults, ErrorAtEveryRequest) {
-  for (const int code : {EIO, ENOSPC, EDQUOT, EROFS}) {
-    for (int64_t at = 0; at < 32; ++at) {
-      const TempDir dir;
-      std::atomic<int64_t> calls{0};
-      std::atomic<int64_t> failed_position{-1};
-      const auto fail = [&](bool, int64_t, int64_t position) -> int64_t {
-        if (calls++ != at) return 0;
-        failed_position = position;
-        return -code;
-      };
-      AsyncFile file({dir.path()}, kBytes, small_pieces(GetParam()),
-                     std::make_shared<FaultyHook>(fail));
-      const Buffer written(kBytes, 1);
-      const Buffer read(kBytes, 2);
-      const auto run = [&] {
-        file.wait(file.write(written.data(), kBytes, 0));
-        file.wait(file.read(read.data(), kBytes, 0));
-      };
-      const IoError error = io_error_of(run);
-      ASSERT_EQ(error.code(), code);
-      ASSERT_EQ(error.offset(), failed_position.load());
-      ASSERT_NE(std::string(error.what()).find("16384 bytes"), std::string::npos) << error.what();
-      run();
-      ASSERT_TRUE(read == written);
-    }
+  constexpr int kCodes[] = {EIO, ENOSPC, EDQUOT, EROFS};
+  for (int64_t at = 0; at < 32; ++at) {
+    const int code = kCodes[at % 4];
+    const TempDir dir;
+    std::atomic<int64_t> calls{0};
+    std::atomic<int64_t> failed_position{-1};
+    const auto fail = [&](bool, int64_t, int64_t position) -> int64_t {
+      if (calls++ != at) return 0;
+      failed_position = position;
+      return -code;
+    };
+    AsyncFile file({dir.path()}, kBytes, small_pieces(GetParam()),
+                   std::make_shared<FaultyHook>(fail));
+    const Buffer written(kBytes, 1);
+    const Buffer read(kBytes, 2);
+    const auto run = [&] {
+      file.wait(file.write(written.data(), kBytes, 0));
+      file.wait(file.read(read.data(), kBytes, 0));
+    };
+    const IoError error = io_error_of(run);
+    ASSERT_EQ(error.code(), code);
+    ASSERT_EQ(error.offset(), failed_position.load());
+    ASSERT_NE(std::string(error.what()).find("16384 bytes"), std::string::npos) << error.what();
+    run();
+    ASSERT_TRUE(read == written);
   }
 }
 
