@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ConfigError, StateError
 
-from .async_file import checked_directory
-from .disk_space import DiskSpace, Extent
+from .async_file import Backend, Directories, checked_directories, chosen_backend
+from .storage import release
+from .tensor_file import TensorFile
+from .tensornvme_file import TensorNvmeFile
 
-Callback = Callable[[], None]
-
-_MAX_THREADS = 4
+Callback: TypeAlias = Callable[[], None]
 
 
 class Place(Enum):
@@ -32,22 +34,33 @@ class Place(Enum):
     READING = "reading"
 
 
+class _File(Protocol):
+    """The disk side. What ``write`` and ``read`` return is only given back to ``wait``."""
+
+    @property
+    def disk_bytes(self) -> int: ...
+    def write(self, tensors: Sequence[torch.Tensor]) -> Any: ...
+    def read(self, tensors: Sequence[torch.Tensor]) -> Any: ...
+    def wait(self, transfer: Any) -> None: ...
+    def close(self) -> None: ...
+
+
 class _Entry:
     """What the offloader knows of one tensor; dies with it."""
 
-    def __init__(self, extent: Extent, nbytes: int) -> None:
-        self.extent = extent
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.place = Place.MEMORY
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """A transfer under way; holds the tensor so that its memory outlives the transfer."""
+    """A transfer under way; holds the tensors so that their memory outlives it."""
 
-    tensor: torch.Tensor
-    entry: _Entry
-    ticket: int
+    tensors: tuple[torch.Tensor, ...]
+    entries: tuple[_Entry, ...]
+    is_write: bool
+    transfer: Any
     callback: Callback | None
 
 
@@ -55,34 +68,57 @@ class DiskOffloader:
     """Write tensors to a private file under ``dir_name`` and read them back into the same objects.
 
     Between a finished write and the next read a tensor has no storage and must not be used. Not
-    thread-safe; callbacks run on the thread that waits. The file disappears on ``close`` or exit.
+    thread-safe; callbacks run on the thread that waits. The file disappears on ``close``, on exit, and when
+    the offloader is collected.
+
+    A tensor is dense, on the CPU or a CUDA GPU, of any dtype, and has its storage to itself. Host memory
+    used: 16 MiB of staging at most (as much again, pinned, once a CUDA tensor came), of which large CPU
+    tensors touch two blocks each; the page cache is not used where the file system allows it. CUDA tensors
+    pass through the staging memory on the current stream of their device, and so do small ones: a call that
+    needs more of it than is free waits for earlier transfers.
+
+    The calls are those of TensorNVMe's ``DiskOffloader``. What differs: tensors are known by themselves, not
+    by ``id()``; several written together may be read singly and the other way round; every failure raises;
+    memory goes when a write was waited for, never inside a later call's callback; ``backend`` None is
+    io_uring or threads, whichever works ("aio" and "pthread" are "threads" here); ``TENSORNVME_BACKEND``
+    is not read.
     """
 
     def __init__(
-        self, dir_name: str | os.PathLike[str], n_entries: int = 16, backend: str | None = None
+        self,
+        dir_name: Directories,
+        n_entries: int = 16,
+        backend: Backend | Literal["tensornvme"] | None = None,
+        *,
+        checksums: bool = False,
     ) -> None:
         """Prepare; disk space is reserved by the first write.
 
         Args:
-            dir_name: an existing, writable directory.
+            dir_name: an existing, writable directory, or several: large tensors are striped over them.
             n_entries: most transfers under way; one more waits for the oldest first.
-            backend: "threads" or None, which chooses it.
+            backend: "uring", "threads", or None, which chooses as ``AsyncFile`` does; "tensornvme" uses that
+                package, for comparison.
+            checksums: verify with CRC32C what is read, 5 bytes of memory per 4096 on disk.
 
         Raises:
-            ConfigError: the directory, the number or the backend cannot be used.
+            ConfigError: a directory, the number or the backend cannot be used.
         """
-        if backend == "uring":
-            raise ConfigError("backend 'uring' is not compiled in this release; use None or 'threads'")
-        if backend not in (None, "threads"):
-            raise ConfigError(f"backend {backend!r} is unknown; it is None or 'threads'")
         if n_entries < 1:
             raise ConfigError(f"n_entries is {n_entries}; it must be 1 or more")
+        directories = checked_directories(dir_name)
+        self._file: _File
+        if backend == "tensornvme":
+            self._file = TensorNvmeFile(directories, num_entries=n_entries, checksums=checksums)
+        else:
+            chosen_backend(backend)  # refuses now, not at the first write
+            self._file = TensorFile(directories, backend=backend, checksums=checksums)
         self._n_entries = n_entries
-        self._space = DiskSpace(checked_directory(dir_name), threads=min(n_entries, _MAX_THREADS))
         self._entries = WeakTensorKeyDictionary()
         self._requests: deque[_Request] = deque()
         self._pid = os.getpid()
         self._closed = False
+        self._abandon = weakref.finalize(self, _abandon, self._file, self._requests, self._pid)
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start moving ``tensor`` to disk.
@@ -92,20 +128,11 @@ class DiskOffloader:
         tensor before that.
 
         Raises:
-            ConfigError: not a dense CPU tensor that has its storage to itself.
+            ConfigError: not a dense CPU or CUDA tensor that has its storage to itself.
             StateError: it is on disk already, or the offloader is closed.
             IoError: an earlier transfer failed, or the disk is full; the tensor is as before.
         """
-        self._require_open()
-        entry = self._settled(tensor)
-        if entry is not None and entry.place is Place.DISK:
-            raise StateError(f"tensor of shape {tuple(tensor.shape)} is on disk already; read it first")
-        _check_owns_storage(tensor)
-        self._make_room()
-        nbytes = tensor.untyped_storage().nbytes()
-        if entry is None or entry.nbytes != nbytes:
-            entry = self._new_entry(tensor, nbytes)
-        self._start(tensor, entry, Place.WRITING, callback)
+        self.async_writev([tensor], callback)
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Give ``tensor`` its memory again and start filling it; usable after ``sync_read_events``.
@@ -114,41 +141,75 @@ class DiskOffloader:
             StateError: it is not on disk, or the offloader is closed.
             IoError: an earlier transfer failed.
         """
-        self._require_open()
-        entry = self._settled(tensor)
-        if entry is None or entry.place is not Place.DISK:
-            raise StateError(f"tensor of shape {tuple(tensor.shape)} is not on disk; write it first")
-        self._make_room()
-        tensor.untyped_storage().resize_(entry.nbytes)
-        self._start(tensor, entry, Place.READING, callback)
+        self.async_readv([tensor], callback)
 
     def sync_write(self, tensor: torch.Tensor) -> None:
         """Move ``tensor`` to disk and release its memory. Raises as ``async_write``."""
-        self.async_write(tensor)
-        self._settled(tensor)
+        self.sync_writev([tensor])
 
     def sync_read(self, tensor: torch.Tensor) -> None:
         """Read ``tensor`` back. Raises as ``async_read``."""
-        self.async_read(tensor)
-        self._settled(tensor)
+        self.sync_readv([tensor])
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start moving several tensors to disk; ``callback`` is called once, when all are done (at once if
-        there are none)."""
-        self._each(self.async_write, tensors, callback)
+        """Start moving several tensors to disk, as one transfer: when a part fails, all stay in memory.
+
+        Small neighbours share requests. ``callback`` is called once, when all are done (at once if there
+        are none). Raises as ``async_write``, before anything is under way.
+        """
+        self._prepare(tensors)
+        places = [self.place(tensor) for tensor in tensors]
+        for tensor, place in zip(tensors, places, strict=True):
+            if place is Place.DISK:
+                raise StateError(f"tensor of shape {tuple(tensor.shape)} is on disk already; read it first")
+            _check_owns_storage(tensor)
+        _check_distinct(tensors)
+        if self._is_nothing(tensors, callback):
+            return
+        transfer = self._file.write(tensors)
+        for tensor in tensors:
+            self._entries[tensor] = _Entry(tensor.untyped_storage().nbytes())
+        self._add(tensors, Place.WRITING, transfer, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start reading several tensors back; ``callback`` is called once, when all are done (at once
-        if there are none)."""
-        self._each(self.async_read, tensors, callback)
+        """Start reading several tensors back, as one transfer: when a part fails, all stay on disk.
+
+        ``callback`` is called once, when all are done (at once if there are none). Raises as ``async_read``,
+        before anything is under way.
+        """
+        self._prepare(tensors)
+        for tensor in tensors:
+            if self.place(tensor) is not Place.DISK:
+                raise StateError(f"tensor of shape {tuple(tensor.shape)} is not on disk; write it first")
+        _check_distinct(tensors)
+        if self._is_nothing(tensors, callback):
+            return
+        try:
+            for tensor in tensors:
+                tensor.untyped_storage().resize_(self._entries[tensor].nbytes)
+            transfer = self._file.read(tensors)
+        except BaseException:
+            _release(tensors)
+            raise
+        self._add(tensors, Place.READING, transfer, callback)
+
+    def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move several tensors to disk. Raises as ``async_writev``."""
+        self.async_writev(tensors)
+        self._settle(tensors)
+
+    def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Read several tensors back. Raises as ``async_readv``."""
+        self.async_readv(tensors)
+        self._settle(tensors)
 
     def sync_write_events(self) -> None:
         """Wait for all writes; raises the first failure after all were waited for."""
-        self._finish([request for request in self._requests if request.entry.place is Place.WRITING])
+        self._finish([request for request in self._requests if request.is_write])
 
     def sync_read_events(self) -> None:
         """Wait for all reads; raises the first failure after all were waited for."""
-        self._finish([request for request in self._requests if request.entry.place is Place.READING])
+        self._finish([request for request in self._requests if not request.is_write])
 
     def synchronize(self) -> None:
         """Wait for everything; raises the first failure after all were waited for."""
@@ -162,12 +223,13 @@ class DiskOffloader:
         try:
             self.synchronize()
         finally:
-            self._space.close()
+            self._file.close()
+            self._abandon.detach()
 
     @property
     def disk_bytes(self) -> int:
         """Disk space held, used or not."""
-        return self._space.reserved_bytes
+        return self._file.disk_bytes
 
     def place(self, tensor: torch.Tensor) -> Place:
         """Say where the bytes of ``tensor`` are, as of the last wait."""
@@ -182,7 +244,8 @@ class DiskOffloader:
     ) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def _prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait until there is room for one more transfer and none of ``tensors`` is on its way."""
         if self._closed:
             raise StateError("the DiskOffloader is closed")
         if os.getpid() != self._pid:
@@ -190,35 +253,28 @@ class DiskOffloader:
                 f"the DiskOffloader belongs to process {self._pid}, not to its fork {os.getpid()}; "
                 "make one there"
             )
-
-    def _settled(self, tensor: torch.Tensor) -> _Entry | None:
-        """Wait for the transfer of ``tensor`` under way, if any, and return its entry."""
-        self._finish([request for request in self._requests if request.tensor is tensor])
-        entry: _Entry | None = self._entries.get(tensor)
-        return entry
-
-    def _make_room(self) -> None:
-        while len(self._requests) >= self._n_entries:
+        self._settle(tensors)
+        while tensors and len(self._requests) >= self._n_entries:
             self._finish([self._requests[0]])
 
-    def _new_entry(self, tensor: torch.Tensor, nbytes: int) -> _Entry:
-        extent = self._space.allocate(nbytes)
-        entry = _Entry(extent, nbytes)
-        weakref.finalize(entry, self._space.free, extent).atexit = False
-        self._entries[tensor] = entry
-        return entry
+    def _settle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait for the transfers under way of ``tensors``, or of others with the same memory."""
+        wanted = _storage_ids(tensors)
+        self._finish([one for one in self._requests if not wanted.isdisjoint(_storage_ids(one.tensors))])
 
-    def _start(self, tensor: torch.Tensor, entry: _Entry, place: Place, callback: Callback | None) -> None:
-        file, offset = entry.extent.file, entry.extent.offset
-        submit = file.write if place is Place.WRITING else file.read
-        try:
-            ticket = submit(tensor.untyped_storage().data_ptr(), entry.nbytes, offset)
-        except BaseException:
-            if place is Place.READING:
-                tensor.untyped_storage().resize_(0)
-            raise
-        entry.place = place
-        self._requests.append(_Request(tensor, entry, ticket, callback))
+    def _is_nothing(self, tensors: Sequence[torch.Tensor], callback: Callback | None) -> bool:
+        if not tensors and callback is not None:
+            callback()
+        return not tensors
+
+    def _add(
+        self, tensors: Sequence[torch.Tensor], place: Place, transfer: Any, callback: Callback | None
+    ) -> None:
+        entries = tuple(self._entries[tensor] for tensor in tensors)
+        for entry in entries:
+            entry.place = place
+        request = _Request(tuple(tensors), entries, place is Place.WRITING, transfer, callback)
+        self._requests.append(request)
 
     def _finish(self, requests: Sequence[_Request]) -> None:
         """Wait for ``requests``, all of them also when one fails, then raise the first failure."""
@@ -226,7 +282,6 @@ class DiskOffloader:
         for request in requests:
             if request not in self._requests:
                 continue  # a callback has waited for it
-            self._requests.remove(request)
             try:
                 self._finish_one(request)
             except Exception as error:
@@ -235,52 +290,66 @@ class DiskOffloader:
             raise failure
 
     def _finish_one(self, request: _Request) -> None:
-        entry = request.entry
-        writing = entry.place is Place.WRITING
+        arrived = False
         try:
-            entry.extent.file.wait(request.ticket)
-        except BaseException:
+            self._file.wait(request.transfer)
+            arrived = True
+        except Exception:
             # The bytes are where they were: a failed write released nothing, a failed read can be repeated.
-            entry.place = Place.MEMORY if writing else Place.DISK
-            if not writing:
-                request.tensor.untyped_storage().resize_(0)
+            self._end(request, arrived)
             raise
-        entry.place = Place.DISK if writing else Place.MEMORY
-        if writing:
-            request.tensor.untyped_storage().resize_(0)
+        self._end(request, arrived)
         if request.callback is not None:
             request.callback()
 
-    def _each(
-        self,
-        start: Callable[[torch.Tensor, Callback | None], None],
-        tensors: Sequence[torch.Tensor],
-        callback: Callback | None,
-    ) -> None:
-        self._require_open()
-        waiting = len(tensors)
-        if waiting == 0 and callback is not None:
-            callback()
+    def _end(self, request: _Request, arrived: bool) -> None:
+        on_disk = request.is_write == arrived
+        self._requests.remove(request)
+        for entry in request.entries:
+            entry.place = Place.DISK if on_disk else Place.MEMORY
+        if on_disk:
+            _release(request.tensors)
 
-        def count_down() -> None:
-            nonlocal waiting
-            waiting -= 1
-            if waiting == 0 and callback is not None:
-                callback()
 
-        for tensor in tensors:
-            start(tensor, count_down)
+def _abandon(file: _File, requests: Iterable[_Request], pid: int) -> None:
+    """End what nobody will wait for: the disk must not write into memory that is freed."""
+    if os.getpid() != pid:
+        return
+    for request in requests:
+        with suppress(Exception):
+            file.wait(request.transfer)
+    file.close()
+
+
+def _release(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        release(tensor)
+
+
+def _storage_ids(tensors: Sequence[torch.Tensor]) -> set[int]:
+    dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
+    return {tensor.untyped_storage()._cdata for tensor in dense}
+
+
+def _check_distinct(tensors: Sequence[torch.Tensor]) -> None:
+    distinct = len(_storage_ids(tensors))
+    if distinct < len(tensors):
+        raise ConfigError(
+            f"{len(tensors)} tensors have {distinct} storages together; name each memory only once"
+        )
 
 
 def _check_owns_storage(tensor: torch.Tensor) -> None:
     what = f"tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise ConfigError(f"{what} is {tensor.layout} on {tensor.device}; only dense CPU tensors go to disk")
+    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"{what} is {tensor.layout} on {tensor.device}; only dense CPU and CUDA tensors go to disk"
+        )
     storage = tensor.untyped_storage()
     used = tensor.numel() * tensor.element_size()
-    if used == 0 or storage.nbytes() != used or tensor.storage_offset() != 0:
+    if storage.nbytes() != used or tensor.storage_offset() != 0:
         raise ConfigError(
-            f"{what} uses {used} bytes of a storage of {storage.nbytes()}; it must own a whole, non-empty one"
+            f"{what} uses {used} bytes of a storage of {storage.nbytes()}; it must own a whole one"
         )
     if not storage.resizable():
         raise ConfigError(f"{what} shares memory with its maker (numpy, a file); clone it first")

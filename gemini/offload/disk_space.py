@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemini.errors import IoError
 
-from .async_file import AsyncFile, round_to_block
+from .async_file import AsyncFile, Backend, round_to_block
 
 _MIN_FILE_BYTES = 16 * 2**20
 
@@ -22,21 +24,51 @@ class Extent:
     nbytes: int
 
 
+class Holes:
+    """The free ranges of something that is given out in pieces: first fit, merged when they come back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._holes = [(0, nbytes)]  # sorted (offset, nbytes) that do not touch
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of ``nbytes`` that are taken now, or None when no hole is large enough."""
+        for index, (offset, size) in enumerate(self._holes):
+            if size >= nbytes:
+                rest = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                self._holes[index : index + 1] = rest
+                return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take a range back that ``take`` gave out, whole or a part of it."""
+        first = last = bisect(self._holes, (offset, 0))
+        end = offset + nbytes
+        if first > 0 and sum(self._holes[first - 1]) == offset:
+            first -= 1
+            offset = self._holes[first][0]
+        if last < len(self._holes) and self._holes[last][0] == end:
+            end = sum(self._holes[last])
+            last += 1
+        self._holes[first:last] = [(offset, end - offset)]
+
+
 class DiskSpace:
     """First-fit allocation. Files are never shrunk; each new one doubles the space, so there are few."""
 
-    def __init__(self, directory: str, *, threads: int) -> None:
-        self._directory = directory
-        self._threads = threads
-        self._files: list[AsyncFile] = []
-        self._free: dict[AsyncFile, list[tuple[int, int]]] = {}  # sorted (offset, nbytes) that do not touch
+    def __init__(
+        self, directories: Sequence[str], *, backend: Backend | None = None, checksums: bool = False
+    ) -> None:
+        self._directories = list(directories)
+        self._backend = backend
+        self._checksums = checksums
+        self._holes: dict[AsyncFile, Holes] = {}
         # Freed while something else is under way, perhaps by the garbage collector: merged at the next call.
         self._returned: deque[Extent] = deque()
 
     @property
     def reserved_bytes(self) -> int:
         """Disk space held, used or not."""
-        return sum(file.size for file in self._files)
+        return sum(file.size for file in self._holes)
 
     def allocate(self, nbytes: int) -> Extent:
         """Return an extent of at least ``nbytes``, which must be positive.
@@ -46,52 +78,42 @@ class DiskSpace:
         """
         need = round_to_block(nbytes)
         self._merge_returned()
-        for file in self._files:
-            for index, (offset, size) in enumerate(self._free[file]):
-                if size >= need:
-                    return self._cut(file, index, offset, need)
-        file = self._add_file(need)
-        return self._cut(file, 0, 0, need)
+        for file, holes in self._holes.items():
+            offset = holes.take(need)
+            if offset is not None:
+                return Extent(file, offset, need)
+        file = self._new_file(need)
+        holes = self._holes[file] = Holes(file.size)
+        offset = holes.take(need)
+        assert offset is not None
+        return Extent(file, offset, need)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; safe in a finalizer. Its last request must be done."""
+        """Give an extent, or a part of one, back; safe in a finalizer. Its last request must be done."""
         self._returned.append(extent)
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        for file in self._files:
+        for file in self._holes:
             file.close()
-        self._files.clear()
-        self._free.clear()
+        self._holes.clear()
         self._returned.clear()
 
-    def _add_file(self, need: int) -> AsyncFile:
+    def _new_file(self, need: int) -> AsyncFile:
         generous = max(need, self.reserved_bytes, _MIN_FILE_BYTES)
         try:
-            file = AsyncFile(self._directory, generous, depth=self._threads, direct=False)
+            return self._open(generous)
         except IoError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or generous == need:
                 raise
-            file = AsyncFile(self._directory, need, depth=self._threads, direct=False)
-        self._files.append(file)
-        self._free[file] = [(0, file.size)]
-        return file
+        return self._open(need)
 
-    def _cut(self, file: AsyncFile, index: int, offset: int, need: int) -> Extent:
-        holes = self._free[file]
-        _, size = holes[index]
-        holes[index : index + 1] = [(offset + need, size - need)] if size > need else []
-        return Extent(file, offset, need)
+    def _open(self, nbytes: int) -> AsyncFile:
+        return AsyncFile(self._directories, nbytes, backend=self._backend, checksums=self._checksums)
 
     def _merge_returned(self) -> None:
         while self._returned:
             extent = self._returned.popleft()
-            if extent.file not in self._free:
-                continue  # closed meanwhile
-            merged: list[tuple[int, int]] = []
-            for offset, size in sorted([*self._free[extent.file], (extent.offset, extent.nbytes)]):
-                if merged and sum(merged[-1]) == offset:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
-                else:
-                    merged.append((offset, size))
-            self._free[extent.file] = merged
+            holes = self._holes.get(extent.file)
+            if holes is not None:  # else closed meanwhile
+                holes.give(extent.offset, extent.nbytes)

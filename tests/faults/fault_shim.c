@@ -2,8 +2,10 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { kShort = -1, kEndOfFile = -2 };  // in place of an errno
@@ -45,6 +47,26 @@ static int intercept(int fd, int is_write, size_t* nbytes, ssize_t* result) {
   return 1;
 }
 
+// The same for several areas: `kept` gets those, or the part of them, that a short call goes on with.
+static int intercept_vector(int fd, int is_write, const struct iovec** areas, int* count,
+                            struct iovec* kept, ssize_t* result) {
+  if (*count > IOV_MAX) return 0;  // the kernel refuses it
+  size_t total = 0;
+  for (int i = 0; i < *count; ++i) total += (*areas)[i].iov_len;
+  size_t left = total;
+  if (intercept(fd, is_write, &left, result)) return 1;
+  if (left == total) return 0;
+  int used = 0;
+  for (; left > 0; ++used) {
+    kept[used] = (*areas)[used];
+    if (kept[used].iov_len > left) kept[used].iov_len = left;
+    left -= kept[used].iov_len;
+  }
+  *areas = kept;
+  *count = used;
+  return 0;
+}
+
 #define READ(name, offset_type)                                             \
   ssize_t name(int fd, void* buffer, size_t nbytes, offset_type offset) {   \
     ssize_t result;                                                         \
@@ -64,3 +86,17 @@ READ(pread, off_t)
 READ(pread64, off64_t)
 WRITE(pwrite, off_t)
 WRITE(pwrite64, off64_t)
+
+#define VECTOR(name, is_write, offset_type)                                                \
+  ssize_t name(int fd, const struct iovec* areas, int count, offset_type offset) {         \
+    ssize_t result;                                                                        \
+    struct iovec kept[IOV_MAX];                                                            \
+    ssize_t (*next)(int, const struct iovec*, int, offset_type) = dlsym(RTLD_NEXT, #name); \
+    if (intercept_vector(fd, is_write, &areas, &count, kept, &result)) return result;      \
+    return next(fd, areas, count, offset);                                                 \
+  }
+
+VECTOR(preadv, 0, off_t)
+VECTOR(preadv64, 0, off64_t)
+VECTOR(pwritev, 1, off_t)
+VECTOR(pwritev64, 1, off64_t)

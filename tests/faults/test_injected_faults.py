@@ -1,4 +1,4 @@
-"""Run injected_faults.py in a process whose reads and writes can be made to fail."""
+"""Run files of tests in a process whose reads and writes can be made to fail."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def shim(tmp_path: Path) -> Path:
     return library
 
 
-def test_a_failed_transfer_is_raised_and_loses_nothing(shim: Path, tmp_path: Path) -> None:
-    """Every test of injected_faults.py passes; its output says which did not."""
+@pytest.mark.parametrize("script", ["injected_faults.py", "injected_offload_faults.py"])
+def test_a_failed_transfer_is_raised_and_loses_nothing(script: str, shim: Path, tmp_path: Path) -> None:
+    """Every test of the script passes; its output says which did not."""
     environment = {
         **os.environ,
         "LD_PRELOAD": str(shim),
@@ -46,7 +47,7 @@ def test_a_failed_transfer_is_raised_and_loses_nothing(shim: Path, tmp_path: Pat
         str(tmp_path / "inner"),
     ]
     done = subprocess.run(
-        [*command, str(HERE / "injected_faults.py")],
+        [*command, str(HERE / script)],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,0 +1,60 @@
+"""Page-aligned memory of a fixed size that bytes pass through which cannot go straight to the disk."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .async_file import BLOCK_BYTES
+from .disk_space import Holes
+
+# All that is staged at one time, in host memory; for CUDA tensors once more, pinned.
+STAGING_BYTES = 16 * 2**20
+
+
+class Staging:
+    """Slices of the memory, first fit: where little is staged, little of it is ever touched.
+
+    Addresses count from the start of the memory. A copy is complete when its call returns.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        skip = -memory.data_ptr() % BLOCK_BYTES
+        self._memory = memory[skip : skip + nbytes]
+        self._holes = Holes(nbytes)
+        self.address = self._memory.data_ptr()
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of a slice, or None when there is no room now."""
+        return self._holes.take(nbytes)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give a slice back."""
+        self._holes.give(offset, nbytes)
+
+    def fill(self, offset: int, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        """Copy bytes of a storage in. CUDA: on the current stream of its device."""
+        if _on_cpu(storage):
+            ctypes.memmove(self.address + offset, storage.data_ptr() + start, nbytes)
+        else:
+            self._slice(offset, nbytes).copy_(_bytes_of(storage)[start : start + nbytes])
+
+    def drain(self, offset: int, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        """Copy bytes out into a storage. CUDA: on the current stream of its device."""
+        if _on_cpu(storage):
+            ctypes.memmove(storage.data_ptr() + start, self.address + offset, nbytes)
+        else:
+            _bytes_of(storage)[start : start + nbytes].copy_(self._slice(offset, nbytes))
+
+    def _slice(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._memory[offset : offset + nbytes]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _on_cpu(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu"
