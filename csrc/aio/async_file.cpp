@@ -89,8 +89,10 @@ AsyncFile::AsyncFile(const std::vector<std::string>& dirs, int64_t nbytes, Async
       direct_(parts_->file.direct()),
       size_(parts_->file.size()),
       path_(parts_->file.path()) {
-  parts_->backend =
-      start_backend(options_.backend, parts_->queue, parts_->file.descriptors(), options_.depth);
+  // Where a "device" is a copy by the processor, several threads copy faster than one.
+  const bool copies = options_.backend == BackendKind::kAuto && parts_->file.in_memory();
+  const BackendKind kind = copies ? BackendKind::kThreads : options_.backend;
+  parts_->backend = start_backend(kind, parts_->queue, parts_->file.descriptors(), options_.depth);
   backend_kind_ = parts_->backend->kind();
 }
 

@@ -53,6 +53,11 @@ bool StripedFile::direct() const noexcept {
   return std::any_of(files_.begin(), files_.end(), [](const auto& file) { return file->direct(); });
 }
 
+bool StripedFile::in_memory() const noexcept {
+  return std::all_of(files_.begin(), files_.end(),
+                     [](const auto& file) { return file->in_memory(); });
+}
+
 std::string StripedFile::path() const {
   std::string path;
   for (const auto& file : files_) path += (path.empty() ? "" : ", ") + file->path();

@@ -3,6 +3,10 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 
 #include <cerrno>
 
@@ -116,6 +120,16 @@ void UnlinkedFile::close() noexcept {
   if (fd_ < 0) return;
   ::close(fd_);  // an error here concerns data that is being thrown away
   fd_ = -1;
+}
+
+bool UnlinkedFile::in_memory() const noexcept {
+#ifdef __linux__
+  struct statfs found;
+  if (::fstatfs(fd_, &found) != 0) return false;
+  return found.f_type == TMPFS_MAGIC || found.f_type == RAMFS_MAGIC;
+#else
+  return false;
+#endif
 }
 
 void UnlinkedFile::discard(int64_t offset, int64_t nbytes) {

@@ -26,6 +26,8 @@ class UnlinkedFile {
 
   [[nodiscard]] int fd() const noexcept { return fd_; }
   [[nodiscard]] bool direct() const noexcept { return direct_; }
+  // Whether the file system is memory: no device works while a processor does something else.
+  [[nodiscard]] bool in_memory() const noexcept;
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
 

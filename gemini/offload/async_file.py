@@ -95,7 +95,8 @@ class AsyncFile:
                 ``request_bytes``, and they work at the same time.
             nbytes: size of the file, rounded up to 4096.
             backend: None is the environment's ``GEMINI_IO_BACKEND``, and where that is not set io_uring if
-                the system allows it, else threads.
+                the system allows it, else threads. On a file system in memory (tmpfs) it is threads: there
+                is no device, only copying.
             depth: how many requests are at the disk at one time.
             request_bytes: larger transfers are cut into requests of this size, a multiple of 4096. Where
                 neither is given it is 8 requests of 1 MiB, and for files of 1 GiB and more what a probe of
