@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from gemini.errors import StateError
 
 # OpenMP's threads spin for a few milliseconds after their work: they must not do so on the next one's time.
 PAUSE_SECONDS = 0.02
+Turn = TypeVar("Turn")
+
 WARMUP_ROUNDS = 2  # the first makes states, the second finds every page in place
 
 
@@ -59,7 +61,7 @@ def run_paired(
     }
 
 
-def in_turn(contenders: Sequence[Contender], number: int) -> list[Contender]:
+def in_turn(contenders: Sequence[Turn], number: int) -> list[Turn]:
     """Return the order of one round: everyone comes first as often, and after different neighbours."""
     first = number % len(contenders)
     order = [*contenders[first:], *contenders[:first]]

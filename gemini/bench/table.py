@@ -15,6 +15,8 @@ _VERDICTS = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 _QUICK = {
     "runtime": "--quick: everything is tiny; these figures say only that the cases run.",
     "adam": "arrays this small may stay in the caches; these figures say only that the cases run.",
+    "io": "--quick: everything is tiny; these figures say only that the cases run.",
+    "nvme": "--quick: everything is tiny; these figures say only that the cases run.",
 }
 
 

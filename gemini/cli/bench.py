@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gemini.cli.bench_disk import add_io, add_nvme
+from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini.config import parse_bytes
-from gemini.errors import ConfigError
-
-EXIT_MISSED = 1
-_PIPED_WIDTH = 130  # columns where nobody says how many there are
-
-EXIT_CODES = """\
-exit codes:
-  0 every target that was measured is met ({tiny}: every case ran)
-  1 a target missed or a case failed
-  2 an error, with its reason
-"""
 
 RUNTIME_HELP = f"""\
 cases:
@@ -83,6 +70,8 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_runtime(kinds)
     _add_adam(kinds)
+    add_io(kinds)
+    add_nvme(kinds)
 
 
 def _add_runtime(kinds: Any) -> None:
@@ -108,7 +97,7 @@ def _add_runtime(kinds: Any) -> None:
         metavar="SIZE",
         help="real memory limit of the case 'largest' (default: 1GiB; --quick: 448MiB)",
     )
-    _add_common(runtime)
+    add_common(runtime)
     runtime.set_defaults(run=run)
 
 
@@ -134,16 +123,8 @@ def _add_adam(kinds: Any) -> None:
         help="numbers of threads to measure with, at most one per core (default: 1 2)",
     )
     adam.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds that count (default: 15)")
-    _add_common(adam)
+    add_common(adam)
     adam.set_defaults(run=run_adam)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases (default: all)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the record as one JSON object, not as a table"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the record to this file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -152,14 +133,14 @@ def run(options: argparse.Namespace) -> int:
     from gemini.bench.session import Session
 
     names = runtime.chosen(options.only)
-    _check_paths(options.disk_dir, options.out)
+    check_paths(options.disk_dir, options.out)
     session = Session(
         disk_dir=options.disk_dir.resolve(),
         quick=options.quick,
         limit_bytes=parse_bytes(options.limit, name="--limit"),
-        progress=_progress(),
+        progress=progress(),
     )
-    return _publish(runtime.run(session, names, _command()), options)
+    return publish(runtime.run(session, names, command()), options)
 
 
 def run_adam(options: argparse.Namespace) -> int:
@@ -169,51 +150,12 @@ def run_adam(options: argparse.Namespace) -> int:
     from gemini.bench.session import Session
 
     names = adam.chosen(options.only, options.device)
-    _check_paths(Path(), options.out)
+    check_paths(Path(), options.out)
     cores = len(os.sched_getaffinity(0))
     settings = Settings(
         numel=adam.DEFAULT_NUMEL[options.device] if options.numel is None else parse_count(options.numel),
         threads=tuple(options.threads or sorted({1, min(2, cores)})),
         repeats=options.repeats,
     )
-    session = Session(disk_dir=Path(), quick=settings.numel < adam.SERIOUS_NUMEL, progress=_progress())
-    return _publish(adam.run(session, settings, options.device, names, _command()), options)
-
-
-def _progress() -> Callable[[str], None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return lambda text: console.print(text, style="dim", markup=False, highlight=False)
-
-
-def _command() -> list[str]:
-    return ["gemini", *map(shlex.quote, sys.argv[1:])]
-
-
-def _publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Write and print a record; return the exit code that it deserves."""
-    from rich.console import Console
-
-    from gemini.bench.table import render
-
-    text = json.dumps(record, indent=2)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    if options.json:
-        print(text)
-    else:
-        render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
-    if not_measured := len(record.get("not_measured", ())):
-        targets = "1 target" if not_measured == 1 else f"{not_measured} targets"
-        _progress()(f"{targets} not measured: install deepspeed")
-    bad = record["failed"] or (record["missed"] and not record["quick"])
-    return EXIT_MISSED if bad else 0
-
-
-def _check_paths(disk_dir: Path, out: Path | None) -> None:
-    """Refuse now what would fail after minutes of measuring."""
-    if not disk_dir.is_dir():
-        raise ConfigError(f"--disk-dir {disk_dir} is not a directory; create it or name another")
-    if out is not None and not out.resolve().parent.is_dir():
-        raise ConfigError(f"--out {out}: its directory does not exist; create it or name another file")
+    session = Session(disk_dir=Path(), quick=settings.numel < adam.SERIOUS_NUMEL, progress=progress())
+    return publish(adam.run(session, settings, options.device, names, command()), options)

@@ -1,0 +1,124 @@
+"""Case ``managed``: GeminiDDP with its optimizer states on DISK, against computing and moving the bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gemini.bench.nvme_bare import BareDisk, process_io
+from gemini.bench.nvme_blocks import StepTimes, bare_seconds, median_of, run_blocks, timed
+from gemini.bench.nvme_plain import MEMORY, in_order, open_bare, require_disk, require_equal_losses
+from gemini.bench.nvme_settings import STATE_BYTES, Settings
+from gemini.bench.paired import Spread, spread_row
+from gemini.bench.record import Row
+from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
+from gemini.bench.trainee import Batch, ManagedTrainee, model_data_bytes
+from gemini.train.model import num_parameters
+
+TIME_RATIO = 1.05
+MANAGED = "managed"
+_LINKS = ("disk_read", "disk_write")
+
+
+def managed_task(options: dict[str, Any]) -> dict[str, Any]:
+    """Train with ``device_bytes`` on DEVICE and the rest on DISK, the bare disk between the blocks."""
+    settings, directory = Settings.from_options(options), options["directory"]
+    bare: BareDisk | None = open_bare(settings, directory) if options["bare"] else None
+    trainee = ManagedTrainee(
+        settings.model,
+        device_bytes=options["device_bytes"],
+        host_bytes=0,
+        non_model_bytes=0,
+        disk_dir=directory,
+    )
+
+    def step(batch: Batch) -> StepTimes:
+        return timed(lambda: trainee.step(batch), lambda: None)
+
+    def counters() -> dict[str, float]:
+        stats = trainee.model.stats()
+        moved = {link: float(stats[link]["bytes"]) for link in _LINKS}
+        return {**process_io(), **moved, "stall_seconds": float(stats["stall_seconds"])}
+
+    try:
+        return {
+            **run_blocks(step, settings, bare=bare, counters=counters),
+            "device_peak_bytes": trainee.model.stats()["device"]["peak_bytes"],
+        }
+    finally:
+        trainee.close()
+        if bare:
+            bare.close()
+
+
+def managed_options(session: Session, settings: Settings, device_bytes: int, *, bare: bool) -> dict[str, Any]:
+    """Return what ``managed_task`` gets."""
+    return settings.to_options(device_bytes=device_bytes, directory=os.fspath(session.disk_dir), bare=bare)
+
+
+def run(session: Session, settings: Settings) -> CaseResult:
+    """Time resident and managed training in processes that take turns.
+
+    DEVICE holds parameters and gradients and has room for some states, not for all: those go to DISK. What
+    the model computes with is not counted there.
+    """
+    settings = settings.quick() if session.quick else settings
+    device_bytes = int((0.5 + settings.room_share) * model_data_bytes(settings.model))
+    require_disk("managed", session, 4 * STATE_BYTES * num_parameters(settings.model))
+    rounds = []
+    for number in range(settings.rounds):
+        session.progress(f"managed: resident, and states on DISK, round {number + 1} of {settings.rounds}")
+        found = {}
+        for kind in in_order((MEMORY, MANAGED), number):
+            if kind == MEMORY:
+                task = "nvme_plain.train"
+                options = settings.to_options(kind=MEMORY, directory=os.fspath(session.disk_dir))
+            else:
+                task = "nvme_managed.train"
+                options = managed_options(session, settings, device_bytes, bare=True)
+            found[kind] = session.run(task, options, sample_seconds=TIMING_SAMPLE_SECONDS).data()
+        require_equal_losses({kind: one["losses"] for kind, one in found.items()})
+        rounds.append(found)
+    measured = {"rounds": rounds, "device_bytes": device_bytes}
+    return CaseResult(rows(rounds), settings.to_options()["settings"], measured)
+
+
+def rows(rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return times, and each block's step over the longer of computing and moving its bytes."""
+    floors, ratios, computes = [], [], []
+    for found in rounds:
+        compute = median_of(found[MEMORY]["blocks"], "whole")
+        computes.append(compute)
+        for block in found[MANAGED]["blocks"]:
+            moved = sum(block["per_step"][link] for link in _LINKS)
+            floor = moved / found[MANAGED]["bare_bytes"] * bare_seconds(block)
+            floors.append(floor)
+            ratios.append(median_of([block], "whole") / max(compute, floor))
+    blocks = [block for found in rounds for block in found[MANAGED]["blocks"]]
+    rates = [
+        found[MANAGED]["bare_bytes"] / bare_seconds(block) / 1e9
+        for found in rounds
+        for block in found[MANAGED]["blocks"]
+    ]
+    return [
+        spread_row("computing: step with everything resident", Spread.of(computes), "s"),
+        spread_row("states on DISK: step", Spread.of([median_of([b], "whole") for b in blocks]), "s"),
+        *(
+            spread_row(
+                f"states on DISK: {what} per step", Spread.of([b["per_step"][link] for b in blocks]), "bytes"
+            )
+            for link, what in zip(_LINKS, ("read", "written"), strict=True)
+        ),
+        spread_row(
+            "states on DISK: stalled per step",
+            Spread.of([b["per_step"]["stall_seconds"] for b in blocks]),
+            "s",
+        ),
+        spread_row("bare disk", Spread.of(rates), "GB/s"),
+        spread_row("I/O floor: bytes moved at the bare disk's speed", Spread.of(floors), "s"),
+        spread_row("step / max(computing, I/O floor), per block", Spread.of(ratios), "x", TIME_RATIO),
+    ]
+
+
+TASKS = {"train": managed_task}
