@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch.optim.optimizer import ParamsT
+
+from gemini.offload.async_file import Directories
 
 from .kernel_adam import KernelAdam
 from .state_format import StateFormat
@@ -27,10 +27,11 @@ class CPUAdam(KernelAdam):
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
         nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | os.PathLike[str] | None = None,
+        nvme_offload_dir: Directories | None = None,
         *,
         state_dtype: str = "fp32",
         master_remainders: bool = False,
+        nvme_offload_checksums: bool = False,
     ) -> None:
         """Prepare; states are made by the first step.
 
@@ -42,15 +43,19 @@ class CPUAdam(KernelAdam):
             eps: added to the denominator.
             weight_decay: coefficient, decoupled with ``adamw_mode``, else added to the gradient.
             adamw_mode: AdamW, else Adam.
-            nvme_offload_fraction: share in [0, 1] of the state bytes kept in a file: whole CPU parameters, in
-                order, until it is reached. No value of it changes a result.
-            nvme_offload_dir: where the file is; None is the system's directory for temporary files.
+            nvme_offload_fraction: share in [0, 1] of the state bytes kept in a file: those of CPU parameters,
+                in order, until it is reached; the last one's may be cut. No value of it changes a result.
+                ``step`` reads and writes them once, through at most 32 MiB of memory.
+            nvme_offload_dir: where the file is: a directory, or several on different drives, which then work
+                at the same time; None is the system's directory for temporary files.
             state_dtype: how the moments are kept: ``"fp32"`` (8 bytes per parameter, torch's numbers),
                 ``"bf16"`` (4 bytes) or ``"int8"`` (2 bytes and 8 per 256 parameters). The last two round
                 deterministically and change the numbers a little.
             master_remainders: for bf16 parameters, keep the 16 bits that rounding takes away (2 bytes per
                 parameter): updates then work on exact fp32 masters. The parameter is its master rounded to
                 nearest, ties away from zero.
+            nvme_offload_checksums: keep a CRC32C of every 4 KiB in the file, in memory, and verify what is
+                read: a ``ChecksumError`` instead of training on with what a disk has made of it.
 
         Raises:
             ConfigError: a value out of range, a directory that cannot be used, a parameter on another
@@ -70,4 +75,5 @@ class CPUAdam(KernelAdam):
             StateFormat(state_dtype, master_remainders),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
+            nvme_offload_checksums=nvme_offload_checksums,
         )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from .kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
-from .state_file import Segment, Source, StateFile
+from gemini import _C
+
+from .kernels import BLOCK_NUMEL, GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
+from .state_file import Batch, Segment, Source, State, StateFile, state_bytes
 from .state_format import ARRAYS, StateFormat
+from .state_ring import Extent, StateRing
+from .step_rows import Member
 
 
 @dataclass(frozen=True)
@@ -25,122 +33,281 @@ class Update:
     source: Source | dict[str, Any]
 
 
+# The columns of a row that are addresses of state arrays, and their names.
+_STATE_COLUMNS = slice(2, 8)
+_STATE_NAMES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "half_out", "remainder")
+
+# How C++ looks at a tensor in one call; torch before 2.10 has none.
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
 def choose_for_disk(
-    params: Sequence[torch.Tensor], fraction: float, state_format: StateFormat
-) -> list[torch.Tensor]:
-    """Choose whole CPU parameters, in order, until ``fraction`` of the state bytes is reached."""
-    wanted = fraction * sum(map(state_format.nbytes, params))
-    chosen: list[torch.Tensor] = []
-    nbytes = 0
+    params: Sequence[torch.Tensor], nbytes: float, state_format: StateFormat
+) -> dict[torch.Tensor, int]:
+    """Choose CPU parameters, in order, whose states have ``nbytes``: of the last one the first elements only.
+
+    Return the number of elements of each; together they have up to one block of 256 elements more.
+    """
+    chosen: dict[torch.Tensor, int] = {}
     for param in params:
-        if nbytes >= wanted:
+        if nbytes <= 0:
             break
-        if param.device.type == "cpu":
-            chosen.append(param)
-            nbytes += state_format.nbytes(param)
+        if param.device.type != "cpu":
+            continue
+        blocks = math.ceil(nbytes / state_bytes(param, BLOCK_NUMEL, state_format))
+        chosen[param] = min(blocks * BLOCK_NUMEL, param.numel())
+        nbytes -= state_bytes(param, chosen[param], state_format)
     return chosen
 
 
 class DiskStates:
-    """Owns one file for every time that parameters were added; not thread-safe."""
+    """Owns a file for every time that parameters were added, and the buffers; not thread-safe."""
 
-    def __init__(self, directory: str | None, state_format: StateFormat) -> None:
-        """Own nothing yet; ``directory`` as for :class:`StateFile`."""
-        self._directory = directory
+    def __init__(
+        self, directories: Sequence[str] | None, state_format: StateFormat, *, checksums: bool = False
+    ) -> None:
+        """Own nothing yet; arguments as for :class:`StateFile`."""
+        self._directories = directories
         self._format = state_format
+        self._checksums = checksums
+        self._ring = StateRing()
         self._files: list[StateFile] = []
         self._file_of: dict[torch.Tensor, StateFile] = {}
+        self._numels: dict[torch.Tensor, int] = {}  # that have a place in a file
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self._file_of
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states that have a place in a file."""
+        return sum(state_bytes(param, numel, self._format) for param, numel in self._numels.items())
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How the moments are kept."""
+        return self._format
+
+    @property
+    def ring(self) -> StateRing:
+        """The buffers."""
+        return self._ring
 
     def file_of(self, param: torch.Tensor) -> StateFile | None:
         """Return the file that has a place for ``param``'s state."""
         return self._file_of.get(param)
 
-    def reserve(self, params: Sequence[torch.Tensor]) -> None:
-        """Reserve disk space for those of ``params`` that have none. On an IoError nothing has changed."""
-        new = [param for param in params if param not in self._file_of]
-        if new:
-            file = StateFile(self._directory, new, self._format)
-            self._files.append(file)
-            self._file_of.update(dict.fromkeys(new, file))
-
-    def step(
-        self,
-        updates: Mapping[torch.Tensor, Update],
-        states: dict[torch.Tensor, Any],
-        hypers: Sequence[AdamHyper],
-        scale: GradScale,
-    ) -> None:
-        """Update the parameters of ``updates``, whose states then are in the files and their steps counted.
+    def reserve(self, params: Sequence[torch.Tensor], fraction: float) -> None:
+        """Reserve disk space until ``fraction`` of the state bytes of ``params`` have it.
 
         Raises:
-            IoError: a transfer failed: some parameters and states are new, others old.
+            IoError: it cannot be had; nothing has changed.
         """
+        wanted = fraction * sum(map(self._format.nbytes, params))
+        without = [param for param in params if param not in self._file_of]
+        numels = choose_for_disk(without, wanted - self.nbytes, self._format)
+        if numels:
+            file = StateFile(self._directories, numels, self._format, self._ring, checksums=self._checksums)
+            self._files.append(file)
+            self._file_of.update(dict.fromkeys(numels, file))
+            self._numels.update(numels)
+
+    def batches_of(
+        self, params: Collection[torch.Tensor]
+    ) -> tuple[list[tuple[StateFile, Batch, Extent]], list[tuple[StateFile, Batch, torch.Tensor]]]:
+        """Return the batches that have something of ``params``: those in files, and those in memory."""
+
+        def has_any(batch: Batch) -> bool:
+            return any(segment.param in params for segment in batch.segments)
+
+        stored, held = [], []
         for file in self._files:
-            mine = {param: update for param, update in updates.items() if self._file_of[param] is file}
-            self._step_in(file, mine, states, hypers, scale)
+            pairs = zip(file.batches, file.extents, strict=True)
+            stored += [(file, batch, extent) for batch, extent in pairs if has_any(batch)]
+            held += [(file, batch, memory) for batch, memory in file.rests if has_any(batch)]
+        return stored, held
+
+    def keep(self, params: Sequence[torch.Tensor]) -> None:
+        """Note that the states of ``params`` are here now, in the order their parameters have."""
+        for param in params:
+            self._file_of[param].keep(param)
+
+    def settle(self) -> None:
+        """Wait for the last step's writes. Raises IoError: states of it are lost."""
+        self._ring.settle()
 
     def fetch(self, states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of the arrays that are in the files and not in ``states``. Raises IoError."""
-        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for file in self._files:
-            found.update(file.fetch(self._absent(states, file)))
+        """Return copies of the arrays that are here and not in ``states``. Raises IoError."""
+        found = {
+            param: file.empty(param)
+            for param, file in self._file_of.items()
+            if file.holds(param) and states.get(param) and "exp_avg" not in states[param]
+        }
+        if not found:
+            return {}
+        stored, held = self.batches_of(found)
+
+        def take(index: int, buffer: torch.Tensor) -> None:
+            file, batch, _extent = stored[index]
+            file.take(batch, buffer, found)
+
+        self._ring.read([extent for _file, _batch, extent in stored], take)
+        for file, batch, memory in held:
+            file.take(batch, memory, found)
         return found
 
     def close(self) -> None:
         """Give the files back; the states in them are lost. Idempotent."""
-        for file in self._files:
-            file.close()
+        self._ring.close()
+        self._files.clear()
+        self._file_of.clear()
+        self._numels.clear()
 
-    def _absent(self, states: Mapping[torch.Tensor, Any], file: StateFile) -> Collection[torch.Tensor]:
-        return [
-            param
-            for param, home in self._file_of.items()
-            if home is file and file.holds(param) and states.get(param) and "exp_avg" not in states[param]
-        ]
 
-    def _step_in(
+def _num_threads() -> int:
+    # A processor is left to the file's own thread: a disk that waits for it costs more than a kernel does.
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A batch and its rows in the table."""
+
+    file: StateFile
+    batch: Batch
+    first: int
+    last: int
+
+
+class DiskRows:
+    """Rows of parameters whose states are in files, for the batches that have them.
+
+    As :class:`StepRows`, and with its way of counting steps. A row is a segment. What changes is where a
+    batch's buffer is, so the table has its segments' offsets until the batch has been read.
+    """
+
+    def __init__(
         self,
-        file: StateFile,
-        work: Mapping[torch.Tensor, Update],
-        states: dict[torch.Tensor, Any],
-        hypers: Sequence[AdamHyper],
-        scale: GradScale,
+        members: Sequence[Member],
+        sources: Mapping[torch.Tensor, Source | State],
+        disk: DiskStates,
+        all_states: dict[torch.Tensor, Any],
     ) -> None:
-        numbers = {param: int(states[param].get("step", 0)) + 1 for param in work}
-        steps = {p: AdamStep(hypers[update.group], numbers[p], scale) for p, update in work.items()}
+        """Build the table of ``members``, of which there is at least one; all have been checked.
 
-        def run(segments: Sequence[Segment], address: int) -> None:
-            self._update(segments, address, work, steps)
+        ``sources``: where the first run gets their states from; after it they are in the files and no longer
+        in ``all_states``, the optimizer's. ``members`` have dicts that are in it.
+        """
+        self.device = torch.device("cpu")
+        self.params = [member.param for member in members]
+        self._members, self._disk, self._all_states = list(members), disk, all_states
+        self._sources: Mapping[torch.Tensor, Source | State] | None = sources
+        self._watch: _C.TensorWatch | None = None
+        self._groups = np.array([member.group for member in members], dtype=np.int64)
+        self._counts = np.array([int(member.state.get("step", 0)) for member in members], dtype=np.float32)
+        self._grads = np.array([member.grad.data_ptr() for member in members], dtype=np.int64)
+        self._make_table({member.param: index for index, member in enumerate(members)})
 
-        file.stream({param: update.source for param, update in work.items()}, run)
-        for param, number in numbers.items():
-            kept = {name: value for name, value in states[param].items() if name not in ARRAYS}
-            # First, as in torch's states.
-            states[param] = {**kept, "step": torch.tensor(float(number))}
+    def __len__(self) -> int:
+        return len(self.params)
 
-    def _update(
-        self,
-        segments: Sequence[Segment],
-        address: int,
-        work: Mapping[torch.Tensor, Update],
-        steps: Mapping[torch.Tensor, AdamStep],
-    ) -> None:
+    def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
+        """Take the addresses of the gradients of ``params``, by group; as :meth:`StepRows.take_gradients`."""
+        # Whoever gives a state its arrays wants them used; the watch looks at those it knew only.
+        if self._watch is None or any("exp_avg" in state for state in self._states):
+            return False
+        return self._watch.take_gradients(params, all_states, self._grads.ctypes.data, 1)
+
+    def run(self, hypers: Sequence[AdamHyper], scale: GradScale) -> None:
+        """Update all rows and count the step; ``hypers`` by group.
+
+        Raises:
+            IoError: a transfer failed: some parameters and states are new, others old.
+        """
+        self._table[:, GRAD_COLUMN] = self._grads[self._owners] + self._grad_offsets
+        keys = self._groups + len(hypers) * (self._counts.astype(np.int64) + 1)
+        distinct, indices = np.unique(keys, return_inverse=True)
+        self._table[:, STEP_COLUMN] = indices[self._owners]
+        steps = [AdamStep(hypers[key % len(hypers)], int(key // len(hypers)), scale) for key in distinct]
+        self._options = [step.options() for step in steps]
+        self._threads = _num_threads()
+        self._disk.ring.update(self._extents, self._old, self._visit)
+        for stop, memory in self._held:
+            self._update_batch(stop, memory)
+        self._counts += 1.0
+        if self._sources is not None:
+            self._settle_in()
+
+    def _make_table(self, index_of: Mapping[torch.Tensor, int]) -> None:
         rows: list[Row] = []
-        distinct: dict[AdamStep, int] = {}
-        for part in segments:
-            step = steps[part.param]
-            rows.append(
-                make_row(
-                    part.param,
-                    work[part.param].grad,
-                    {name: address + offset for name, offset in part.offsets.items()},
-                    state_dtype=self._format.state_dtype,
-                    start=part.start,
-                    numel=part.numel,
-                    step_index=distinct.setdefault(step, len(distinct)),
-                )
-            )
-        run_rows(rows, list(distinct))
+        owners: list[int] = []
+
+        def stop_at(file: StateFile, batch: Batch) -> _Stop:
+            first = len(rows)
+            for segment in batch.segments:
+                owner = index_of.get(segment.param)
+                if owner is not None:
+                    rows.append(self._row(owner, segment))
+                    owners.append(owner)
+            return _Stop(file, batch, first, len(rows))
+
+        stored, held = self._disk.batches_of(index_of.keys())
+        self._stops = [stop_at(file, batch) for file, batch, _extent in stored]
+        self._held = [(stop_at(file, batch), memory) for file, batch, memory in held]
+        self._extents = [extent for _file, _batch, extent in stored]
+        self._old = [file.has_any_of(batch) for file, batch, _extent in stored]
+        self._owners = np.array(owners, dtype=np.int64)
+        self._table: npt.NDArray[np.int64] = np.array(rows, dtype=np.int64)
+        self._offsets = self._table[:, _STATE_COLUMNS].copy()
+        self._grad_offsets = self._table[:, GRAD_COLUMN] - self._grads[self._owners]
+        self._present = np.array([self._has_arrays(param) for param in self.params], dtype=np.int64)[owners]
+
+    def _row(self, owner: int, segment: Segment) -> Row:
+        member = self._members[owner]
+        return make_row(
+            member.param,
+            member.grad,
+            segment.offsets,
+            state_dtype=self._disk.state_format.state_dtype,
+            start=segment.start,
+            numel=segment.numel,
+        )
+
+    def _has_arrays(self, param: torch.Tensor) -> list[int]:
+        names = {part.name for part in self._disk.state_format.parts(param)}
+        return [int(name in names) for name in _STATE_NAMES]
+
+    def _visit(self, index: int, buffer: torch.Tensor) -> None:
+        self._update_batch(self._stops[index], buffer)
+
+    def _update_batch(self, stop: _Stop, memory: torch.Tensor) -> None:
+        if self._sources is not None:
+            stop.file.put(stop.batch, memory, self._sources)
+        here = slice(stop.first, stop.last)
+        rows = self._table[here]
+        rows[:, _STATE_COLUMNS] = self._offsets[here] + self._present[here] * memory.data_ptr()
+        _C.adam_step(rows.ctypes.data, len(rows), self._options, threads=self._threads)
+
+    def _settle_in(self) -> None:
+        """Let go of the states that are in the files now, and watch what the table relies on."""
+        states = [member.state for member in self._members]
+        for state, count in zip(states, torch.from_numpy(self._counts).unbind(), strict=True):
+            others = {name: value for name, value in state.items() if name not in ("step", *ARRAYS)}
+            state.clear()  # in place: other rows know it
+            state.update({"step": count, **others})  # first, as in torch's states
+        self._disk.keep(self.params)
+        all_states = list(self._all_states.values())
+        # The watch compares identities and holds nothing: what it knows must not go away before it does.
+        self._states = states
+        self._kept = ([list(state.values()) for state in states], all_states)
+        self._watch = _C.TensorWatch(
+            self.params,
+            self._groups.tolist(),
+            states,
+            ["step"],
+            [member.grad for member in self._members],
+            all_states,
+            _EXCHANGE,
+        )
+        self._old = [True] * len(self._old)
+        self._sources, self._members = None, []

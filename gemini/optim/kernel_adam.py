@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, ClassVar, overload
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from gemini.errors import ConfigError, StateError
-from gemini.offload.async_file import checked_directory
+from gemini.errors import ConfigError, IoError, StateError
+from gemini.offload.async_file import Directories, checked_directories
 
 from .dense import is_dense, ordered_like
-from .disk_states import DiskStates, Update, choose_for_disk
+from .disk_states import DiskRows, DiskStates, Update
 from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
 from .state_file import Source
 from .state_format import StateFormat
@@ -38,8 +37,9 @@ class KernelAdam(Optimizer):
     devices: ClassVar[frozenset[str]]
     other_devices_hint: ClassVar[str]
 
-    _rows: list[StepRows]  # of the last step, one table per device
-    _on_disk: dict[torch.Tensor, Update]  # this step's
+    # Of the last step: a table per device, and one of the parameters with states in files.
+    _rows: list[StepRows]
+    _disk_rows: DiskRows | None
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class KernelAdam(Optimizer):
         state_format: StateFormat,
         *,
         nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | os.PathLike[str] | None = None,
+        nvme_offload_dir: Directories | None = None,
+        nvme_offload_checksums: bool = False,
     ) -> None:
         """Prepare; states are made by the first step. Arguments: see the subclasses."""
         AdamHyper.from_group(defaults)
@@ -56,9 +57,10 @@ class KernelAdam(Optimizer):
             raise ConfigError(f"nvme_offload_fraction is {nvme_offload_fraction}; it must be in [0, 1]")
         self._format = state_format
         self._disk_fraction = nvme_offload_fraction
-        self._disk_dir = None if nvme_offload_dir is None else os.fspath(nvme_offload_dir)
-        if self._disk_fraction > 0 and self._disk_dir is not None:
-            checked_directory(self._disk_dir)
+        self._disk_dirs: list[str] | None = None
+        if self._disk_fraction > 0 and nvme_offload_dir is not None:
+            self._disk_dirs = checked_directories(nvme_offload_dir)
+        self._disk_checksums = nvme_offload_checksums
         self._reset()
         super().__init__(params, defaults)
 
@@ -87,7 +89,8 @@ class KernelAdam(Optimizer):
 
         Raises:
             ConfigError: a gradient that cannot be used, named; no parameter has changed.
-            IoError: the file failed. The update is incomplete: load a checkpoint before going on.
+            IoError: the file failed. The update, or the last one, is incomplete: load a checkpoint before
+                going on.
             StateError: the optimizer is closed, or an earlier step was incomplete.
         """
         loss = None
@@ -101,7 +104,7 @@ class KernelAdam(Optimizer):
             refuse_unsupported(group)
         if not self._can_repeat():
             self._prepare(self._collect())
-        params = [*self._on_disk, *chain.from_iterable(rows.params for rows in self._rows)]
+        params = list(chain.from_iterable(rows.params for rows in self._all_rows()))
         self._update(hypers, scale)
         _increment_versions(params)
         return loss
@@ -148,6 +151,8 @@ class KernelAdam(Optimizer):
         """
         if self._closed:
             raise StateError(f"this {type(self).__name__} is closed")
+        with suppress(IoError):  # what was lost is being replaced
+            self._settle()
         # torch would cast the moments of 16-bit parameters to 16 bits: they pass through it in a box.
         # Registered here, the hook is the last one and sees what the others made of the state.
         hook = self.register_load_state_dict_pre_hook(boxed_state_dict)
@@ -155,7 +160,7 @@ class KernelAdam(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        self._rows = []
+        self._forget_rows()
         if self._incomplete is not None:
             self._disk.close()
             self._reset()
@@ -163,7 +168,7 @@ class KernelAdam(Optimizer):
     def close(self) -> None:
         """Give the file back. States in it are lost, so the optimizer cannot be used any more. Idempotent."""
         self._disk.close()
-        self._rows = []
+        self._forget_rows()
         self._closed = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +180,8 @@ class KernelAdam(Optimizer):
             "state": state,
             "_format": self._format,
             "_disk_fraction": self._disk_fraction,
-            "_disk_dir": self._disk_dir,
+            "_disk_dirs": self._disk_dirs,
+            "_disk_checksums": self._disk_checksums,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,11 +194,13 @@ class KernelAdam(Optimizer):
             self._reset()
 
     def _reset(self) -> None:
-        self._disk = DiskStates(self._disk_dir, self._format)
-        self._on_disk = {}
-        self._rows = []
+        self._disk = DiskStates(self._disk_dirs, self._format, checksums=self._disk_checksums)
+        self._forget_rows()
         self._incomplete: str | None = None
         self._closed = False
+
+    def _forget_rows(self) -> None:
+        self._rows, self._disk_rows = [], None
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -202,6 +210,15 @@ class KernelAdam(Optimizer):
                 f"{self._incomplete}: some parameters and states are one step ahead of the others; "
                 "load a checkpoint of both before going on"
             )
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for what the last step left being written."""
+        try:
+            self._disk.settle()
+        except IoError as error:
+            self._incomplete = f"states of the last step could not be written ({error})"
+            raise
 
     # -- checks ----------------------------------------------------------------------------------
 
@@ -235,17 +252,19 @@ class KernelAdam(Optimizer):
 
     def _can_repeat(self) -> bool:
         """Say whether the rows of the last step are this step's; they then have its gradients."""
-        if self._disk_fraction > 0 or not self._rows:
+        every = self._all_rows()
+        if not every:
             return False
         params = [list(group["params"]) for group in self.param_groups]
-        if len(self._rows) == 1:
-            return self._rows[0].take_gradients(params, self.state)
-        for rows in self._rows:
-            mine = [[p for p in group if p.device == rows.device] for group in params]
+        if len(every) == 1:
+            return every[0].take_gradients(params, self.state)
+        for rows in every:
+            here = (rows is self._disk_rows, rows.device)
+            mine = [[p for p in group if (p in self._disk, p.device) == here] for group in params]
             if not rows.take_gradients(mine, self.state):
                 return False
         with_gradient = sum(p.grad is not None for group in params for p in group)
-        return sum(len(rows) for rows in self._rows) == with_gradient
+        return sum(len(rows) for rows in every) == with_gradient
 
     def _collect(self) -> dict[torch.Tensor, Update]:
         """Check everything a step needs and return it; changes nothing."""
@@ -276,45 +295,46 @@ class KernelAdam(Optimizer):
             raise ConfigError(f"the state of {label} is not complete: {sorted(state)}; {_START_ANEW}")
         if file.in_order(param):
             return Source.FILE
-        return self._format.fitted({**state, **file.fetch([param])[param]}, param, label)
+        return self._format.fitted({**state, **self._disk.fetch({param: state})[param]}, param, label)
 
     def _update(self, hypers: list[AdamHyper], scale: GradScale) -> None:
         """Update everything that was prepared; remember when it stops between one part and another."""
-        done = False
+        done = self._disk_rows is not None  # a file that fails has changed something already
         try:
-            if self._on_disk:
-                done = True  # a file that fails has changed something already
-                self._disk.step(self._on_disk, self.state, hypers, scale)
-            for rows in self._rows:
+            for rows in self._all_rows():
                 rows.run(hypers, scale)
                 done = True
         except BaseException as error:
             if done:
                 self._incomplete = f"a step stopped half-way ({type(error).__name__}: {error})"
             raise
-        finally:
-            self._on_disk = {}
+
+    def _all_rows(self) -> list[DiskRows | StepRows]:
+        return [*self._rows] if self._disk_rows is None else [self._disk_rows, *self._rows]
 
     # -- states in memory ------------------------------------------------------------------------
 
     def _prepare(self, updates: dict[torch.Tensor, Update]) -> None:
-        """Make this step's rows and file work from what was collected."""
+        """Make this step's rows from what was collected."""
         if self._disk_fraction > 0:
             params = [p for group in self.param_groups for p in group["params"]]
-            able = [p for p in params if p.requires_grad and p.numel()]
-            self._disk.reserve(choose_for_disk(able, self._disk_fraction, self._format))
-        self._on_disk = {p: update for p, update in updates.items() if p in self._disk}
+            self._disk.reserve([p for p in params if p.requires_grad and p.numel()], self._disk_fraction)
+        stored: list[Member] = []
         by_device: dict[torch.device, list[Member]] = {}
         for param, update in updates.items():
+            state = self.state[param] = self.state.get(param) or {}
+            member = Member(param, update.grad, update.group, state)
             if param in self._disk:
+                stored.append(member)
                 continue
             if update.source is Source.ZERO:
-                self.state[param] = {"step": torch.tensor(0.0), **self._format.zeros(param)}
+                state.update({"step": torch.tensor(0.0), **self._format.zeros(param)})
             elif isinstance(update.source, dict):
-                self.state[param].update(update.source)
-            member = Member(param, update.grad, update.group, self.state[param])
+                state.update(update.source)
             by_device.setdefault(param.device, []).append(member)
         self._rows = [StepRows(members, self._format, self.state) for members in by_device.values()]
+        sources = {member.param: updates[member.param].source for member in stored}
+        self._disk_rows = DiskRows(stored, sources, self._disk, self.state) if stored else None
 
     @contextmanager
     def _all_states_in_memory(self) -> Iterator[None]:
@@ -322,7 +342,10 @@ class KernelAdam(Optimizer):
         arrays = self._disk.fetch(self.state)
         slim = {param: self.state[param] for param in arrays}
         try:
-            self.state.update({param: {**slim[param], **found} for param, found in arrays.items()})
+            for param, found in arrays.items():
+                # The count of steps goes on in its tensor; these moments do not.
+                count = torch.tensor(float(slim[param]["step"]))
+                self.state[param] = {**slim[param], "step": count, **found}
             yield
         finally:
             self.state.update(slim)

@@ -1,30 +1,32 @@
-"""Optimizer states of a fixed list of parameters in one file, streamed through a few buffers.
+"""Optimizer states of a fixed list of parameters in one file.
 
 The file is a row of batches of at most 4 MiB, each read and written by one aligned request. A batch holds
 segments: consecutive elements of one parameter, in its memory order, whole blocks but for its last, as one
-array after the other of its state.
+array after the other of its state. Of a parameter the file may have the first elements only: the rest of its
+state is a batch that stays in memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 
 import torch
 
-from gemini.errors import IoError
-from gemini.offload.async_file import BLOCK_BYTES, AsyncFile, round_to_block
+from gemini.offload.async_file import AsyncFile, round_to_block
 
 from .dense import flat
 from .kernels import BLOCK_NUMEL
 from .state_format import Part, StateFormat
+from .state_ring import NUM_BUFFERS, Extent, StateRing
 
-BATCH_BYTES = 4 * 2**20
+MAX_BATCH_BYTES = 4 * 2**20
+_MIN_BATCH_BYTES = 64 * 2**10
+_RING_SHARE = 40  # the buffers take at most this part of what is in the file, if that is not very little
 _LINE_BYTES = 64  # a cache line: where arrays start
-_NUM_BUFFERS = 3  # one being read, one being updated, one being written
 
 State = Mapping[str, torch.Tensor]
 
@@ -55,14 +57,20 @@ class Batch:
     segments: tuple[Segment, ...]
 
 
-# update(segments, address of the buffer): the segments of one batch that are to be updated.
-Update = Callable[[Sequence[Segment], int], None]
-
-
 def lay_out(
-    params: Sequence[torch.Tensor], state_format: StateFormat, batch_bytes: int = BATCH_BYTES
+    params: Sequence[torch.Tensor],
+    state_format: StateFormat,
+    batch_bytes: int | None = None,
+    *,
+    numels: Mapping[torch.Tensor, int] | None = None,
 ) -> list[Batch]:
-    """Cut ``params`` into segments and pack them, in order, into batches."""
+    """Cut ``params``, or the first ``numels`` of each, into segments and pack them, in order, into batches.
+
+    ``batch_bytes`` None is a size that suits a ring of buffers.
+    """
+    counts = [param.numel() if numels is None else numels[param] for param in params]
+    if batch_bytes is None:
+        batch_bytes = _batch_bytes(sum(map(state_bytes, params, counts, repeat(state_format))))
     batches: list[Batch] = []
     segments: list[Segment] = []
     used = 0
@@ -73,23 +81,41 @@ def lay_out(
         batches.append(Batch(offset, round_to_block(used), tuple(segments)))
         used, segments = 0, []
 
-    for param in params:
+    for param, count in zip(params, counts, strict=True):
         parts = state_format.parts(param)
         start = 0
-        while start < param.numel():
-            numel = _fitting(parts, param.numel() - start, batch_bytes - used)
+        while start < count:
+            numel = _fitting(parts, count - start, batch_bytes - used)
             if numel == 0:
                 close_batch()
                 continue
-            offsets = {}
-            for part in parts:
-                offsets[part.name] = used
-                used += _padded(part.nbytes(numel))
-            segments.append(Segment(param, start, numel, offsets))
+            segment, used = _place(parts, param, start, numel, used)
+            segments.append(segment)
             start += numel
     if segments:
         close_batch()
     return batches
+
+
+def state_bytes(param: torch.Tensor, numel: int, state_format: StateFormat) -> int:
+    """Return the bytes of the state of ``numel`` elements of ``param``."""
+    return sum(part.nbytes(numel) for part in state_format.parts(param))
+
+
+def _batch_bytes(nbytes: int) -> int:
+    share = round_to_block(nbytes // (_RING_SHARE * NUM_BUFFERS))
+    return min(max(share, _MIN_BATCH_BYTES), MAX_BATCH_BYTES)
+
+
+def _place(
+    parts: Sequence[Part], param: torch.Tensor, start: int, numel: int, used: int
+) -> tuple[Segment, int]:
+    """Return a segment whose arrays follow ``used`` bytes, and the bytes then used."""
+    offsets = {}
+    for part in parts:
+        offsets[part.name] = used
+        used += _padded(part.nbytes(numel))
+    return Segment(param, start, numel, offsets), used
 
 
 def _padded(nbytes: int) -> int:
@@ -111,109 +137,64 @@ def _fitting(parts: Sequence[Part], wanted: int, room: int) -> int:
 
 
 class StateFile:
-    """Owns the file and its buffers; not thread-safe.
-
-    After an IoError in ``stream`` its content is undefined.
-    """
+    """Knows where states are in one file, which a ring owns, and what else of them is in memory."""
 
     def __init__(
-        self, directory: str | None, params: Sequence[torch.Tensor], state_format: StateFormat
+        self,
+        directories: Sequence[str] | None,
+        numels: Mapping[torch.Tensor, int],
+        state_format: StateFormat,
+        ring: StateRing,
+        *,
+        checksums: bool = False,
     ) -> None:
-        """Reserve disk space for ``params``, of which there is at least one element.
+        """Reserve disk space for the first ``numels`` elements of parameters, of which there is at least one.
 
-        ``directory`` None is the system's directory for temporary files; nothing is ever left there.
+        ``directories`` None is the system's directory for temporary files; nothing is ever left there.
 
         Raises:
-            ConfigError: the directory is missing or read-only.
+            ConfigError: a directory is missing or read-only.
             IoError: the space cannot be had.
         """
         self._format = state_format
-        self._batches = lay_out(params, state_format)
-        last = self._batches[-1]
-        self._file = _open(directory, last.offset + last.nbytes)
-        self._made_for = {param: (param.numel(), param.dtype) for param in params}
+        self.batches = lay_out(list(numels), state_format, numels=numels)
+        last = self.batches[-1]
+        file = _open(directories, last.offset + last.nbytes, checksums)
+        ring.add(file, max(batch.nbytes for batch in self.batches))
+        self.extents = [Extent(file, batch.offset, batch.nbytes) for batch in self.batches]
+        self._made_for = {param: (param.numel(), param.dtype) for param in numels}
         self._stored: dict[torch.Tensor, tuple[torch.Size, tuple[int, ...]]] = {}  # its extent then
-        self._buffers: list[torch.Tensor] = []
+        cut = {param: start for param, start in numels.items() if start < param.numel()}
+        self.rests = [_rest(param, start, state_format) for param, start in cut.items()]
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Say whether the file has the state of ``param``."""
+        """Say whether the state of ``param`` is here."""
         return param in self._stored
 
     def in_order(self, param: torch.Tensor) -> bool:
-        """Say whether ``param``, whose state the file has, still has the memory order it had then."""
+        """Say whether ``param``, whose state is here, still has the memory order it had then."""
         return self._stored[param] == (param.shape, param.stride())
 
     def has_room(self, param: torch.Tensor) -> bool:
         """Say whether ``param`` has the number and type of elements that its place was made for."""
         return self._made_for[param] == (param.numel(), param.dtype)
 
-    def stream(self, work: Mapping[torch.Tensor, Source | State], update: Update) -> None:
-        """Read, update and write the states of every parameter in ``work``, overlapped.
+    def has_any_of(self, batch: Batch) -> bool:
+        """Say whether there is something to read in ``batch``."""
+        return any(segment.param in self._stored for segment in batch.segments)
 
-        ``work`` says where each one's old state comes from; from then on it is in the file.
+    def keep(self, param: torch.Tensor) -> None:
+        """Note that the state of ``param`` is here now, in the order that the parameter has."""
+        self._stored[param] = (param.shape, param.stride())
 
-        Raises:
-            IoError: a transfer failed: some states, and what ``update`` changed, are new, others old.
-        """
-        batches = [batch for batch in self._batches if any(part.param in work for part in batch.segments)]
-        reads: dict[int, int] = {}
-        writes: dict[int, int] = {}
-        try:
-            for index, batch in enumerate(batches):
-                for ahead in range(index, min(index + 2, len(batches))):
-                    if ahead not in reads:
-                        self._wait(writes.pop(ahead - _NUM_BUFFERS, 0))
-                        reads[ahead] = self._start_read(batches[ahead], self._buffer(ahead))
-                self._wait(reads[index])
-                self._update(batch, self._buffer(index), work, update)
-                writes[index] = self._start_write(batch, self._buffer(index))
-            for ticket in writes.values():
-                self._wait(ticket)
-        except BaseException:
-            self._settle()
-            raise
-        self._stored.update((param, (param.shape, param.stride())) for param in work)
+    def empty(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the arrays of a state that is here, to be filled by ``take``, in the order it has here."""
+        return self._format.empty(torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1]))
 
-    def fetch(self, params: Collection[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of the states of ``params``, which the file holds, in the memory order it has them.
-
-        Raises:
-            IoError: a read failed; nothing has changed.
-        """
-        found = {
-            param: self._format.empty(
-                torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1])
-            )
-            for param in params
-        }
-        for batch in self._batches:
-            segments = [segment for segment in batch.segments if segment.param in found]
-            if not segments:
-                continue
-            buffer = self._buffer(0)
-            self._wait(self._file.read(buffer.data_ptr(), batch.nbytes, batch.offset))
-            for segment in segments:
-                for part in self._format.parts(segment.param):
-                    whole = found[segment.param][part.name]
-                    _piece(whole, part, segment).copy_(_stored(buffer, part, segment))
-        return found
-
-    def close(self) -> None:
-        """Give the disk space and the buffers back. Idempotent."""
-        self._file.close()
-        self._buffers.clear()
-        self._stored.clear()
-
-    def _update(
-        self,
-        batch: Batch,
-        buffer: torch.Tensor,
-        work: Mapping[torch.Tensor, Source | State],
-        update: Update,
-    ) -> None:
-        segments = [segment for segment in batch.segments if segment.param in work]
-        for segment in segments:
-            source = work[segment.param]
+    def put(self, batch: Batch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]) -> None:
+        """Write to ``buffer``, which has ``batch``, the states in ``work`` that do not come from the file."""
+        for segment in batch.segments:
+            source = work.get(segment.param, Source.FILE)
             if source is Source.FILE:
                 continue
             for part in self._format.parts(segment.param):
@@ -222,32 +203,20 @@ class StateFile:
                     there.zero_()
                 else:
                     there.copy_(_piece(source[part.name], part, segment))
-        update(segments, buffer.data_ptr())
 
-    def _start_read(self, batch: Batch, buffer: torch.Tensor) -> int:
-        if not any(segment.param in self._stored for segment in batch.segments):
-            return 0
-        return self._file.read(buffer.data_ptr(), batch.nbytes, batch.offset)
+    def take(self, batch: Batch, buffer: torch.Tensor, found: Mapping[torch.Tensor, State]) -> None:
+        """Copy what ``buffer``, which has ``batch``, has of the states in ``found`` to them."""
+        for segment in batch.segments:
+            if segment.param in found:
+                for part in self._format.parts(segment.param):
+                    whole = found[segment.param][part.name]
+                    _piece(whole, part, segment).copy_(_stored(buffer, part, segment))
 
-    def _start_write(self, batch: Batch, buffer: torch.Tensor) -> int:
-        return self._file.write(buffer.data_ptr(), batch.nbytes, batch.offset)
 
-    def _wait(self, ticket: int) -> None:
-        if ticket != 0:  # 0: there was nothing to read or write
-            self._file.wait(ticket)
-
-    def _settle(self) -> None:
-        """Let no thread touch the buffers any more; what failed is being raised already."""
-        with contextlib.suppress(IoError):
-            self._file.wait_all()
-
-    def _buffer(self, index: int) -> torch.Tensor:
-        """Return the buffer of the batch ``index``, bytes, aligned for O_DIRECT."""
-        if not self._buffers:
-            nbytes = max(batch.nbytes for batch in self._batches)
-            count = min(_NUM_BUFFERS, len(self._batches))
-            self._buffers = [_aligned(nbytes) for _ in range(count)]
-        return self._buffers[index % len(self._buffers)]
+def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[Batch, torch.Tensor]:
+    """Return the state of the elements from ``start`` on, zeros, as a batch and its memory."""
+    segment, nbytes = _place(state_format.parts(param), param, start, param.numel() - start, 0)
+    return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def _stored(buffer: torch.Tensor, part: Part, segment: Segment) -> torch.Tensor:
@@ -262,15 +231,9 @@ def _piece(whole: torch.Tensor, part: Part, segment: Segment) -> torch.Tensor:
     return flat(whole)[first : first + part.count(segment.numel)]
 
 
-def _aligned(nbytes: int) -> torch.Tensor:
-    raw = torch.zeros(nbytes + BLOCK_BYTES, dtype=torch.uint8)
-    skip = -raw.data_ptr() % BLOCK_BYTES
-    return raw[skip : skip + nbytes]
-
-
-def _open(directory: str | None, nbytes: int) -> AsyncFile:
-    if directory is not None:
-        return AsyncFile(directory, nbytes)
+def _open(directories: Sequence[str] | None, nbytes: int, checksums: bool) -> AsyncFile:
+    if directories is not None:
+        return AsyncFile(directories, nbytes, checksums=checksums)
     # The file has no name: its directory is needed only while it is opened.
     with tempfile.TemporaryDirectory(prefix="gemini-") as private:
-        return AsyncFile(private, nbytes)
+        return AsyncFile(private, nbytes, checksums=checksums)

@@ -16,7 +16,13 @@ from .state_format import ARRAYS, StateFormat
 
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
-_OF_THE_OPTIMIZER = ("state_dtype", "master_remainders", "nvme_offload_fraction", "nvme_offload_dir")
+_OF_THE_OPTIMIZER = (
+    "state_dtype",
+    "master_remainders",
+    "nvme_offload_fraction",
+    "nvme_offload_dir",
+    "nvme_offload_checksums",
+)
 _TORCH_ONLY = (*_UNSUPPORTED, "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 

@@ -95,7 +95,6 @@ def test_step_that_stops_between_its_parts_is_remembered() -> None:
     optimizer._prepare(optimizer._collect())
     optimizer._rows[0].run = failing  # type: ignore[method-assign]
     optimizer._prepare = lambda _updates: None  # type: ignore[method-assign]
-    optimizer._on_disk = {params[0]: optimizer._collect()[params[0]]}
     with pytest.raises(RuntimeError):
         optimizer.step()
     with pytest.raises(StateError, match="half-way"):

@@ -29,6 +29,7 @@ EXAMPLES = {
     "save_and_resume.py": ["--hidden", "32", "--steps", "4", "--precision", "bf16"],
     "adam_on_disk.py": ["--hidden", "64", "--steps", "3"],
     "compact_states.py": ["--hidden", "64", "--steps", "4"],
+    "gpt2_on_disk.py": ["--hidden", "48", "--layers", "2", "--vocab", "500", "--seq", "16", "--steps", "3"],
 }
 
 
@@ -73,7 +74,7 @@ def test_wrapped_model_is_larger_than_its_memory(tmp_path: Path) -> None:
     assert numbers["device  peak"] <= 128 * 1024 < numbers["model data"]
 
 
-@pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py"])
+@pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py", "gpt2_on_disk.py"])
 def test_example_proves_what_it_says(name: str, tmp_path: Path) -> None:
     assert "identical" in run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
 
