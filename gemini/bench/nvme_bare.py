@@ -4,36 +4,60 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gemini.bench.io_own import page_aligned
 from gemini.offload import AsyncFile
 from gemini.offload.async_file import round_to_block
+from gemini.optim.kernel_adam import KernelAdam
 
 SETTLE_SECONDS = 0.3  # for what a step left to do in the background: it is no part of the next measurement
 
 
 class BareDisk:
-    """A file of its own whose every byte is read and written back, batch by batch, in turn."""
+    """Reads every byte of a file and writes it back as it was, batch by batch."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], nbytes: int, batch_bytes: int, ring_bytes: int
+        self, file: AsyncFile, batches: Sequence[tuple[int, int]], ring_bytes: int, *, owned: bool
     ) -> None:
-        """Make the file and write it once; what was never written would be read without the disk."""
-        self.nbytes = round_to_block(nbytes)
-        batch_bytes = min(batch_bytes, self.nbytes)
-        self._batches = [
-            (offset, min(batch_bytes, self.nbytes - offset)) for offset in range(0, self.nbytes, batch_bytes)
-        ]
-        count = max(2, ring_bytes // batch_bytes)
-        self._memory = page_aligned(count * batch_bytes)
+        """Prepare for batches of (offset, bytes) that have been written; one run does not count."""
+        self._file = file
+        self._owned = owned
+        self._batches = batches
+        self.nbytes = sum(size for _offset, size in batches)
+        largest = max(size for _offset, size in batches)
+        count = max(2, ring_bytes // largest)
+        self._memory = page_aligned(count * largest)
         first = self._memory.data_ptr()
-        self._buffers = [first + number * batch_bytes for number in range(count)]
-        self._file = AsyncFile(directory, self.nbytes)
-        self._file.register(first, self._memory.numel())
-        for offset, size in self._batches:
-            self._file.wait(self._file.write(first, size, offset))
+        self._buffers = [first + number * largest for number in range(count)]
+        file.register(first, self._memory.numel())
         self.run()
+
+    @classmethod
+    def of_new_file(
+        cls, directory: str | os.PathLike[str], nbytes: int, batch_bytes: int, ring_bytes: int
+    ) -> BareDisk:
+        """Use a file made for it, written once: what was never written would be read without the disk."""
+        nbytes = round_to_block(nbytes)
+        file = AsyncFile(directory, nbytes)
+        starts = range(0, nbytes, batch_bytes)
+        batches = [(offset, min(batch_bytes, nbytes - offset)) for offset in starts]
+        zeros = page_aligned(batches[0][1])
+        for offset, size in batches:
+            file.wait(file.write(zeros.data_ptr(), size, offset))
+        return cls(file, batches, ring_bytes, owned=True)
+
+    @classmethod
+    def of_states(cls, optimizer: KernelAdam, ring_bytes: int) -> BareDisk:
+        """Use the file that ``optimizer`` has its states in: two files on one disk may differ twofold.
+
+        To be run between steps, after a pause: nothing of a step may be under way.
+        """
+        time.sleep(SETTLE_SECONDS)
+        extents = optimizer.disk_extents
+        batches = [(one.offset, one.nbytes) for one in extents]
+        return cls(extents[0].file, batches, ring_bytes, owned=False)
 
     def run(self) -> float:
         """Read and write back every byte; return the seconds.
@@ -60,8 +84,11 @@ class BareDisk:
         return self.run()
 
     def close(self) -> None:
-        """Give the disk space back."""
-        self._file.close()
+        """Let the file go, or close one that was made for this."""
+        if self._owned:
+            self._file.close()
+        else:
+            self._file.unregister(self._memory.data_ptr())
 
     def _buffer(self, index: int) -> int:
         return self._buffers[index % len(self._buffers)]

@@ -47,16 +47,18 @@ def run_blocks(
     step: Callable[[Batch], StepTimes],
     settings: Settings,
     *,
-    bare: BareDisk | None = None,
+    open_bare: Callable[[], BareDisk] | None = None,
     counters: Counters = process_io,
 ) -> dict[str, Any]:
     """Train as ``settings`` say and return times as plain data.
 
-    Each block has ``counters`` per step and, with a ``bare`` disk, its seconds before and after the block.
+    Each block has ``counters`` per step and, with a bare disk, its seconds before and after the block. It is
+    opened after the warmup and closed.
     """
     batches = iter(batches_of(settings))
     losses = [step(next(batches)).loss for _ in range(settings.warmup_steps)]
     blocks = []
+    bare = open_bare() if open_bare else None
     before = bare.settled_run() if bare else None
     for _ in range(settings.blocks):
         losses.append(step(next(batches)).loss)
@@ -73,6 +75,8 @@ def run_blocks(
             }
         )
         before = after
+    if bare:
+        bare.close()
     return {"losses": losses, "blocks": blocks, "bare_bytes": 2 * bare.nbytes if bare else 0}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gemini.bench.nvme_bare import BareDisk, process_io
 from gemini.bench.nvme_blocks import StepTimes, bare_seconds, median_of, run_blocks, timed
-from gemini.bench.nvme_plain import MEMORY, in_order, open_bare, require_disk, require_equal_losses
+from gemini.bench.nvme_plain import MEMORY, in_order, require_disk, require_equal_losses
 from gemini.bench.nvme_settings import STATE_BYTES, Settings
 from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
@@ -24,7 +24,6 @@ _LINKS = ("disk_read", "disk_write")
 def managed_task(options: dict[str, Any]) -> dict[str, Any]:
     """Train with ``device_bytes`` on DEVICE and the rest on DISK, the bare disk between the blocks."""
     settings, directory = Settings.from_options(options), options["directory"]
-    bare: BareDisk | None = open_bare(settings, directory) if options["bare"] else None
     trainee = ManagedTrainee(
         settings.model,
         device_bytes=options["device_bytes"],
@@ -36,6 +35,10 @@ def managed_task(options: dict[str, Any]) -> dict[str, Any]:
     def step(batch: Batch) -> StepTimes:
         return timed(lambda: trainee.step(batch), lambda: None)
 
+    def open_bare() -> BareDisk:
+        state_bytes = STATE_BYTES * num_parameters(settings.model)
+        return BareDisk.of_new_file(directory, state_bytes, settings.batch_bytes, settings.ring_bytes)
+
     def counters() -> dict[str, float]:
         stats = trainee.model.stats()
         moved = {link: float(stats[link]["bytes"]) for link in _LINKS}
@@ -43,13 +46,11 @@ def managed_task(options: dict[str, Any]) -> dict[str, Any]:
 
     try:
         return {
-            **run_blocks(step, settings, bare=bare, counters=counters),
+            **run_blocks(step, settings, open_bare=open_bare if options["bare"] else None, counters=counters),
             "device_peak_bytes": trainee.model.stats()["device"]["peak_bytes"],
         }
     finally:
         trainee.close()
-        if bare:
-            bare.close()
 
 
 def managed_options(session: Session, settings: Settings, device_bytes: int, *, bare: bool) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class PlainTrainee:
             nvme_offload_dir=directory,
         )
 
+    def bare_disk(self, ring_bytes: int) -> BareDisk:
+        """Return the disk below the states, which a step has written."""
+        return BareDisk.of_states(self._optimizer, ring_bytes)
+
     def step(self, batch: Batch) -> StepTimes:
         """Train on one batch."""
 
@@ -75,11 +79,7 @@ def train_task(options: dict[str, Any]) -> dict[str, Any]:
     trainee = PlainTrainee(settings, kind, directory)
     if kind == MEMORY:
         return run_blocks(trainee.step, settings)
-    bare = open_bare(settings, directory)
-    try:
-        return run_blocks(trainee.step, settings, bare=bare)
-    finally:
-        bare.close()
+    return run_blocks(trainee.step, settings, open_bare=lambda: trainee.bare_disk(settings.ring_bytes))
 
 
 def memory_task(options: dict[str, Any]) -> dict[str, Any]:
@@ -91,13 +91,6 @@ def memory_task(options: dict[str, Any]) -> dict[str, Any]:
         losses.append(trainee.step(batch).loss)
         rss.append(held_bytes())
     return {"losses": losses, "rss_bytes": rss}
-
-
-def open_bare(settings: Settings, directory: str) -> BareDisk:
-    """Return a file with as many bytes as the states have."""
-    return BareDisk(
-        directory, STATE_BYTES * num_parameters(settings.model), settings.batch_bytes, settings.ring_bytes
-    )
 
 
 # -- the case ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def stream_task(options: dict[str, Any]) -> dict[str, Any]:
     optimizer = make_optimizer(settings.stream_numel, DISK, directory)
     for _ in range(2):  # the first makes the states, the second is the first to read them
         optimizer.step()
-    bare = BareDisk(directory, STATE_BYTES * settings.stream_numel, settings.batch_bytes, settings.ring_bytes)
+    bare = BareDisk.of_states(optimizer, settings.ring_bytes)
     seconds: dict[str, list[float]] = {"step": [], "bare": []}
     try:
         for number in range(settings.stream_repeats):
@@ -80,7 +80,7 @@ def fitting_numel(wanted: int, free_memory: int, free_disk: int) -> int:
         ConfigError: not even a million.
     """
     by_memory = (free_memory - _SPARE_MEMORY_BYTES) // _PARAM_AND_GRAD_BYTES
-    by_disk = (free_disk - _SPARE_DISK_BYTES) // (2 * STATE_BYTES)
+    by_disk = (free_disk - _SPARE_DISK_BYTES) // STATE_BYTES
     numel = min(wanted, by_memory, by_disk)
     if numel < min(wanted, 1_000_000):
         raise ConfigError(

@@ -20,6 +20,7 @@ from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
 from .state_file import Source
 from .state_format import StateFormat
 from .state_import import boxed_state_dict, complete_groups, refuse_unsupported, unboxed_state
+from .state_ring import Extent
 from .step_rows import Member, StepRows
 
 _START_ANEW = "load state_dict() into a new optimizer"
@@ -68,6 +69,13 @@ class KernelAdam(Optimizer):
     def disk_fraction(self) -> float:
         """The share of optimizer-state bytes asked to live in a file."""
         return self._disk_fraction
+
+    @property
+    def disk_extents(self) -> list[Extent]:
+        """Where in which files states are, in the order in which a step passes over them."""
+        params = {param for group in self.param_groups for param in group["params"]}
+        stored, _held = self._disk.batches_of(params)
+        return [extent for _file, _batch, extent in stored]
 
     @property
     def state_format(self) -> StateFormat:
