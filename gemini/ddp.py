@@ -176,6 +176,7 @@ class GeminiDDP(nn.Module):
         there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
         in memory.
         """
+        self.manager.run_pending()
         state: dict[str, Any] = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
         export = self._exporter(
@@ -215,6 +216,7 @@ class GeminiDDP(nn.Module):
         unexpected = [key for key in state_dict if key not in own]
         if strict and (missing or unexpected):
             raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {unexpected}")
+        self.manager.run_pending()
         with torch.no_grad():
             for key, param in managed.items():
                 if key in state_dict:
@@ -257,6 +259,7 @@ class GeminiDDP(nn.Module):
             "num_chunks": len(chunks.chunks),
             "wasted_bytes": self._wasted_bytes(),
             "model_data_bytes": size.total_bytes,
+            "pending_updates": len(self.manager.pending.all()),
         }
 
     def plan(self) -> PlacementPlan:
@@ -264,7 +267,9 @@ class GeminiDDP(nn.Module):
         return self.manager.plan
 
     def timeline(self) -> list[dict[str, Any]]:
-        """Return the fill of each tier at every moment of the last complete step."""
+        """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
+        what is pending of the update."""
+        self.manager.run_pending()
         reserve = self.manager.trace.non_model_bytes if self.manager.trace is not None else ()
         return [
             {
@@ -290,14 +295,21 @@ class GeminiDDP(nn.Module):
     # -- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent."""
+        """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent.
+
+        Pending updates run first, so that one that fails is not lost in silence.
+
+        Raises:
+            OutOfBudgetError, IoError: an update or a transfer failed. Everything has been returned.
+        """
         self.manager.close()
 
     def __enter__(self) -> GeminiDDP:
         return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        # After an exception nobody wants the weights, and that exception is the one to be seen.
+        self.manager.close(run_pending=kind is None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:
         """Refuse ``double()``, ``to("meta")`` and the like before anything changes; what would change nothing

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
+from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
 from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import export_state, import_state
 from gemini.optim.state_format import StateFormat
-from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot, StatePiece
+from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime.phases import OPTIMIZER
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -34,8 +35,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
 
         gpu_margin_mem_ratio: must be 0: DEVICE is CPU memory in this release.
-        overlap: whether updates may run outside :meth:`step`, with the same bits. This release runs all of
-            them inside it, so both values do the same.
+        overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
+            it, so that its states are read and written behind the next forward pass. Everything that looks at
+            the model sees the same bits either way. Where all model data fits DEVICE, both values do the
+            same (docs/notes/overlap.md).
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
@@ -80,6 +83,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
+        self.overlap = overlap
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -92,7 +96,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clipped = False
         self._clipped_at = model.gradient_state()
         self._overflowed = False  # seen before a clamp hid it
-        self._incomplete = False  # an update failed half-way
+        self._completeness = Completeness()
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -140,11 +144,14 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 
-        Under fp16 a step whose gradients overflowed is skipped and the loss scale backs off.
+        With ``overlap`` the update of a chunk may be left pending until the chunk is used: with the learning
+        rate, norm and scale of now. ``param.grad`` is None in any case. Under fp16 a step whose gradients
+        overflowed is skipped and the loss scale backs off.
 
         Raises:
-            IoError, OutOfBudgetError: a chunk could not be had. Parameters updated so far stay updated; load
-                a checkpoint or a state before going on.
+            IoError, OutOfBudgetError: a chunk could not be had. Where updates run inside the step, parameters
+                updated so far stay updated; load a checkpoint or a state before going on. A pending update
+                raises where it is needed and stays pending: free space and repeat what needed it.
             StateError: an earlier step failed half-way, or gradients arrived after they were clipped.
         """
         loss = None
@@ -157,9 +164,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.clip_grad_by_norm(self.max_norm)
         overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
         if not overflowed:
-            self._incomplete = True
             self._update()
-            self._incomplete = False
         self.model.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
@@ -194,8 +199,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
     # -- inside ----------------------------------------------------------------------------------
 
     def require_complete(self, doing: str) -> None:
-        """Raise StateError when an update failed half-way: some parameters have it, others do not."""
-        if self._incomplete:
+        """Run what is pending. Raise StateError when an update failed half-way: some parameters have it,
+        others do not."""
+        if not self._completeness.broken:
+            self.model.manager.run_pending()
+        if self._completeness.broken:
             raise StateError(
                 f"{doing}: the last step failed half-way and updated only some parameters; load a checkpoint "
                 "(gemini.checkpoint.load) or a state before going on"
@@ -203,7 +211,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def mark_complete(self) -> None:
         """Say that weights and states have been loaded since an update failed."""
-        self._incomplete = False
+        self._completeness.broken = False
         self._forget_scale()
 
     def _start_clipping(self) -> None:
@@ -243,62 +251,43 @@ class GeminiOptimizer(torch.optim.Optimizer):
         return total_norm(self.model.storage, self.model.manager, order, norm_type, self._unscaled())
 
     def _update(self) -> None:
+        """Update everything that has a gradient, now or when it is needed."""
         manager = self.model.manager
-        manager.phase = "optimizer"
-        scale = self._unscaled()
-        updated: set[ManagedSlot] = set()
-        hypers: dict[ManagedSlot, AdamHyper] = {}
-        for settings in self.param_groups:
-            hyper = AdamHyper.from_group(settings)
-            hypers.update((param._slot, hyper) for param in settings["params"])
-        for group in self.model.storage.trainable_groups():
-            slots = [slot for slot in group.slots if slot.has_grad and slot in hypers]
-            updated.update(slots)
-            for slot in slots:
-                self.steps[slot] = self.steps.get(slot, 0) + 1
-            rewritten = {slot for slot in slots if manager.take_written(slot.param_ref.tensors[0])}
-            for piece in group.pieces:
-                self._update_piece(group, piece, slots, hypers, scale, rewritten)
-            for slot in slots:
-                slot.free_grad()
+        updates = self._chunk_updates()
+        updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
+        with self._completeness.change():
+            self.steps.update(updated)
+            if self.overlap and manager.may_put_off:
+                manager.put_off(updates)
+                for slot in updated:
+                    slot.trainable_grad.retire_aliases()
+            else:
+                manager.phase = OPTIMIZER
+                for update in updates:
+                    update.run_now()
         # As torch's optimizers do, so that a backward pass over an older graph is refused.
         with torch._C.DisableTorchFunctionSubclass():
             increment_version(
                 [p for group in self.param_groups for p in group["params"] if p._slot in updated]
             )
 
-    def _update_piece(
-        self,
-        group: ChunkGroup,
-        piece: StatePiece,
-        slots: Sequence[ManagedSlot],
-        hypers: dict[ManagedSlot, AdamHyper],
-        scale: GradScale,
-        rewritten: set[ManagedSlot],
-    ) -> None:
-        """Update the elements of ``piece``, everything they need pinned at once."""
-        touched = [slot for slot in slots if slot.start < piece.stop and piece.start < slot.stop]
-        if not touched:
-            return
-        written = [slot.param_ref.tensors[0] for slot in touched] + list(piece.tensors.values())
-        grads = [tensor for slot in touched for tensor in slot.trainable_grad.tensors]
-        with self.model.manager.operator(written + grads, written), torch.no_grad():
-            rows: list[Row] = []
-            for index, slot in enumerate(touched):
-                start, stop = slot.overlapping(piece)
-                param = group.param.tensor[start:stop]
-                half_out = None
-                if piece.has(ChunkKind.MASTER):
-                    half_out, param = param, piece.flat(ChunkKind.MASTER, start, stop)
-                    if slot in rewritten:
-                        param.copy_(half_out)
-                grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
-                moments = {
-                    "exp_avg": piece.flat(ChunkKind.EXP_AVG, start, stop).data_ptr(),
-                    "exp_avg_sq": piece.flat(ChunkKind.EXP_AVG_SQ, start, stop).data_ptr(),
-                }
-                rows.append(make_row(param, grad, moments, half_out=half_out, step_index=index))
-            run_rows(rows, [AdamStep(hypers[slot], self.steps[slot], scale) for slot in touched])
+    def _chunk_updates(self) -> list[ChunkUpdate]:
+        """Return the updates of this step in forward order. Changes nothing."""
+        scale = self._unscaled()
+        hypers: dict[ManagedSlot, AdamHyper] = {}
+        for settings in self.param_groups:
+            hyper = AdamHyper.from_group(settings)
+            hypers.update((param._slot, hyper) for param in settings["params"])
+        updates = []
+        for order, group in enumerate(self.model.storage.trainable_groups()):
+            steps = {
+                slot: AdamStep(hypers[slot], self.steps.get(slot, 0) + 1, scale)
+                for slot in group.slots
+                if slot.has_grad and slot in hypers
+            }
+            if steps:
+                updates.append(ChunkUpdate(self.model.manager, group, order, steps, self._completeness))
+        return updates
 
 
 def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:

@@ -1,9 +1,10 @@
 """The runtime: managed parameters, the memory manager of a model, and the move of a module into chunks."""
 
 from gemini.runtime.adopt import adopt_module, read_values, refresh_master, unique_parameters, write_values
-from gemini.runtime.gemini_mgr import GeminiManager, PlacementContext
+from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.init import init_on
 from gemini.runtime.param import ManagedParameter, ManagedTensor
+from gemini.runtime.step_order import PlacementContext
 from gemini.runtime.storage import (
     ChunkGroup,
     GroupSpec,

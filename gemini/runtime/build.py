@@ -14,7 +14,8 @@ from gemini.device import default_budget_bytes
 from gemini.placement import ModelDataSize, TierCapacity, make_policy
 from gemini.runtime.adopt import adopt_module, unique_parameters
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gemini_mgr import GeminiManager, PlacementContext
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.step_order import PlacementContext
 from gemini.runtime.storage import GroupSpec, ModelStorage, largest_operator, model_data_sizes
 
 logger = logging.getLogger(__name__)

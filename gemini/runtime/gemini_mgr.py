@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,34 +13,16 @@ import torch
 from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import EvictedAccessError, StateError
-from gemini.memstats import MemStatsCollector, ProcessMonitor, Trace
-from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
+from gemini.memstats import Trace
+from gemini.placement import PlacementPlan
 from gemini.runtime.backward import BackwardPins
-from gemini.runtime.phases import FORWARD
+from gemini.runtime.pending import PendingUpdate, PendingUpdates
+from gemini.runtime.phases import FORWARD, OPTIMIZER
+from gemini.runtime.step_order import Moment, PlacementContext, StepOrder
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
 
 if TYPE_CHECKING:
     from gemini.runtime.param import TensorRef
-
-logger = logging.getLogger(__name__)
-
-# Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
-# optimizer).
-_LONGEST_STEP = 2**20
-
-
-# (phase, DEVICE bytes, HOST bytes, DISK bytes) right after a PreOp
-Moment = tuple[str, int, int, int]
-
-
-@dataclass(frozen=True)
-class PlacementContext:
-    """Everything a plan is made from, besides the trace."""
-
-    policy: PlacementPolicy
-    size: ModelDataSize
-    capacity: TierCapacity
-    chunk_signature: str
 
 
 class GeminiManager:
@@ -62,19 +42,13 @@ class GeminiManager:
         self.context = context
         self.step = 0
         self.phase = FORWARD
-        self._plan = context.policy.warmup_plan(context.size, context.capacity)
-        self._collector: MemStatsCollector | None = None
-        self._monitor: ProcessMonitor | None = None
-        self._trace: Trace | None = None
-        self._rival: tuple[tuple[int, ...], ...] | None = None  # what the last diverging step did
+        self._order = StepOrder(chunks, context, memstats)
         self._in_step = False
         self._tracing = False
-        self._log: list[Moment] = []
-        self._timeline: list[Moment] = []
+        self.pending = PendingUpdates()
+        self._due = self.pending.by_tensor  # one look per PreOp
         self._written: set[int] = set()
         self.backward_pins = BackwardPins(self)
-        self._names: dict[int, str] = {}
-        self._first_uses: dict[int, None] = {}
         self._first_address, self._end_address = chunks.address_range()
         # Gradients outside chunks, in bytes: now, and the most of them together with the table's DEVICE
         # bytes.
@@ -85,9 +59,6 @@ class GeminiManager:
         self.expects_scaled_loss = False
         # True once every chunk is on DEVICE for good: operators then need no PreOp.
         self.resident = False
-        self._enforce(self._plan)
-        if memstats is not None and memstats.chunk_signature == context.chunk_signature:
-            self._adopt_trace(memstats)
         _live_managers.add(self)
 
     # -- operators -------------------------------------------------------------------------------
@@ -103,16 +74,17 @@ class GeminiManager:
             self._raise_stray()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
+        if self._due:
+            self.run_due(tensors)
         if not self._tracing:
             self.chunks.acquire(tensors, traced=False)
             return
         try:
-            self._traced_pre_op(tensors)
+            too_long = self._order.pre_op(tensors, self.phase)
         except BaseException:
-            self._abandon_step()  # what it recorded no longer says what an iteration does
+            self._abandon_step()
             raise
-        self._log.append((self.phase, *self.chunks.table.usages()))
-        if len(self._log) == _LONGEST_STEP:
+        if too_long:
             self._abandon_step()
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
@@ -126,9 +98,32 @@ class GeminiManager:
         try:
             yield
         finally:
-            written = set(dirty)
-            self.post_op([tensor for tensor in tensors if tensor in written], True)
-            self.post_op([tensor for tensor in tensors if tensor not in written], False)
+            self._post_ops(tensors, dirty)
+
+    @contextmanager
+    def late_operator(self, tensors: TensorIds, dirty: TensorIds) -> Iterator[None]:
+        """Do as :meth:`operator` for a pending update: it waits for no update, and its moment counts to the
+        step that left it."""
+        self.backward_pins.settle()
+        tracing = self._tracing
+        if tracing:
+            try:
+                self._order.pre_op(tensors, OPTIMIZER)
+            except BaseException:
+                self._abandon_step()
+                raise
+        else:
+            self.chunks.acquire(tensors, traced=False)
+        try:
+            self._order.note_late(traced=tracing)
+            yield
+        finally:
+            self._post_ops(tensors, dirty)
+
+    def _post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
+        written = set(dirty)
+        self.post_op([tensor for tensor in tensors if tensor in written], True)
+        self.post_op([tensor for tensor in tensors if tensor not in written], False)
 
     def views(self, ref: TensorRef, address: int) -> bool:
         """Say whether ``address`` lies in the window that the tensor of ``ref`` lies in."""
@@ -155,24 +150,66 @@ class GeminiManager:
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
-        self._names = dict(names)
+        self._order.name_parameters(names)
+
+    # -- updates that wait -------------------------------------------------------------------------
+
+    @property
+    def may_put_off(self) -> bool:
+        """Whether the updates of the step under way may wait until their chunks are needed.
+
+        Not in warmup, nor outside a recorded step: nothing says when that is. Not where all model data fits:
+        there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.
+        """
+        size = self.context.size
+        room = self._order.room_bytes
+        return self._tracing and not self.is_warmup and size.working_set_bytes <= room < size.total_bytes
+
+    def put_off(self, updates: Sequence[PendingUpdate]) -> None:
+        """Run each of ``updates`` right before a tensor of its group is used for the first time."""
+        self.pending.add(updates)
+
+    def run_due(self, tensors: TensorIds) -> None:
+        """Run the pending updates that have to come before any use of ``tensors``.
+
+        Raises:
+            OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
+        """
+        for update in self.pending.needed_by(tensors):
+            update.run()
+            self.pending.remove(update)
+
+    def run_pending(self) -> None:
+        """Run every pending update now. Raises as :meth:`run_due`."""
+        if not self.pending:
+            return
+        outside = not self._in_step
+        if outside:
+            self._order.expect(self.pending.all(), first=True)
+            self._tracing = not self.is_warmup
+        try:
+            self.run_due(list(self._due))
+        finally:
+            if outside:
+                self._tracing = False
+                self._order.expect(self.pending.all())
 
     # -- steps -----------------------------------------------------------------------------------
 
     @property
     def is_warmup(self) -> bool:
         """Whether no iteration has been recorded yet."""
-        return self._trace is None
+        return self._order.trace is None
 
     @property
     def plan(self) -> PlacementPlan:
         """The plan in force."""
-        return self._plan
+        return self._order.plan
 
     @property
     def trace(self) -> Trace | None:
         """The recorded iteration that the plan was made from."""
-        return self._trace
+        return self._order.trace
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
@@ -180,8 +217,11 @@ class GeminiManager:
         not."""
         outer = (self._tracing, self.phase)
         self.recover()
+        if not training and not self._in_step:
+            self.run_pending()
         if training and not self._in_step and not self.resident:
-            self._begin_step()
+            self._in_step = True
+            self._order.begin(self.pending.all())
         self._tracing = training and self._in_step
         self.phase = FORWARD
         try:
@@ -210,136 +250,40 @@ class GeminiManager:
         if not self._in_step:
             return
         self._in_step = self._tracing = False
-        diverged = self.chunks.table.end_step()
-        if self._trace is None:
-            self._adopt_trace(self._recorded_trace())
-        elif diverged:
-            self._reconsider()
-        self._timeline, self._log = self._log, []
+        self._order.end(self.pending.all())
         self.chunks.end_step()
-        self.resident = self._fits_for_good()
+        self.resident = not self.pending and self._fits_for_good()
 
     def timeline(self) -> list[Moment]:
-        """Return the fill of the tiers at each moment of the last complete step."""
-        return self._timeline
+        """Return the fill of the tiers at each moment of the last step, without updates still pending."""
+        return self._order.timeline
 
-    def close(self) -> None:
-        """Give all memory back; any later use of a managed tensor raises StateError."""
-        self.resident = False
-        self._stop_collecting()
-        self.pre_op = _closed  # type: ignore[method-assign]
-        self.chunks.close()
+    def close(self, *, run_pending: bool = True) -> None:
+        """Give all memory back; any later use of a managed tensor raises StateError.
+
+        Raises:
+            OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
+        """
+        try:
+            if run_pending:
+                self.run_pending()
+        finally:
+            self.pending.clear()
+            self.resident = self._in_step = self._tracing = False
+            self._order.close()
+            self.pre_op = _closed  # type: ignore[method-assign]
+            self.chunks.close()
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        self._in_step = True
-        self._log = []
-        self.chunks.table.begin_step()
-        if self._trace is None and self._plan.sample_non_model:
-            self._stop_collecting()
-            self._monitor = ProcessMonitor()
-            self._collector = MemStatsCollector(self._monitor, _C.arena_process_bytes)
-            self._collector.start()
 
     def _abandon_step(self) -> None:
         """Go on without recording: the next training pass begins a new step."""
         self._in_step = self._tracing = False
-        self._log = []
-        self._stop_collecting()
-        self.chunks.table.begin_step()
-
-    def _stop_collecting(self) -> None:
-        self._collector = None
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-
-    def _traced_pre_op(self, tensors: TensorIds) -> None:
-        if self._trace is not None:
-            self.chunks.acquire(tensors, traced=True)
-            try:
-                self.chunks.prefetch()
-            except BaseException:  # of another chunk's transfer
-                self.chunks.release(tensors, dirty=False)
-                raise
-            return
-        # The warmup samples before the layout changes.
-        if self._collector is not None:
-            self._collector.sample(self.chunks.table.moment(), self.phase)
-        self.chunks.acquire(tensors, traced=True)
-        if self._collector is not None:
-            self._collector.note_model_data()
-        for tensor in tensors:
-            self._first_uses.setdefault(tensor)
+        self._order.abandon()
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
-        reserve = max(self._plan.reserve_bytes, default=0)
-        limit = min(self._plan.device_limit_bytes, self.context.capacity.device_bytes - reserve)
-        return self.context.size.total_bytes <= limit and self.chunks.all_on_device()
-
-    def _recorded_trace(self) -> Trace:
-        accesses = tuple(tuple(chunks) for chunks in self.chunks.table.record())
-        non_model = self._collector.finish() if self._collector is not None else (0,) * len(accesses)
-        self._stop_collecting()
-        return Trace(
-            accesses=accesses,
-            non_model_bytes=non_model,
-            phases=tuple(moment[0] for moment in self._log),
-            param_order=tuple(self._names[t] for t in self._first_uses if t in self._names),
-            chunk_signature=self.context.chunk_signature,
-        )
-
-    def _adopt_trace(self, trace: Trace) -> None:
-        """Plan the iterations to come from ``trace``."""
-        self._trace = trace
-        self._rival = None
-        context = self.context
-        self._plan = context.policy.plan(context.size, context.capacity, trace)
-        self._enforce(self._plan)
-        reserve = list(self._plan.reserve_bytes)
-        schedule = _C.Schedule([list(ids) for ids in trace.accesses], reserve, len(self.chunks.chunks))
-        self.chunks.table.set_schedule(schedule)
-        peak = max(reserve, default=0)
-        if peak + context.size.working_set_bytes > context.capacity.device_bytes:
-            logger.warning(
-                "the recorded step needed %d bytes for non-model data; with the %d bytes that the largest "
-                "update needs this is more "
-                "than device_bytes=%d: model data is kept to the minimum; raise device_bytes or lower the "
-                "batch size",
-                peak,
-                context.size.working_set_bytes,
-                context.capacity.device_bytes,
-            )
-
-    def _enforce(self, plan: PlacementPlan) -> None:
-        self.chunks.table.set_limit(plan.device_limit_bytes)
-        peak = max(plan.reserve_bytes, default=0)
-        self.chunks.park_limit_bytes = max(
-            0, min(plan.device_limit_bytes, self.context.capacity.device_bytes - peak)
-        )
-
-    def _reconsider(self) -> None:
-        """A step left the trace: keep the old plan for a passing change, adopt the new order once it
-        repeats."""
-        assert self._trace is not None
-        accesses = tuple(tuple(chunks) for chunks in self.chunks.table.record())
-        if accesses != self._rival:
-            self._rival = accesses
-            logger.info(
-                "step %d left the recorded order; it ran with least-recently-used eviction", self.step
-            )
-            return
-        peak = max(self._trace.non_model_bytes, default=0)
-        self._adopt_trace(
-            replace(
-                self._trace,
-                accesses=accesses,
-                non_model_bytes=(peak,) * len(accesses),
-                phases=tuple(moment[0] for moment in self._log),
-            )
-        )
+        return self.context.size.total_bytes <= self._order.room_bytes and self.chunks.all_on_device()
 
     @staticmethod
     def settle_strays() -> int | None:
@@ -383,6 +327,7 @@ def _in_child(tensors: TensorIds) -> None:
 def _after_fork_in_child() -> None:
     for manager in _live_managers:
         manager.resident = False
+        manager.pending.clear()
         manager.pre_op = _in_child  # type: ignore[method-assign]
 
 

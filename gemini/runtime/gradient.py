@@ -37,7 +37,8 @@ class SlotGradient:
 
     ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE for good
     (``GeminiManager.resident``) gradients are kept as autograd made them instead, which saves the copy;
-    budgets count the chunk's bytes either way.
+    budgets count the chunk's bytes either way. One that a pending update has taken over is there for that
+    update only.
     """
 
     __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "ref", "view")
@@ -54,7 +55,13 @@ class SlotGradient:
     @property
     def exists(self) -> bool:
         """Whether there is a gradient."""
-        return self._in_chunk or self._loose is not None
+        return (self._in_chunk and not self._is_taken) or self._loose is not None
+
+    @property
+    def _is_taken(self) -> bool:
+        """Whether it belongs to a pending update, and to nobody else."""
+        update = self._manager.pending.by_tensor.get(self.ref.tensors[0])
+        return update is not None and self.ref.tensors[0] in update.gradients
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -63,7 +70,7 @@ class SlotGradient:
 
     @property
     def value(self) -> torch.Tensor:
-        """The gradient, in the parameter's shape; valid while pinned, and only if it exists."""
+        """The gradient, in the parameter's shape; valid while pinned, and only if it exists or was taken."""
         return self.view if self._loose is None else self._loose
 
     @property
@@ -91,6 +98,7 @@ class SlotGradient:
                 "call optimizer.backward(loss) instead of loss.backward()"
             )
         self._manager.num_gradients += 1
+        self._await_update()
         if self._loose is not None:
             self._loose.add_(grad)
         elif self._manager.resident and not self._in_chunk:
@@ -103,7 +111,7 @@ class SlotGradient:
         up."""
         if self._loose is not None:
             return self._loose
-        if not self._in_chunk:
+        if not self._in_chunk or self._is_taken:
             return None
         if self._alias_ref is None:
             self._alias_ref = TensorRef(self._manager, self.ref.tensors[0])
@@ -129,12 +137,13 @@ class SlotGradient:
             return
         source = grad.detach().clone()
         self._manager.num_gradients += 1
+        self._await_update()
         if self._loose is not None or (self._manager.resident and not self._in_chunk):
             self._set_loose(source)
         else:
             with torch.no_grad():
                 self._write(source, add=False)
-            self._retire_aliases()
+            self.retire_aliases()
 
     def fill_zero(self) -> None:
         """Set the gradient to zeros, if there is one."""
@@ -143,12 +152,22 @@ class SlotGradient:
                 self.value.zero_()
 
     def free(self) -> None:
-        """Give up the gradient's memory; what ``param.grad`` was cannot be used any more.
+        """Give up the gradient's memory; what ``param.grad`` was cannot be used any more. One that a pending
+        update has taken stays.
 
         Raises:
             StateError: it is in use; it stays.
         """
         self._set_loose(None)
+        if self._in_chunk and not self._is_taken:
+            self.use_up()
+
+    def use_up(self) -> None:
+        """Give up the memory of a gradient in a chunk, also of one that was taken: its update has run.
+
+        Raises:
+            StateError: it is in use; it stays.
+        """
         if not self._in_chunk:
             return
         self._manager.backward_pins.settle()
@@ -157,7 +176,12 @@ class SlotGradient:
         finally:
             self._in_chunk = self._manager.tensors.state(self.ref.tensors[0]) != TensorState.FREE
             if not self._in_chunk:
-                self._retire_aliases()
+                self.retire_aliases()
+
+    def _await_update(self) -> None:
+        """Run the pending update that has taken the last gradient, before a new one comes to its place."""
+        if self._in_chunk and self._is_taken:
+            self._manager.run_due(self.ref.tensors)
 
     def _set_loose(self, grad: torch.Tensor | None) -> None:
         before = self.loose_bytes
@@ -170,7 +194,7 @@ class SlotGradient:
         own = self.exists and (ref is None or ref is self._alias_ref)
         return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
 
-    def _retire_aliases(self) -> None:
+    def retire_aliases(self) -> None:
         """Make every alias handed out so far, and every view of one, raise when it is used."""
         if self._alias_ref is not None:
             self._alias_ref.manager = _GIVEN_UP

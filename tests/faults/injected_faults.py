@@ -143,7 +143,7 @@ def test_after_a_failed_update_the_checkpoint_continues_exactly(
     """A parameter whose update was done stays updated; the last checkpoint makes it exact again."""
     want_losses, want = undisturbed(3)
     model = managed(tmp_path)
-    optimizer = adam(model)
+    optimizer = adam(model, overlap=False)
     train_step(model, optimizer, 0)
     checkpoint.save(tmp_path / "run", model, optimizer)
     for before in range(1000):
@@ -157,6 +157,31 @@ def test_after_a_failed_update_the_checkpoint_continues_exactly(
     assert before > 3
     assert [train_step(model, optimizer, step) for step in (1, 2)] == want_losses[1:]
     assert_weights(weights(model), want)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=["disk", "host", "bf16"])
+@pytest.mark.parametrize(("operation", "what", "code"), CASES[:3])
+def test_a_pending_update_that_failed_is_done_later(
+    tmp_path: Path, faults: Faults, options: dict[str, Any], operation: str, what: int, code: int
+) -> None:
+    """Any one failing transfer, of whatever the update was left to: what is left of it is done next time."""
+    want_losses, want = undisturbed(4, mixed_precision=options.get("mixed_precision"))
+    for before in range(1000):
+        model = managed(tmp_path, **options)
+        optimizer = adam(model)
+        losses = [train_step(model, optimizer, step) for step in (0, 1)]
+        assert model.stats()["pending_updates"] > 0
+        error = attempt(faults, settled(model, lambda: loss_of(model, 2)), operation, what, before)  # noqa: B023
+        assert_sound(model)
+        optimizer.zero_grad()
+        losses += [train_step(model, optimizer, step) for step in (2, 3)]
+        assert losses == want_losses
+        assert_weights(weights(model), want)
+        model.close()
+        if error is None:
+            break
+        assert_says_where(error, tmp_path, code)
+    assert before > 3
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])

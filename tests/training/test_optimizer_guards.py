@@ -91,10 +91,11 @@ def test_a_warmup_that_failed_is_recorded_anew(
         assert trace.phases.count("forward") == 3
 
 
-def test_a_failed_update_is_refused_until_a_checkpoint_is_loaded(
+def test_an_update_that_failed_in_the_step_is_refused_until_a_checkpoint_is_loaded(
     tmp_path: Path, managed: tuple[GeminiDDP, GeminiOptimizer]
 ) -> None:
-    model, optimizer = managed
+    model, _ = managed
+    optimizer = GeminiOptimizer(CPUAdam(model.parameters(), lr=1e-2), model, overlap=False)
     want = plain_losses(4)
     assert [step(model, optimizer, seed) for seed in range(2)] == want[:2]
     checkpoint.save(tmp_path / "run", model, optimizer)

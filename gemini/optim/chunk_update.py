@@ -1,0 +1,148 @@
+"""The update of one chunk group, as a step decided it: run inside the step, or when the group is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from gemini.chunk import ChunkKind
+from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
+from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, StatePiece
+
+# Pins tensors, the second argument's as written ones, for a block.
+_Operator = Callable[[list[int], list[int]], AbstractContextManager[None]]
+
+
+class Completeness:
+    """Whether every change that was begun has been finished."""
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Count as broken during the block and, where it raises, from then on."""
+        before, self.broken = self.broken, True
+        yield
+        self.broken = before
+
+
+class ChunkUpdate:
+    """Adam on the parameters of one group that have a gradient, one state piece at a time.
+
+    Everything that the result depends on is captured: hyper-parameters, step numbers, scaling. See
+    :class:`gemini.runtime.pending.PendingUpdate` for what may be done with it. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        manager: GeminiManager,
+        group: ChunkGroup,
+        order: int,
+        steps: Mapping[ManagedSlot, AdamStep],
+        completeness: Completeness,
+    ) -> None:
+        """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
+        has a gradient."""
+        self.order = order
+        self.tensors = _tensors(group)
+        chunk_of = manager.chunks.table.chunk_of
+        self.chunks = frozenset(chunk_of(tensor) for tensor in self.tensors)
+        self.gradients = frozenset(tensor for slot in steps for tensor in slot.trainable_grad.tensors)
+        self._manager = manager
+        self._group = group
+        self.steps = steps
+        self._completeness = completeness
+        self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
+        self._left = [
+            _Piece(piece, touched, chunk_of) for piece in group.pieces if (touched := _touched(piece, steps))
+        ]
+
+    @property
+    def accesses(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks, ascending, that each operator still to run needs at once."""
+        return tuple(piece.chunks for piece in self._left)
+
+    def run_now(self) -> None:
+        """Do as :meth:`run`, inside the step: each piece is a moment of it."""
+        self._run(self._manager.operator)
+
+    def run(self) -> None:
+        """Update what is left, then give the gradients up.
+
+        Raises:
+            OutOfBudgetError, IoError: a chunk could not be had. Pieces updated so far stay updated; calling
+                again goes on with the others.
+        """
+        self._run(self._manager.late_operator)
+
+    def _run(self, operator: _Operator) -> None:
+        if self._rewritten is None:
+            take = self._manager.take_written
+            with self._completeness.change():
+                self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
+        while self._left:
+            self._update(self._left[0], self._rewritten, operator)
+        for slot in self.steps:
+            slot.trainable_grad.free()
+            slot.trainable_grad.use_up()
+
+    def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+        """Update the elements of a piece, everything they need pinned at once."""
+        with operator(left.written + left.grads, left.written), torch.no_grad():
+            rows: list[Row] = []
+            grads: list[torch.Tensor] = []  # alive until the kernel has read them: some are copies
+            for slot in left.slots:
+                start, stop = slot.overlapping(left.piece)
+                grads.append(slot.trainable_grad.flat(start - slot.start, stop - slot.start))
+                param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
+                moments = {
+                    "exp_avg": left.piece.flat(ChunkKind.EXP_AVG, start, stop).data_ptr(),
+                    "exp_avg_sq": left.piece.flat(ChunkKind.EXP_AVG_SQ, start, stop).data_ptr(),
+                }
+                rows.append(make_row(param, grads[-1], moments, half_out=half_out, step_index=len(rows)))
+            with self._completeness.change():
+                run_rows(rows, [self.steps[slot] for slot in left.slots])
+                del self._left[0]
+
+
+class _Piece:
+    """A state piece still to be updated, the parameters that have elements in it, and what they need."""
+
+    def __init__(
+        self, piece: StatePiece, slots: Sequence[ManagedSlot], chunk_of: Callable[[int], int]
+    ) -> None:
+        self.piece = piece
+        self.slots = slots
+        self.written = [slot.param_ref.tensors[0] for slot in slots] + list(piece.tensors.values())
+        self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
+        self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
+
+
+def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, AdamStep]) -> list[ManagedSlot]:
+    return [slot for slot in steps if slot.start < piece.stop and piece.start < slot.stop]
+
+
+def _tensors(group: ChunkGroup) -> tuple[int, ...]:
+    """Return every tensor that lies in a chunk of the group."""
+    params = [slot.param_ref.tensors[0] for slot in group.slots]
+    grads = [slot.grad.ref.tensors[0] for slot in group.slots if slot.grad is not None]
+    return (*params, *grads, *(tensor for piece in group.pieces for tensor in piece.tensors.values()))
+
+
+def _operands(
+    group: ChunkGroup, piece: StatePiece, start: int, stop: int, rewritten: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what the kernel updates, and where the 16-bit copy of it goes if there is a master.
+
+    ``rewritten``: the master follows the parameter first, which user code wrote to.
+    """
+    param = group.param.tensor[start:stop]
+    if not piece.has(ChunkKind.MASTER):
+        return param, None
+    master = piece.flat(ChunkKind.MASTER, start, stop)
+    if rewritten:
+        master.copy_(param)
+    return master, param

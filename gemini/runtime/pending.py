@@ -1,0 +1,72 @@
+"""Updates that an optimizer's step left to be run when their chunks are needed.
+
+See docs/notes/overlap.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class PendingUpdate(Protocol):
+    """What one optimizer step does to one chunk group, with everything it needs to know.
+
+    ``order``: the group's place in forward order, its identity among pending updates. ``tensors``: all of the
+    group; using any of them needs the update first. ``gradients``: those that it will use up. ``chunks``: the
+    chunks that all of them lie in.
+    """
+
+    order: int
+    tensors: tuple[int, ...]
+    gradients: frozenset[int]
+    chunks: frozenset[int]
+
+    @property
+    def accesses(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks, ascending, that each operator still to run needs at once."""
+        ...
+
+    def run(self) -> None:
+        """Do what is left, if anything. What fails to start can be repeated: it has changed nothing."""
+        ...
+
+
+class PendingUpdates:
+    """The pending updates of one model, at most one per chunk group.
+
+    Ctrl-C loses none: they come all at once, and each stays until it has run to its end.
+    """
+
+    def __init__(self) -> None:
+        self.by_tensor: dict[int, PendingUpdate] = {}  # the same object for good: every PreOp looks into it
+
+    def __bool__(self) -> bool:
+        return bool(self.by_tensor)
+
+    def add(self, updates: Iterable[PendingUpdate]) -> None:
+        """Keep updates until they have run."""
+        self.by_tensor.update({tensor: update for update in updates for tensor in update.tensors})
+
+    def remove(self, update: PendingUpdate) -> None:
+        """Forget an update that has run."""
+        for tensor in update.tensors:
+            self.by_tensor.pop(tensor, None)
+
+    def clear(self) -> None:
+        """Forget every update: the memory they would change is going away."""
+        self.by_tensor.clear()
+
+    def all(self) -> list[PendingUpdate]:
+        """Return what is pending, in forward order."""
+        return _in_order(self.by_tensor.values())
+
+    def needed_by(self, tensors: Iterable[int]) -> list[PendingUpdate]:
+        """Return what has to run before ``tensors`` may be used, in forward order."""
+        found = self.by_tensor
+        return _in_order(found[tensor] for tensor in tensors if tensor in found)
+
+
+def _in_order(updates: Iterable[PendingUpdate]) -> list[PendingUpdate]:
+    each = {update.order: update for update in updates}
+    return [each[order] for order in sorted(each)]
