@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "aio/block_checksums.h"
@@ -38,6 +39,8 @@ int64_t total_bytes(const std::vector<iovec>& areas) {
   for (const iovec& area : areas) total += static_cast<int64_t>(area.iov_len);
   return total;
 }
+
+int processors() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
 bool is_whole(int64_t value) { return value % kPageBytes == 0; }
 
@@ -86,13 +89,14 @@ AsyncFile::AsyncFile(const std::vector<std::string>& dirs, int64_t nbytes, Async
                      std::shared_ptr<IoHook> hook)
     : options_(checked(options)),
       parts_(std::make_unique<Parts>(dirs, nbytes, options_, std::move(hook))),
+      depth_(options_.depth),
       direct_(parts_->file.direct()),
       size_(parts_->file.size()),
       path_(parts_->file.path()) {
-  // Where a "device" is a copy by the processor, several threads copy faster than one.
-  const bool copies = options_.backend == BackendKind::kAuto && parts_->file.in_memory();
-  const BackendKind kind = copies ? BackendKind::kThreads : options_.backend;
-  parts_->backend = start_backend(kind, parts_->queue, parts_->file.descriptors(), options_.depth);
+  const bool in_memory = parts_->file.in_memory();
+  if (in_memory) depth_ = std::min(depth_, processors());
+  parts_->backend =
+      start_backend(options_.backend, parts_->queue, parts_->file.descriptors(), depth_, in_memory);
   backend_kind_ = parts_->backend->kind();
 }
 

@@ -17,7 +17,7 @@ namespace gemini {
 
 struct AsyncFileOptions {
   BackendKind backend = BackendKind::kAuto;
-  int depth = 8;                    // requests at the device at one time
+  int depth = 8;  // requests at the device at one time; in memory one per processor at most
   int64_t request_bytes = 1 << 20;  // larger transfers are cut; a multiple of 4 KiB, at most 1 GiB
   bool direct = true;               // bypass the page cache where the file system can
   bool reserve = true;              // take the disk space at once; else where it is written
@@ -81,7 +81,7 @@ class AsyncFile {
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] BackendKind backend() const noexcept { return backend_kind_; }
-  [[nodiscard]] int depth() const noexcept { return options_.depth; }
+  [[nodiscard]] int depth() const noexcept { return depth_; }
   [[nodiscard]] AsyncFileStats stats() const;
 
  private:
@@ -96,6 +96,7 @@ class AsyncFile {
   ProcessGuard process_;
   const AsyncFileOptions options_;
   std::unique_ptr<Parts> parts_;  // leaked in a forked child: its locks may be held there for ever
+  int depth_;
   bool direct_ = false;
   int64_t size_ = 0;
   std::string path_;

@@ -21,9 +21,13 @@ const char* backend_name(BackendKind kind) noexcept {
 }
 
 std::unique_ptr<IoBackend> start_backend(BackendKind kind, RequestQueue& queue,
-                                         std::vector<int> descriptors, int depth) {
-  if (kind == BackendKind::kThreads || (kind == BackendKind::kAuto && !uring_refusal().empty())) {
-    return std::make_unique<ThreadBackend>(queue, std::move(descriptors), depth);
+                                         std::vector<int> descriptors, int depth, bool in_memory) {
+  if (kind == BackendKind::kAuto) {
+    const bool threads = in_memory || !uring_refusal().empty();
+    kind = threads ? BackendKind::kThreads : BackendKind::kUring;
+  }
+  if (kind == BackendKind::kThreads) {
+    return std::make_unique<ThreadBackend>(queue, std::move(descriptors), depth, in_memory);
   }
   if (!uring_refusal().empty()) {
     throw StateError("io_uring cannot be used (" + uring_refusal() + "); use the threads backend");

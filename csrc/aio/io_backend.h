@@ -64,9 +64,12 @@ class IoBackend {
   [[nodiscard]] virtual BackendStats stats() const = 0;
 };
 
-// Starts the threads; `queue` and the open files behind `descriptors` must outlive them. kAuto is
-// io_uring where it can be used. Throws StateError when kUring is asked for and cannot be used.
+// Starts the threads; `queue` and the open files behind `descriptors` must outlive them.
+// `in_memory`: the file system is memory, and every request a copy by a processor. kAuto then is
+// threads, which copy faster than one; else io_uring where it can be used. Throws StateError when
+// kUring is asked for and cannot be used.
 [[nodiscard]] std::unique_ptr<IoBackend> start_backend(BackendKind kind, RequestQueue& queue,
-                                                       std::vector<int> descriptors, int depth);
+                                                       std::vector<int> descriptors, int depth,
+                                                       bool in_memory);
 
 }  // namespace gemini

@@ -12,8 +12,9 @@
 
 namespace gemini {
 
-ThreadBackend::ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth)
-    : queue_(queue), descriptors_(std::move(descriptors)) {
+ThreadBackend::ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth,
+                             bool one_writer)
+    : queue_(queue), descriptors_(std::move(descriptors)), one_writer_(one_writer) {
   try {
     for (int i = 0; i < depth; ++i) threads_.push_back(start_worker([this] { work(); }));
   } catch (...) {
@@ -50,6 +51,8 @@ int64_t ThreadBackend::execute(const IoPiece& piece) {
   const std::vector<iovec> areas = piece.rest(allowed);
   const int64_t offset = piece.offset + piece.done_bytes;
   const int count = static_cast<int>(areas.size());
+  std::unique_lock<std::mutex> turn;
+  if (one_writer_ && piece.is_write) turn = std::unique_lock(write_turn_);
   ++system_calls_;
   ssize_t result = 0;
   if (count == 1) {

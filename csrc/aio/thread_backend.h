@@ -13,8 +13,9 @@ namespace gemini {
 
 class ThreadBackend final : public IoBackend {
  public:
-  // Starts `depth` threads.
-  ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth);
+  // Starts `depth` threads. `one_writer`: only one writes at a time, for file systems that lock the
+  // file meanwhile: a second thread would spin on that lock.
+  ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth, bool one_writer);
   ~ThreadBackend() override { join(); }
 
   [[nodiscard]] BackendKind kind() const noexcept override { return BackendKind::kThreads; }
@@ -30,6 +31,8 @@ class ThreadBackend final : public IoBackend {
 
   RequestQueue& queue_;
   const std::vector<int> descriptors_;
+  const bool one_writer_;
+  std::mutex write_turn_;
   std::atomic<int64_t> system_calls_{0};
   std::atomic<int64_t> executing_{0};
   DepthMeter depth_;

@@ -14,6 +14,7 @@ import torch
 
 from gemini import _C
 from gemini.errors import IoError, StateError
+from gemini.offload import AsyncFile
 
 KIB = 2**10
 MIB = 2**20
@@ -125,3 +126,16 @@ def test_many_requests_grow_nothing(tmp_path: Path) -> None:
         file.wait(file.write(data.data_ptr(), data.nbytes, 0))
     assert count_entries("/proc/self/task") <= threads + 2  # theirs come and go
     assert count_entries("/proc/self/fd") == open_files
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
+def test_a_file_system_in_memory_is_copied_to_by_a_thread_per_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GEMINI_IO_BACKEND", raising=False)
+    with AsyncFile("/dev/shm", 4 * MIB, depth=1024) as file:
+        assert (file.backend, file.depth) == ("threads", os.cpu_count())
+        written, read = aligned(4 * MIB, 1), aligned(4 * MIB, 2)
+        file.wait(file.write(written.data_ptr(), 4 * MIB, 0))
+        file.wait(file.read(read.data_ptr(), 4 * MIB, 0))
+        assert torch.equal(read, written)
