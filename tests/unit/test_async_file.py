@@ -134,7 +134,8 @@ def test_a_file_system_in_memory_is_copied_to_by_a_thread_per_processor(
 ) -> None:
     monkeypatch.delenv("GEMINI_IO_BACKEND", raising=False)
     with AsyncFile("/dev/shm", 4 * MIB, depth=1024) as file:
-        assert (file.backend, file.depth) == ("threads", os.cpu_count())
+        assert file.backend == "threads"
+        assert 1 <= file.depth <= (os.cpu_count() or 1)  # fewer where the process may not use all
         written, read = aligned(4 * MIB, 1), aligned(4 * MIB, 2)
         file.wait(file.write(written.data_ptr(), 4 * MIB, 0))
         file.wait(file.read(read.data_ptr(), 4 * MIB, 0))
