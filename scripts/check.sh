@@ -105,7 +105,7 @@ cpp() {
 # The thread sanitizer looks at the parts that own threads.
 sanitize() {
   has_gtest || return 0
-  local threaded=(arena_test engine_test async_file_test)
+  local threaded=(arena_test engine_test async_file_test async_file_extents_test async_file_faults_test)
   check "build with address,undefined" build_tests build/cpp-asan all -DGEMINI_SANITIZE=address,undefined \
     -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
   check "C++ tests with address,undefined" run_tests build/cpp-asan
