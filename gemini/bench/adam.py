@@ -9,9 +9,10 @@ from typing import Any
 
 from gemini.bench import adam_cases, adam_cuda, adam_quality
 from gemini.bench.adam_measure import Settings
+from gemini.bench.cases import run_case, verdicts
 from gemini.bench.record import environment
 from gemini.bench.session import CaseResult, Session
-from gemini.errors import ConfigError, GeminiError
+from gemini.errors import ConfigError
 
 Case = Callable[[Session, Settings], CaseResult]
 
@@ -66,30 +67,9 @@ def run(
         "how": HOW[device],
         "environment": environment(command),
     }
-    cases = {name: _run_case(CASES[device][name], session, settings) for name in names}
-    failed = [name for name, case in cases.items() if "error" in case]
-    missed = [
-        f"{name}: {row['what']}"
-        for name, case in cases.items()
-        for row in case.get("rows", ())
-        if row["met"] is False
-    ]
-    not_measured = [
-        f"{name}: {row['what']}"
-        for name, case in cases.items()
-        for row in case.get("rows", ())
-        if "not_measured" in row
-    ]
-    return {**record, "cases": cases, "failed": failed, "missed": missed, "not_measured": not_measured}
+    cases = {name: run_case(partial(_run, CASES[device][name], settings), session) for name in names}
+    return {**record, "cases": cases, **verdicts(cases)}
 
 
-def _run_case(case: Case, session: Session, settings: Settings) -> dict[str, Any]:
-    try:
-        result = case(session, settings)
-    except GeminiError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {
-        "rows": [row.to_dict() for row in result.rows],
-        "settings": result.settings,
-        "measured": result.measured,
-    }
+def _run(case: Case, settings: Settings, session: Session) -> CaseResult:
+    return case(session, settings)

@@ -26,7 +26,7 @@ def choose(cases: Mapping[str, object], names: Sequence[str] | None) -> list[str
 
 
 def run_cases(
-    benchmark: str, session: Session, cases: Mapping[str, Case], command: Sequence[str], *, install: str
+    benchmark: str, session: Session, cases: Mapping[str, Case], command: Sequence[str], *, install: str = ""
 ) -> dict[str, Any]:
     """Run every case and return one plain dict; a case that fails leaves its error, the others go on.
 
@@ -42,15 +42,17 @@ def run_cases(
     found: dict[str, Any] = {}
     for name, case in cases.items():
         with tempfile.TemporaryDirectory(prefix="gemini-bench-", dir=session.disk_dir) as directory:
-            found[name] = _run_case(case, replace(session, disk_dir=Path(directory)))
+            found[name] = run_case(case, replace(session, disk_dir=Path(directory)))
+    return {**record, "cases": found, **verdicts(found), "install": install}
+
+
+def verdicts(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the cases that ``failed``, and the figures that ``missed`` a target or were ``not_measured``."""
     rows = [(name, row) for name, case in found.items() for row in case.get("rows", ())]
     return {
-        **record,
-        "cases": found,
         "failed": [name for name, case in found.items() if "error" in case],
         "missed": [f"{name}: {row['what']}" for name, row in rows if row["met"] is False],
         "not_measured": [f"{name}: {row['what']}" for name, row in rows if "not_measured" in row],
-        "install": install,
     }
 
 
@@ -64,7 +66,8 @@ def require_space(case: str, need_bytes: int, directory: Path, way_out: str) -> 
         )
 
 
-def _run_case(case: Case, session: Session) -> dict[str, Any]:
+def run_case(case: Case, session: Session) -> dict[str, Any]:
+    """Run one case and return its rows, settings and readings as plain data, or its error."""
     try:
         result = case(session)
     except GeminiError as error:
