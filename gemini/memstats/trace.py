@@ -1,51 +1,73 @@
-"""What the warmup learned: the accesses of one iteration, and the memory each period needs besides."""
+"""Trace: one iteration as plain data, all that planning the next ones needs."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gemini.errors import CheckpointError, ConfigError, IoError
+from gemini.errors import ConfigError
+from gemini.memstats.links import LinkSpeed
+from gemini.memstats.trace_file import damaged, digest, read_trace, write_trace
 
-_FORMAT = "gemini-trace-1"
+KINDS = ("train", "eval")
+PHASES = ("forward", "backward", "optimizer")
+CHUNK_KINDS = ("param", "grad", "master", "exp_avg", "exp_avg_sq", "activation")
+READ, MODIFIED, WRITTEN = MODES = "rmw"
+
+_PER_MOMENT = ("accesses", "modes", "frees", "seconds", "non_model_bytes", "phases")
+_PER_MACHINE = ("seconds", "links")  # differ between two recordings of the same iteration
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One iteration. The three per-moment fields have one entry per moment.
+    """One iteration, in the order of the program: forward, backward, update, whenever the updates ran.
 
-    ``accesses``: the chunk ids each PreOp needs. ``non_model_bytes``: the peak of period ``i``, between
-    moment ``i`` and the next one; the iteration repeats, so the last period reaches to moment 0 of the next
-    step. ``phases``: what the step was doing. ``param_order``: parameter names by first use.
-    ``chunk_signature``: which layout the chunk ids belong to (``ChunkLayout.signature()``). Raises
-    ConfigError for fields that contradict each other.
+    One entry per moment; period ``i`` lies between moment ``i`` and the next one, and the last reaches to
+    moment 0 of the next iteration, because it repeats:
+
+    - ``accesses``: the ids of the chunks that the PreOp needs, ascending.
+    - ``modes``: a letter per access: ``r`` read, ``m`` modified, ``w`` written whole (the chunk had no
+      content before and is allocated here).
+    - ``frees``: the chunks whose content is given up in the period, ascending.
+    - ``seconds``: compute time of the period, without the waiting for transfers.
+    - ``non_model_bytes``: peak of the period.
+    - ``phases``: what the step was doing, one of ``PHASES``.
+
+    One entry per chunk id: ``chunk_bytes``, ``chunk_kinds`` (one of ``CHUNK_KINDS``).
+
+    ``kind``: ``"train"`` or ``"eval"``. ``links``: speeds on the machine that recorded it; empty where none
+    was measured. ``param_order``: parameter names by first use. ``chunk_signature``: which layout the chunk
+    ids belong to. Raises ConfigError for fields that contradict each other.
     """
 
+    kind: str
     accesses: tuple[tuple[int, ...], ...]
+    modes: tuple[str, ...]
+    frees: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
     non_model_bytes: tuple[int, ...]
     phases: tuple[str, ...]
+    chunk_bytes: tuple[int, ...]
+    chunk_kinds: tuple[str, ...]
+    links: tuple[LinkSpeed, ...]
     param_order: tuple[str, ...]
     chunk_signature: str
 
     def __post_init__(self) -> None:
-        counts = (len(self.accesses), len(self.non_model_bytes), len(self.phases))
-        if len(set(counts)) != 1:
-            raise ConfigError(
-                f"a trace needs one entry per moment in each field, got {counts[0]} accesses, "
-                f"{counts[1]} periods and {counts[2]} phases"
-            )
-        if min(self.non_model_bytes, default=0) < 0:
-            raise ConfigError(
-                f"a period has {min(self.non_model_bytes)} non-model bytes; they cannot be negative"
-            )
-        if any(chunk < 0 for chunks in self.accesses for chunk in chunks):
-            raise ConfigError("a chunk id is negative; ids count from 0")
-        if len(set(self.param_order)) != len(self.param_order):
-            raise ConfigError("a parameter is named twice in param_order; it lists each by its first use")
+        if self.kind not in KINDS:
+            raise ConfigError(f"a trace of kind {self.kind!r}: the kinds are {', '.join(KINDS)}")
+        self._check_chunks()
+        self._check_moments()
+        _check_each_once("param_order", self.param_order)
+        _check_each_once("links", [link.name for link in self.links])
 
     @property
     def num_moments(self) -> int:
@@ -57,49 +79,95 @@ class Trace:
         return self.non_model_bytes
 
     def hash(self) -> str:
-        """Return a digest that is equal exactly for equal traces, on every rank and machine."""
-        return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
+        """Return a digest that is equal exactly for equal iterations, on every rank and machine; how fast a
+        machine is (``seconds``, ``links``) does not enter."""
+        return digest({name: value for name, value in asdict(self).items() if name not in _PER_MACHINE})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace as JSON. The file is complete or as it was before. Raises IoError."""
-        document = {"format": _FORMAT, "hash": self.hash(), "trace": asdict(self)}
-        _write_atomically(Path(path), _canonical(document) + "\n")
+        write_trace(Path(path), asdict(self), self.hash())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Return what ``save`` wrote. Raises CheckpointError for a missing, damaged or foreign file."""
+        """Return what ``save`` wrote. Raises CheckpointError for a missing, damaged, foreign or older
+        file."""
+        fields, identity = read_trace(Path(path))
         try:
-            document = json.loads(Path(path).read_text(encoding="ascii"))
-        except OSError as error:
-            raise CheckpointError(f"cannot read the trace {path}: {error.strerror}") from error
-        except ValueError as error:  # not ASCII, or not JSON
-            raise CheckpointError(
-                f"{path} is not a trace: {error}; remove it and run the warmup again"
-            ) from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} is not a {_FORMAT} file; remove it and run the warmup again")
-        try:
-            trace = cls._from_fields(document["trace"])
-        except (KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(
-                f"{path} is damaged: {error}; remove it and run the warmup again"
-            ) from error
-        if trace.hash() != document.get("hash"):
-            raise CheckpointError(
-                f"{path} is damaged: its hash does not match; remove it and run the warmup again"
-            )
+            trace = cls._from_fields(fields)
+        except (KeyError, TypeError, OverflowError, ConfigError) as error:
+            raise damaged(Path(path), error) from error
+        if trace.hash() != identity:
+            raise damaged(Path(path), "its hash does not match")
         return trace
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Trace:
-        """Return a trace of fields read from JSON, where tuples are lists. The caller compares the hash."""
+        """Return a trace of fields read from JSON, where tuples are lists."""
         return cls(
-            accesses=tuple(tuple(_int(chunk) for chunk in chunks) for chunks in fields["accesses"]),
-            non_model_bytes=tuple(_int(nbytes) for nbytes in fields["non_model_bytes"]),
-            phases=tuple(_str(phase) for phase in fields["phases"]),
-            param_order=tuple(_str(name) for name in fields["param_order"]),
+            kind=_str(fields["kind"]),
+            accesses=_each(lambda chunks: _each(_int, chunks), fields["accesses"]),
+            modes=_each(_str, fields["modes"]),
+            frees=_each(lambda chunks: _each(_int, chunks), fields["frees"]),
+            seconds=_each(_float, fields["seconds"]),
+            non_model_bytes=_each(_int, fields["non_model_bytes"]),
+            phases=_each(_str, fields["phases"]),
+            chunk_bytes=_each(_int, fields["chunk_bytes"]),
+            chunk_kinds=_each(_str, fields["chunk_kinds"]),
+            links=_each(_link, fields["links"]),
+            param_order=_each(_str, fields["param_order"]),
             chunk_signature=_str(fields["chunk_signature"]),
         )
+
+    # -- validation ------------------------------------------------------------------------------
+
+    def _check_chunks(self) -> None:
+        if len(self.chunk_bytes) != len(self.chunk_kinds):
+            raise ConfigError(
+                f"chunk_bytes has {len(self.chunk_bytes)} entries and chunk_kinds {len(self.chunk_kinds)}: "
+                "each needs one per chunk"
+            )
+        for chunk, (nbytes, kind) in enumerate(zip(self.chunk_bytes, self.chunk_kinds, strict=True)):
+            if nbytes <= 0:
+                raise ConfigError(f"chunk_bytes: chunk {chunk} has {nbytes} bytes; it must have some")
+            if kind not in CHUNK_KINDS:
+                raise ConfigError(f"chunk_kinds: chunk {chunk} is of no known kind: {kind!r}")
+
+    def _check_moments(self) -> None:
+        counts = {name: len(getattr(self, name)) for name in _PER_MOMENT}
+        if len(set(counts.values())) != 1:
+            raise ConfigError(f"a trace needs one entry per moment in each field, got {counts}")
+        for moment, (chunks, modes) in enumerate(zip(self.accesses, self.modes, strict=True)):
+            self._check_ids("accesses", moment, chunks)
+            self._check_ids("frees", moment, self.frees[moment])
+            if len(modes) != len(chunks) or not set(modes) <= set(MODES):
+                raise ConfigError(
+                    f"modes: moment {moment} has {modes!r} for {len(chunks)} accesses; each is one of {MODES}"
+                )
+            if not (math.isfinite(self.seconds[moment]) and self.seconds[moment] >= 0):
+                raise ConfigError(f"seconds: moment {moment} takes {self.seconds[moment]} s")
+            if self.non_model_bytes[moment] < 0:
+                raise ConfigError(f"non_model_bytes: moment {moment} has {self.non_model_bytes[moment]}")
+            if self.phases[moment] not in PHASES:
+                raise ConfigError(f"phases: moment {moment} is of no known phase: {self.phases[moment]!r}")
+
+    def _check_ids(self, field: str, moment: int, chunks: tuple[int, ...]) -> None:
+        known = len(self.chunk_bytes)
+        if chunks and not 0 <= min(chunks) <= max(chunks) < known:
+            raise ConfigError(f"{field}: moment {moment} names chunks {chunks} of {known}; ids count from 0")
+        if any(chunk >= following for chunk, following in pairwise(chunks)):
+            raise ConfigError(f"{field}: moment {moment} has {chunks}: ids ascend, each once")
+
+
+def _check_each_once(field: str, names: Iterable[str]) -> None:
+    repeated = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"{field} names {', '.join(repeated)} more than once")
+
+
+def _each(read: Callable[[Any], _T], values: object) -> tuple[_T, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{values!r} stands where a list belongs")
+    return tuple(read(value) for value in values)
 
 
 def _int(value: object) -> int:
@@ -108,35 +176,19 @@ def _int(value: object) -> int:
     return value
 
 
+def _float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} stands where a number belongs")
+    return float(value)
+
+
 def _str(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} stands where a text belongs")
     return value
 
 
-def _canonical(document: dict[str, Any]) -> str:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``, durably; on failure the old file stays and no temporary one does."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise IoError(error.errno or 0, f"cannot write the trace: {error.strerror}", str(path)) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename in ``directory`` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _link(value: object) -> LinkSpeed:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} stands where a link belongs")
+    return LinkSpeed(_str(value["name"]), _float(value["bytes_per_second"]), _float(value["latency_seconds"]))

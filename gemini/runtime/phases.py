@@ -1,3 +1,5 @@
 """What a step is doing, as traces and timelines name it."""
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+from gemini.memstats.trace import PHASES
+
+FORWARD, BACKWARD, OPTIMIZER = PHASES

@@ -172,10 +172,18 @@ class StepOrder:
         accesses = tuple(tuple(chunks) for chunks in self._chunks.table.record())
         non_model = self._collector.finish() if self._collector is not None else (0,) * len(accesses)
         self._stop_collecting()
+        specs = [chunk.spec for chunk in self._chunks.chunks]
         return Trace(
+            kind="train",
             accesses=accesses,
+            modes=tuple("m" * len(chunks) for chunks in accesses),  # any may have been written
+            frees=((),) * len(accesses),
+            seconds=(0.0,) * len(accesses),
             non_model_bytes=non_model,
             phases=tuple(moment[0] for moment in self._log),
+            chunk_bytes=tuple(spec.nbytes for spec in specs),
+            chunk_kinds=tuple(spec.kind.value for spec in specs),
+            links=(),
             param_order=tuple(self._names[t] for t in self._first_uses if t in self._names),
             chunk_signature=self._context.chunk_signature,
         )
@@ -245,7 +253,17 @@ class StepOrder:
             kept += kept[-1:] * (len(accesses) - len(kept))
         else:
             kept = [max(non_model, default=0)] * len(accesses)
-        self._adopt(replace(self.trace, accesses=accesses, non_model_bytes=tuple(kept), phases=tuple(phases)))
+        self._adopt(
+            replace(
+                self.trace,
+                accesses=accesses,
+                modes=tuple("m" * len(chunks) for chunks in accesses),
+                frees=((),) * len(accesses),
+                seconds=(0.0,) * len(accesses),
+                non_model_bytes=tuple(kept),
+                phases=tuple(phases),
+            )
+        )
 
 
 def place_updates(

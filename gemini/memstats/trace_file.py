@@ -1,0 +1,85 @@
+"""A trace on disk: JSON in a file that is complete or as it was before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import CheckpointError, IoError
+
+FORMAT = "gemini-trace-2"
+_OLDER = ("gemini-trace-1",)
+_AGAIN = "remove it and run the warmup again"
+
+
+def digest(document: dict[str, Any]) -> str:
+    """Return a digest that is equal exactly for equal documents, on every machine."""
+    return hashlib.sha256(_canonical(document).encode()).hexdigest()
+
+
+def write_trace(path: Path, fields: dict[str, Any], identity: str) -> None:
+    """Write a trace's fields and its hash, with a checksum over all of them. Raises IoError."""
+    document = {"format": FORMAT, "hash": identity, "checksum": digest(fields), "trace": fields}
+    _write_atomically(path, _canonical(document) + "\n")
+
+
+def read_trace(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the fields and the hash that :func:`write_trace` wrote.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, foreign, or of an earlier format.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="ascii"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read the trace {path}: {error.strerror}") from error
+    except ValueError as error:  # not ASCII, or not JSON
+        raise CheckpointError(f"{path} is not a trace: {error}; {_AGAIN}") from error
+    found = document.get("format") if isinstance(document, dict) else None
+    if found in _OLDER:
+        raise CheckpointError(
+            f"{path} is a {found} file of an earlier release: it does not say how chunks are accessed nor "
+            f"how long operators take, which {FORMAT} does; {_AGAIN}"
+        )
+    if found != FORMAT:
+        raise CheckpointError(f"{path} is not a {FORMAT} file; {_AGAIN}")
+    fields, identity = document.get("trace"), document.get("hash")
+    if not isinstance(fields, dict) or document.get("checksum") != digest(fields):
+        raise damaged(path, "its checksum does not match")
+    return fields, str(identity)
+
+
+def damaged(path: Path, why: object) -> CheckpointError:
+    """Return the error for a trace file whose content contradicts itself."""
+    return CheckpointError(f"{path} is damaged: {why}; {_AGAIN}")
+
+
+def _canonical(document: dict[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``, durably; on failure the old file stays and no temporary one does."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise IoError(error.errno or 0, f"cannot write the trace: {error.strerror}", str(path)) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename in ``directory`` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
