@@ -220,7 +220,9 @@ void bind_step(Table& table) {
             self.set_schedule(std::move(schedule));
           },
           py::arg("schedule").none(true))
-      .def("record", &ChunkTable::record)
+      .def("record", [](const ChunkTable& self) { return self.record().accesses(); })
+      .def("record_modes", [](const ChunkTable& self) { return self.record().modes(); })
+      .def("record_frees", [](const ChunkTable& self) { return self.record().frees(); })
       .def("moment", &ChunkTable::moment)
       .def("diverged", &ChunkTable::diverged)
       .def("set_limit", &ChunkTable::set_limit, py::arg("nbytes"))

@@ -13,8 +13,6 @@ namespace gemini {
 
 namespace {
 
-constexpr size_t kMaxRecorded = size_t{1} << 22;  // entries; a longer step is not recorded further
-
 TierLedger::Bytes checked_budgets(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes) {
   if (device_bytes <= 0 || host_bytes < 0 || disk_bytes < 0) {
     throw StateError("budgets must be DEVICE > 0, HOST >= 0, DISK >= 0, not " +
@@ -114,8 +112,6 @@ Actions ChunkTable::access(std::span<const TensorId> tensors) {
   collect_chunks(tensors);
   const bool was_diverged = diverged_;
   const bool was_untraced = std::exchange(untraced_, false);
-  const size_t num_recorded = recorded_.size();
-  const size_t num_moments = record_end_.size();
   begin_access(tensors);
   advance();
   try {
@@ -124,8 +120,7 @@ Actions ChunkTable::access(std::span<const TensorId> tensors) {
     return actions;
   } catch (const OutOfBudget&) {
     undo_access(tensors);
-    recorded_.resize(num_recorded);
-    record_end_.resize(num_moments);
+    record_.undo_moment();
     --moment_;
     diverged_ = was_diverged;
     untraced_ = was_untraced;
@@ -182,12 +177,17 @@ void ChunkTable::claim_releases(std::span<const TensorId> tensors, bool dirty) {
   }
 }
 
+void ChunkTable::mark_dirty(ChunkId id, Actions& actions) {
+  chunks_.mark_dirty(id, actions);
+  record_.note_written(id);
+}
+
 Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
   require_compute(tensors);
   claim_releases(tensors, dirty);
   Actions actions;
   for (const TensorId tensor : tensors) {
-    if (dirty) chunks_.mark_dirty(mut(tensor).chunk, actions);
+    if (dirty) mark_dirty(mut(tensor).chunk, actions);
     end_access(tensor);
   }
   audit();
@@ -199,7 +199,7 @@ Actions ChunkTable::release_all(bool dirty) {
   for (TensorId id = 0; id < num_tensors(); ++id) {
     Tensor& tensor = mut(id);
     if (tensor.num_accesses == 0) continue;
-    if (dirty && chunks_[tensor.chunk].resident()) chunks_.mark_dirty(tensor.chunk, actions);
+    if (dirty && chunks_[tensor.chunk].resident()) mark_dirty(tensor.chunk, actions);
     for (int32_t left = std::exchange(tensor.num_accesses, 0); left > 0; --left) end_access(id);
   }
   audit();
@@ -217,7 +217,9 @@ Actions ChunkTable::free(std::span<const TensorId> tensors) {
   for (const TensorId tensor : tensors) {
     set_state(tensor, TensorState::kFree);
     const ChunkId id = mut(tensor).chunk;
-    if (chunks_[id].num_in_use == 0) chunks_.discard(id, actions);
+    if (chunks_[id].num_in_use > 0) continue;
+    if (chunks_[id].has_content()) record_.note_freed(id);
+    chunks_.discard(id, actions);
   }
   audit();
   return actions;
@@ -251,8 +253,7 @@ void ChunkTable::begin_step() {
   moment_ = 0;
   diverged_ = false;
   untraced_ = false;
-  recorded_.clear();
-  record_end_.clear();
+  record_.clear();
 }
 
 bool ChunkTable::end_step() {
@@ -269,24 +270,11 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
   diverged_ = false;
 }
 
-std::vector<std::vector<ChunkId>> ChunkTable::record() const {
-  std::vector<std::vector<ChunkId>> accesses;
-  accesses.reserve(record_end_.size());
-  size_t begin = 0;
-  for (const size_t end : record_end_) {
-    accesses.emplace_back(recorded_.begin() + static_cast<std::ptrdiff_t>(begin),
-                          recorded_.begin() + static_cast<std::ptrdiff_t>(end));
-    begin = end;
-  }
-  return accesses;
-}
-
 // Notes the access of `wanted_` and moves to the next moment.
 void ChunkTable::advance() {
-  if (recorded_.size() + record_end_.size() < kMaxRecorded) {
-    recorded_.insert(recorded_.end(), wanted_.begin(), wanted_.end());
-    record_end_.push_back(recorded_.size());
-  }
+  record_.open_moment(wanted_, [this](ChunkId id) {
+    return chunks_[id].has_content() ? AccessMode::kRead : AccessMode::kWritten;
+  });
   if (on_trace()) {
     diverged_ = moment_ >= schedule_->num_moments() ||
                 !std::ranges::equal(wanted_, schedule_->access_at(moment_));

@@ -12,6 +12,7 @@
 #include "chunk/residency.h"
 #include "chunk/schedule.h"
 #include "chunk/state.h"
+#include "chunk/step_record.h"
 
 namespace gemini {
 
@@ -56,7 +57,7 @@ class ChunkTable {
   void begin_step();
   bool end_step();  // whether the step differed from the schedule
   void set_schedule(std::shared_ptr<const Schedule> schedule);  // may be null
-  [[nodiscard]] std::vector<std::vector<ChunkId>> record() const;
+  [[nodiscard]] const StepRecord& record() const { return record_; }
   [[nodiscard]] int64_t moment() const { return moment_; }
   [[nodiscard]] bool diverged() const { return diverged_; }
 
@@ -101,6 +102,7 @@ class ChunkTable {
   void undo_access(std::span<const TensorId> tensors);
   void claim_releases(std::span<const TensorId> tensors, bool dirty);
   void end_access(TensorId tensor);
+  void mark_dirty(ChunkId chunk, Actions& actions);
   void advance();
   Actions settle();
   [[nodiscard]] bool on_trace() const { return schedule_ != nullptr && !diverged_; }
@@ -113,10 +115,9 @@ class ChunkTable {
   std::shared_ptr<const Schedule> schedule_;
   int64_t moment_ = 0;
   bool diverged_ = false;
-  bool untraced_ = false;           // the latest access was not part of the step
-  std::vector<ChunkId> recorded_;   // of all moments, one after the other
-  std::vector<size_t> record_end_;  // per moment, offset into recorded_
-  std::vector<ChunkId> wanted_;     // scratch: the chunks of one call, ascending, each once
+  bool untraced_ = false;  // the latest access was not part of the step
+  StepRecord record_;
+  std::vector<ChunkId> wanted_;  // scratch: the chunks of one call, ascending, each once
 };
 
 }  // namespace gemini

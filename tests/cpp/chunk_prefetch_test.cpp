@@ -152,10 +152,10 @@ TEST(Step, TheRecordOfAStepIsItsSchedule) {
   world.table.access_untraced(std::vector<TensorId>{1});
   world.release({1});
   world.use({1});
-  EXPECT_EQ(world.table.record(), (Accesses{{0, 2}, {1}}));
+  EXPECT_EQ(world.table.record().accesses(), (Accesses{{0, 2}, {1}}));
   EXPECT_EQ(world.table.moment(), 2);
   world.table.begin_step();
-  EXPECT_TRUE(world.table.record().empty());
+  EXPECT_TRUE(world.table.record().accesses().empty());
   EXPECT_EQ(world.table.moment(), 0);
 }
 

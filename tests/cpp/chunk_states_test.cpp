@@ -135,7 +135,7 @@ TEST(States, AFailedAccessLeavesEverythingAsBefore) {
   EXPECT_EQ(world.table.tensor_state(second), kFree);
   EXPECT_EQ(world.table.tensor_state(2), kFree);
   EXPECT_EQ(world.table.moment(), 1);
-  EXPECT_EQ(world.table.record(), (std::vector<std::vector<ChunkId>>{{0, 1}}));
+  EXPECT_EQ(world.table.record().accesses(), (std::vector<std::vector<ChunkId>>{{0, 1}}));
   EXPECT_EQ(world.valid(0), "DEVICE");
   EXPECT_EQ(world.table.usage(Tier::kDevice), 90);
 }

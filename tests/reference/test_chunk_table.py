@@ -59,6 +59,8 @@ class TableMachine(RuleBasedStateMachine):
         self.schedule: list[list[int]] | None = None
         self.reserve: list[int] = []
         self.record: list[list[int]] = []
+        self.modes: list[dict[int, str]] = []
+        self.frees: list[set[int]] = [set()]  # before the first moment, then per moment
         self.soft_limit = device
         self.diverged = self.untraced = False
         for i, nbytes in enumerate(sizes):
@@ -80,8 +82,15 @@ class TableMachine(RuleBasedStateMachine):
     def note_moment(self, chunks: set[int]) -> None:
         moment = len(self.record)
         self.record.append(sorted(chunks))
+        self.modes.append({i: "r" if self.model.chunks[i].valid else "w" for i in sorted(chunks)})
+        self.frees.append(set())
         if self.schedule is not None and not self.diverged:
             self.diverged = moment >= len(self.schedule) or self.schedule[moment] != sorted(chunks)
+
+    def note_written(self, chunks: set[int]) -> None:
+        for chunk in chunks:
+            latest = next((modes for modes in reversed(self.modes) if chunk in modes), {chunk: ""})
+            latest[chunk] = "m" if latest[chunk] == "r" else latest[chunk]
 
     def chunks_of(self, tensors: Sequence[int]) -> set[int]:
         return {self.model.tensors[t].chunk for t in tensors}
@@ -124,7 +133,7 @@ class TableMachine(RuleBasedStateMachine):
                 self.model.chunks[tensor.chunk].pins -= tensor.uses - uses
                 tensor.state, tensor.uses = state, uses
             self.diverged, self.untraced, num_moments = step
-            del self.record[num_moments:]
+            del self.record[num_moments:], self.modes[num_moments:], self.frees[num_moments + 1 :]
             return
         self.open.append(tensors)
 
@@ -196,12 +205,16 @@ class TableMachine(RuleBasedStateMachine):
             with pytest.raises(StateError, match="not on DEVICE"):
                 self.table.release(tensors, True)
             dirty = False
+        if dirty:
+            self.note_written(self.chunks_of(tensors))
         self.expect_drops(self.table.release(tensors, dirty), self.model.release(tensors, dirty=dirty))
 
     @rule(dirty=st.booleans())
     def release_all(self, dirty: bool) -> None:
         tensors = [t for access in self.open for t in access]
         self.open.clear()
+        if dirty:
+            self.note_written({i for i in self.chunks_of(tensors) if DEVICE in self.model.chunks[i].valid})
         self.expect_drops(self.table.release_all(dirty=dirty), self.model.release(tensors, dirty=dirty))
 
     @rule(picks=PICKS)
@@ -211,7 +224,9 @@ class TableMachine(RuleBasedStateMachine):
             with pytest.raises(StateError, match="COMPUTE to FREE"):
                 self.table.free(tensors)
             return
+        held = {i for i in self.chunks_of(tensors) if self.model.chunks[i].valid}
         self.expect_drops(self.table.free(tensors), self.model.free(tensors))
+        self.frees[-1] |= {i for i in held if not self.model.chunks[i].valid}
 
     @staticmethod
     def expect_drops(actions: tuple[_C.Action, ...], drops: set[tuple[int, _C.Tier]]) -> None:
@@ -262,10 +277,18 @@ class TableMachine(RuleBasedStateMachine):
     def next_step(self) -> None:
         self.diverged |= self.schedule is not None and len(self.record) != len(self.schedule)
         assert self.table.end_step() == self.diverged
-        assert self.table.record() == self.record
+        self.record_agrees()
         self.table.begin_step()
-        self.record = []
+        self.record, self.modes, self.frees = [], [], [set()]
         self.diverged = self.untraced = False
+
+    def record_agrees(self) -> None:
+        assert self.table.record() == self.record
+        assert self.table.record_modes() == ["".join(modes.values()) for modes in self.modes]
+        early, *frees = self.frees
+        if frees:
+            frees[-1] = frees[-1] | early  # the step repeats
+        assert self.table.record_frees() == [sorted(chunks) for chunks in frees]
 
     @rule(reserve=st.lists(st.integers(0, 9), min_size=40, max_size=40))
     def plan_the_recorded_step(self, reserve: list[int]) -> None:
