@@ -1,0 +1,46 @@
+"""LinkMeter: how fast the links between a model's tiers are, from use where there was enough of it."""
+
+from __future__ import annotations
+
+from gemini.chunk import ChunkManager
+from gemini.memstats import LINKS, LinkSpeed
+from gemini.placement.probe import probe_links
+
+# What a link must have moved in one iteration to be judged by it.
+ENOUGH_BYTES = 64 * 2**20
+
+
+class LinkMeter:
+    """Judges links by what the engine did since :meth:`begin`, else by :func:`probe_links`."""
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self._chunks = chunks
+        self._before = chunks.link_stats()
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._before = self._chunks.link_stats()
+
+    def speeds(self) -> tuple[LinkSpeed, ...]:
+        """Return the speed of each link between tiers that exist.
+
+        A speed from use contains the latency of transfers as large as those were. Probes where a link was
+        used little.
+        """
+        budgets = self._chunks.budgets
+        disk_dir = budgets.disk_dir if budgets.disk_bytes else None
+        found = {speed.name: speed for speed in self._used()}
+        host = budgets.host_bytes > 0 and not {"h2d", "d2h"} <= found.keys()
+        disk = disk_dir if not {"disk_read", "disk_write"} <= found.keys() else None
+        probed = {speed.name: speed for speed in probe_links(disk_dir=disk, host=host)}
+        both = {**probed, **found}
+        return tuple(both[name] for name in LINKS if name in both)
+
+    def _used(self) -> list[LinkSpeed]:
+        speeds = []
+        for name, now in self._chunks.link_stats().items():
+            nbytes = now["bytes"] - self._before[name]["bytes"]
+            seconds = now["seconds"] - self._before[name]["seconds"]
+            if nbytes >= ENOUGH_BYTES and seconds > 0:
+                speeds.append(LinkSpeed(name, nbytes / seconds, 0.0))
+        return speeds
