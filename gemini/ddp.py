@@ -15,6 +15,7 @@ from gemini import _C
 from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
+from gemini.memstats.trace import KINDS
 from gemini.offload.mapped import MappedTensors
 from gemini.placement import PlacementPlan, PlacementPolicy
 from gemini.runtime import ManagedParameter, ManagedSlot, read_values, write_values
@@ -283,9 +284,15 @@ class GeminiDDP(nn.Module):
             for moment, (phase, device, host, disk) in enumerate(self.manager.timeline())
         ]
 
-    def memstats(self) -> Trace | None:
-        """Return the recorded iteration, or None before the first step has ended."""
-        return self.manager.trace
+    def memstats(self, kind: str = "train") -> Trace | None:
+        """Return the recorded iteration of ``kind`` ``"train"`` or ``"eval"``, or None before the first one
+        has ended.
+
+        Its times and link speeds are final once an iteration has followed it.
+        """
+        if kind not in KINDS:
+            raise ConfigError(f"there is no trace of kind {kind!r}; the kinds are {', '.join(KINDS)}")
+        return self.manager.trace if kind == "train" else self.manager.eval_trace
 
     def _wasted_bytes(self) -> int:
         used = sum(slot.param_view.numel() for slot in self.storage.slots.values())

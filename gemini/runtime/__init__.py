@@ -3,8 +3,8 @@
 from gemini.runtime.adopt import adopt_module, read_values, refresh_master, unique_parameters, write_values
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.init import init_on
+from gemini.runtime.learned import PlacementContext
 from gemini.runtime.param import ManagedParameter, ManagedTensor
-from gemini.runtime.step_order import PlacementContext
 from gemini.runtime.storage import (
     ChunkGroup,
     GroupSpec,

@@ -15,7 +15,7 @@ from gemini.placement import ModelDataSize, TierCapacity, make_policy
 from gemini.runtime.adopt import adopt_module, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.step_order import PlacementContext
+from gemini.runtime.learned import PlacementContext
 from gemini.runtime.storage import GroupSpec, ModelStorage, largest_operator, model_data_sizes
 
 logger = logging.getLogger(__name__)

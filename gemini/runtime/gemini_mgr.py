@@ -16,9 +16,12 @@ from gemini.errors import EvictedAccessError, StateError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPlan
 from gemini.runtime.backward import BackwardPins
+from gemini.runtime.eval_order import EvalOrder
+from gemini.runtime.learned import PlacementContext
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
-from gemini.runtime.step_order import Moment, PlacementContext, StepOrder
+from gemini.runtime.recorder import Moment
+from gemini.runtime.step_order import StepOrder
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
 
 if TYPE_CHECKING:
@@ -36,15 +39,19 @@ class GeminiManager:
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
     ) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout."""
+        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout.
+
+        A trace of an evaluation spares the warmup of evaluations, one of a step that of steps.
+        """
         self.chunks = chunks
         self.tensors = StatefulTensorMgr(chunks)
         self.context = context
         self.step = 0
         self.phase = FORWARD
         self._order = StepOrder(chunks, context, memstats)
+        self._evaluations = EvalOrder(chunks, context, memstats)
         self._in_step = False
-        self._tracing = False
+        self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
         self.pending = PendingUpdates()
         self._due = self.pending.by_tensor  # one look per PreOp
         self._written: set[int] = set()
@@ -76,16 +83,17 @@ class GeminiManager:
             self.backward_pins.settle()
         if self._due:
             self.run_due(tensors)
-        if not self._tracing:
+        following = self._following
+        if following is None:
             self.chunks.acquire(tensors, traced=False)
             return
         try:
-            too_long = self._order.pre_op(tensors, self.phase)
+            too_long = following.pre_op(tensors, self.phase)
         except BaseException:
-            self._abandon_step()
+            self._abandon()
             raise
         if too_long:
-            self._abandon_step()
+            self._abandon()
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
         """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
@@ -105,12 +113,12 @@ class GeminiManager:
         """Do as :meth:`operator` for a pending update: it waits for no update, and its moment counts to the
         step that left it."""
         self.backward_pins.settle()
-        tracing = self._tracing
+        tracing = self._following is self._order
         if tracing:
             try:
                 self._order.pre_op(tensors, OPTIMIZER)
             except BaseException:
-                self._abandon_step()
+                self._abandon()
                 raise
         else:
             self.chunks.acquire(tensors, traced=False)
@@ -151,6 +159,7 @@ class GeminiManager:
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self._order.name_parameters(names)
+        self._evaluations.name_parameters(names)
 
     # -- updates that wait -------------------------------------------------------------------------
 
@@ -163,7 +172,8 @@ class GeminiManager:
         """
         size = self.context.size
         room = self._order.room_bytes
-        return self._tracing and not self.is_warmup and size.working_set_bytes <= room < size.total_bytes
+        recorded = self._following is self._order and not self.is_warmup
+        return recorded and size.working_set_bytes <= room < size.total_bytes
 
     def put_off(self, updates: Sequence[PendingUpdate]) -> None:
         """Run each of ``updates`` right before a tensor of its group is used for the first time."""
@@ -186,12 +196,12 @@ class GeminiManager:
         outside = not self._in_step
         if outside:
             self._order.expect(self.pending.all(), first=True)
-            self._tracing = not self.is_warmup
+            self._following = None if self.is_warmup else self._order
         try:
             self.run_due(list(self._due))
         finally:
             if outside:
-                self._tracing = False
+                self._following = None
                 self._order.expect(self.pending.all())
 
     # -- steps -----------------------------------------------------------------------------------
@@ -208,27 +218,59 @@ class GeminiManager:
 
     @property
     def trace(self) -> Trace | None:
-        """The recorded iteration that the plan was made from."""
+        """The recorded step that the plan was made from."""
         return self._order.trace
+
+    @property
+    def eval_trace(self) -> Trace | None:
+        """The recorded evaluation pass, or None before the first one outside a step has ended."""
+        return self._evaluations.trace
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """Run a forward pass of the whole model; one that trains belongs to a step, an evaluation does
-        not."""
-        outer = (self._tracing, self.phase)
+        """Run a forward pass of the whole model; one that trains belongs to a step.
+
+        Any other is an evaluation: outside a step it follows an order of its own; inside (between
+        micro-batches) it is part of no order.
+        """
         self.recover()
         if not training and not self._in_step:
-            self.run_pending()
+            with self._evaluation():
+                yield
+            return
+        outer = (self._following, self.phase)
         if training and not self._in_step and not self.resident:
+            if self._following is not None:  # a step that begins inside an evaluation ends its order
+                self._abandon()
             self._in_step = True
             self._order.begin(self.pending.all())
-        self._tracing = training and self._in_step
+        self._following = self._order if training and self._in_step else None
         self.phase = FORWARD
         try:
             yield
         finally:
             if not training:
-                self._tracing, self.phase = outer
+                self._following, self.phase = outer
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Follow the order of evaluations for the block, and that of steps again afterwards."""
+        self.run_pending()
+        if self._following is not None:  # a pass inside another ends that one's order
+            self._abandon()
+        if self.resident:
+            yield
+            return
+        evaluations = self._evaluations
+        try:
+            self._following, self.phase = evaluations, FORWARD
+            evaluations.begin(self._order.room_bytes)
+            yield
+            if self._following is evaluations:
+                evaluations.end()
+        finally:
+            if self._following is evaluations:
+                self._abandon()
 
     def recover(self) -> None:
         """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
@@ -249,7 +291,8 @@ class GeminiManager:
             self.backward_pins.settle()
         if not self._in_step:
             return
-        self._in_step = self._tracing = False
+        self._in_step = False
+        self._following = None
         self._order.end(self.pending.all())
         self.chunks.end_step()
         self.resident = not self.pending and self._fits_for_good()
@@ -269,17 +312,24 @@ class GeminiManager:
                 self.run_pending()
         finally:
             self.pending.clear()
-            self.resident = self._in_step = self._tracing = False
+            self.resident = self._in_step = False
+            self._following = None
             self._order.close()
+            self._evaluations.close()
             self.pre_op = _closed  # type: ignore[method-assign]
             self.chunks.close()
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _abandon_step(self) -> None:
-        """Go on without recording: the next training pass begins a new step."""
-        self._in_step = self._tracing = False
-        self._order.abandon()
+    def _abandon(self) -> None:
+        """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
+        following, self._following = self._following, None
+        if following is self._evaluations:
+            self._evaluations.abandon()
+            self._order.resume(self.pending.all())
+        else:
+            self._in_step = False
+            self._order.abandon()
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""

@@ -8,195 +8,98 @@ before the first use of each chunk group the pending update of that group (docs/
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 from gemini import _C
-from gemini.chunk import ChunkManager, TensorIds
-from gemini.memstats import MemStatsCollector, ProcessMonitor, Trace
-from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
+from gemini.chunk import ChunkManager
+from gemini.memstats import Trace
+from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.recorder import Accesses, Moment, Recorded
+from gemini.runtime.trace_order import completed, reordered
 
 logger = logging.getLogger(__name__)
-
-# Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
-# optimizer).
-_LONGEST_STEP = 2**20
 
 # Schedules kept: one in steady state, another after an evaluation, a few where updates ran one by one.
 _SCHEDULES_KEPT = 8
 
-# (phase, DEVICE bytes, HOST bytes, DISK bytes) right after a PreOp
-Moment = tuple[str, int, int, int]
 
-Accesses = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class PlacementContext:
-    """Everything a plan is made from, besides the trace."""
-
-    policy: PlacementPolicy
-    size: ModelDataSize
-    capacity: TierCapacity
-    chunk_signature: str
-
-
-class StepOrder:
+class StepOrder(Learned):
     """Records steps, keeps the trace and the plan made from it, and tells the chunk table what comes next."""
 
     def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout."""
-        self.plan: PlacementPlan = context.policy.warmup_plan(context.size, context.capacity)
-        self.trace: Trace | None = None
+        """Start in warmup, or with the plan made from ``memstats`` when that is of a step with this
+        layout."""
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
-        self._chunks = chunks
-        self._context = context
-        self._collector: MemStatsCollector | None = None
-        self._monitor: ProcessMonitor | None = None
-        self._rival: Accesses | None = None  # what the last diverging step did
-        self._log: list[Moment] = []
         self._late: set[int] = set()  # moments of the log that belong to the step before
         self._updates_inside = True  # whether steps end with their own update
         self._schedules: dict[object, _C.Schedule] = {}
-        self._names: dict[int, str] = {}
-        self._first_uses: dict[int, None] = {}
-        self._enforce()
-        if memstats is not None and memstats.chunk_signature == context.chunk_signature:
-            self._adopt(memstats)
-
-    @property
-    def room_bytes(self) -> int:
-        """DEVICE bytes that model data may take in every period of the step."""
-        reserve = max(self.plan.reserve_bytes, default=0)
-        return min(self.plan.device_limit_bytes, self._context.capacity.device_bytes - reserve)
-
-    def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Say which tensor is which parameter, so that a trace can list them by first use."""
-        self._names = dict(names)
+        super().__init__("train", chunks, context, memstats)
+        self.enforce()
+        self.expect(())
 
     # -- one step --------------------------------------------------------------------------------
 
     def begin(self, pending: Sequence[PendingUpdate]) -> None:
         """Start to record a step during which ``pending`` will run."""
-        self._log = []
         self._late.clear()
-        self.expect(pending)
-        if self.trace is None and self.plan.sample_non_model:
-            self._stop_collecting()
-            self._monitor = ProcessMonitor()
-            self._collector = MemStatsCollector(self._monitor, _C.arena_process_bytes)
-            self._collector.start()
+        self.resume(pending)
+        self.start_recording()
 
     def expect(self, pending: Sequence[PendingUpdate], *, first: bool = False) -> None:
         """Tell the table what comes next: a step, its ``pending`` updates before their groups or all
         ``first``."""
-        if self.trace is not None:
-            self._chunks.table.set_schedule(self._schedule(self.trace, pending, first))
+        schedule = self._schedule(self.trace, pending, first) if self.trace is not None else None
+        self._chunks.table.set_schedule(schedule)
         self._chunks.table.begin_step()
 
-    def pre_op(self, tensors: TensorIds, phase: str) -> bool:
-        """Acquire ``tensors`` as the next moment; see to it that what comes after is on its way. Return
-        whether the step has become too long to be one."""
-        chunks = self._chunks
-        if self.trace is None:
-            self._warmup_acquire(tensors, phase)
-        else:
-            chunks.acquire(tensors, traced=True)
-            try:
-                chunks.prefetch()
-            except BaseException:  # of another chunk's transfer
-                chunks.release(tensors, dirty=False)
-                raise
-        log = self._log
-        log.append((phase, *chunks.table.usages()))
-        return len(log) == _LONGEST_STEP
+    def resume(self, pending: Sequence[PendingUpdate]) -> None:
+        """Put the plan in force and tell the table what comes next; an evaluation may have changed both."""
+        self.enforce()
+        self.expect(pending)
 
     def note_late(self, *, traced: bool) -> None:
         """Count the moment that :meth:`pre_op` has just logged, if ``traced``, or this untraced access to
         the step before, which left its update pending."""
         if traced:
-            self._late.add(len(self._log) - 1)
-            self.timeline.append(self._log[-1])
+            self._late.add(len(self._recorder.log) - 1)
+            self.timeline.append(self._recorder.log[-1])
         else:
             self.timeline.append((OPTIMIZER, *self._chunks.table.usages()))
-
-    def _warmup_acquire(self, tensors: TensorIds, phase: str) -> None:
-        chunks = self._chunks
-        # Sample before the layout changes.
-        if self._collector is not None:
-            self._collector.sample(chunks.table.moment(), phase)
-        chunks.acquire(tensors, traced=True)
-        if self._collector is not None:
-            self._collector.note_model_data()
-        for tensor in tensors:
-            self._first_uses.setdefault(tensor)
 
     def end(self, pending: Sequence[PendingUpdate]) -> None:
         """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""
         diverged = self._chunks.table.end_step()
-        own = [index for index in range(len(self._log)) if index not in self._late]
-        num_updates = sum(1 for index in own if self._log[index][0] == OPTIMIZER)
+        log = self._recorder.log
+        own = [index for index in range(len(log)) if index not in self._late]
+        num_updates = sum(1 for index in own if log[index][0] == OPTIMIZER)
         if self.trace is None:
-            self._adopt(self._recorded_trace())
+            self.learn(self._recorder.end())
         elif diverged or (pending and OPTIMIZER not in self.trace.phases):
-            self._reconsider(own, pending)
-        self.timeline = [self._log[index] for index in own]
-        self._log = []
+            self._reconsider(self._recorder.end().moments(own), pending, self.trace)
+        elif not self.timed:
+            self.complete(completed(self.trace, self._recorder.end()))
+        self._recorder.stop()
+        self.timeline = [log[index] for index in own]
+        self._recorder.log = []
         self._late.clear()
         if pending or num_updates:  # else a step that was skipped: the next one may be like the one before
             self._updates_inside = not pending
-        self.expect(pending)
+        self.resume(pending)
 
     def abandon(self) -> None:
         """Forget the step: what it recorded does not say what an iteration does."""
-        self._log = []
+        super().abandon()
         self._late.clear()
-        self._stop_collecting()
         self._chunks.table.begin_step()
-
-    def close(self) -> None:
-        """End what measures."""
-        self._stop_collecting()
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _stop_collecting(self) -> None:
-        self._collector = None
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-
-    def _recorded_trace(self) -> Trace:
-        accesses = tuple(tuple(chunks) for chunks in self._chunks.table.record())
-        non_model = self._collector.finish() if self._collector is not None else (0,) * len(accesses)
-        self._stop_collecting()
-        specs = [chunk.spec for chunk in self._chunks.chunks]
-        return Trace(
-            kind="train",
-            accesses=accesses,
-            modes=tuple("m" * len(chunks) for chunks in accesses),  # any may have been written
-            frees=((),) * len(accesses),
-            seconds=(0.0,) * len(accesses),
-            non_model_bytes=non_model,
-            phases=tuple(moment[0] for moment in self._log),
-            chunk_bytes=tuple(spec.nbytes for spec in specs),
-            chunk_kinds=tuple(spec.kind.value for spec in specs),
-            links=(),
-            param_order=tuple(self._names[t] for t in self._first_uses if t in self._names),
-            chunk_signature=self._context.chunk_signature,
-        )
-
-    def _adopt(self, trace: Trace) -> None:
-        """Plan the iterations to come from ``trace``."""
-        self.trace = trace
-        self._rival = None
+    def _adopt(self, trace: Trace, *, timed: bool) -> None:
         self._schedules.clear()
+        super()._adopt(trace, timed=timed)
         context = self._context
-        self.plan = context.policy.plan(context.size, context.capacity, trace)
-        self._enforce()
-        self.expect(())
         peak = max(self.plan.reserve_bytes, default=0)
         if peak + context.size.working_set_bytes > context.capacity.device_bytes:
             logger.warning(
@@ -209,61 +112,31 @@ class StepOrder:
                 context.capacity.device_bytes,
             )
 
-    def _enforce(self) -> None:
-        self._chunks.table.set_limit(self.plan.device_limit_bytes)
-        self._chunks.park_limit_bytes = max(0, self.room_bytes)
-
     def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> _C.Schedule:
         key = (tuple((update.order, update.accesses) for update in pending), first, self._updates_inside)
         schedule = self._schedules.get(key)
         if schedule is None:
             if len(self._schedules) == _SCHEDULES_KEPT:
                 self._schedules.clear()
-            places = place_updates(trace, pending, first=first, inside=self._updates_inside)
-            reserve = self.plan.reserve_bytes
-            schedule = _C.Schedule(
-                [chunks for chunks, _ in places],
-                [reserve[moment] for _, moment in places] if reserve else [],
-                len(self._chunks.chunks),
+            schedule = self.schedule_of(
+                place_updates(trace, pending, first=first, inside=self._updates_inside)
             )
             self._schedules[key] = schedule
         return schedule
 
-    def _reconsider(self, own: Sequence[int], pending: Sequence[PendingUpdate]) -> None:
+    def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it
         repeats. ``own`` are the moments that belong to the step itself."""
-        assert self.trace is not None
-        record = self._chunks.table.record()
-        phases = [self._log[index][0] for index in own]
-        phases += [OPTIMIZER for update in pending for _ in update.accesses]
-        accesses = tuple(tuple(record[index]) for index in own)
-        accesses += tuple(chunks for update in pending for chunks in update.accesses)
-        if accesses == self.trace.accesses:
+        recorded = _with_pending(own, pending, trace)
+        if recorded.accesses == trace.accesses:
             return  # only the updates came at another time
-        same = _core(self.trace.accesses, self.trace.phases) == _core(accesses, phases)
-        if same and OPTIMIZER not in phases:
+        same = _core(trace.accesses, trace.phases) == _core(recorded.accesses, recorded.phases)
+        if same and OPTIMIZER not in recorded.phases:
             return  # an update was skipped
-        if not same and accesses != self._rival:
-            self._rival = accesses
-            logger.info("a step left the recorded order; it ran with least-recently-used eviction")
-            return
-        non_model = self.trace.non_model_bytes
-        if same:
-            kept = [n for n, phase in zip(non_model, self.trace.phases, strict=True) if phase != OPTIMIZER]
-            kept += kept[-1:] * (len(accesses) - len(kept))
+        if same or self.repeats(recorded.accesses):
+            self._adopt(reordered(trace, recorded, keep_reserve=same), timed=False)
         else:
-            kept = [max(non_model, default=0)] * len(accesses)
-        self._adopt(
-            replace(
-                self.trace,
-                accesses=accesses,
-                modes=tuple("m" * len(chunks) for chunks in accesses),
-                frees=((),) * len(accesses),
-                seconds=(0.0,) * len(accesses),
-                non_model_bytes=tuple(kept),
-                phases=tuple(phases),
-            )
-        )
+            logger.info("a step left the recorded order; it ran with least-recently-used eviction")
 
 
 def place_updates(
@@ -302,3 +175,24 @@ def place_updates(
 def _core(accesses: Accesses, phases: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the moments that are no updates."""
     return [chunks for chunks, phase in zip(accesses, phases, strict=True) if phase != OPTIMIZER]
+
+
+def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> Recorded:
+    """Return ``own`` with the updates at its end that have not run yet, as the like of them did in
+    ``trace``."""
+    known = {chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER}
+    left = tuple(chunks for update in pending for chunks in update.accesses)
+    likes = [known.get(chunks) for chunks in left]
+    count = len(left)
+    return Recorded(
+        accesses=own.accesses + left,
+        modes=own.modes
+        + tuple(
+            "m" * len(chunks) if like is None else trace.modes[like]
+            for chunks, like in zip(left, likes, strict=True)
+        ),
+        frees=own.frees + tuple(() if like is None else trace.frees[like] for like in likes),
+        phases=own.phases + (OPTIMIZER,) * count,
+        seconds=own.seconds + (0.0,) * count,
+        non_model_bytes=own.non_model_bytes + (0,) * count,
+    )

@@ -48,7 +48,18 @@ def interrupted(action: Callable[[], Any], number: int, event: str, files: tuple
 
 # Between any two lines; elsewhere at calls, where CPython looks for signals: an exception between the last
 # line of ``with torch.no_grad()`` and its end leaves gradients disabled, with or without this library.
-CORE = ("line", ("chunk/manager.py", "gemini_mgr.py", "step_order.py", "pending.py", "chunk_update.py"))
+CORE = (
+    "line",
+    (
+        "chunk/manager.py",
+        "gemini_mgr.py",
+        "step_order.py",
+        "learned.py",
+        "recorder.py",
+        "pending.py",
+        "chunk_update.py",
+    ),
+)
 REST = ("call", ("param.py", "backward.py", "storage.py", "gemini_optimizer.py", "adopt.py", "ddp.py"))
 
 

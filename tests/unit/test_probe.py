@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +22,8 @@ from gemini.runtime.period_timer import PeriodTimer
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test a process that knows no link, and short probes."""
+    """Give each test a process that knows no link."""
     monkeypatch.setattr(probe, "_known", {})
-    monkeypatch.setattr(probe, "_LINK_SECONDS", 0.0)
 
 
 @given(st.floats(1e6, 1e12), st.floats(0, 1))
@@ -41,11 +42,22 @@ def test_noise_never_makes_a_link_that_cannot_be(small_seconds: float) -> None:
     assert found.latency_seconds >= 0
 
 
-def test_every_link_between_tiers_that_exist_is_measured_and_no_file_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.02])
+def test_every_link_between_tiers_that_exist_is_measured_and_no_file_is_left(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_LINK_SECONDS", seconds)
     names = [speed.name for speed in probe.probe_links(disk_dir=str(tmp_path), host=True)]
     assert names == ["h2d", "d2h", "disk_write", "disk_read"]
     assert probe.probe_links(disk_dir=None, host=False) == ()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+    states = torch.get_rng_state(), random.getstate()
+    probe.probe_links(disk_dir=str(tmp_path), host=True)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
 
 
 def test_a_drive_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

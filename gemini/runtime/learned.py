@@ -1,0 +1,154 @@
+"""Learned: the order of one kind of iteration: its trace, the plan made from it, and how both came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gemini import _C
+from gemini.chunk import ChunkManager, TensorIds
+from gemini.memstats import Trace
+from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
+from gemini.runtime.link_meter import LinkMeter
+from gemini.runtime.recorder import Accesses, Recorded, Recorder
+from gemini.runtime.trace_order import steady_modes
+
+
+@dataclass(frozen=True)
+class PlacementContext:
+    """Everything a plan is made from, besides the trace."""
+
+    policy: PlacementPolicy
+    size: ModelDataSize
+    capacity: TierCapacity
+    chunk_signature: str
+
+
+class Learned:
+    """What training steps and evaluation passes have in common.
+
+    The first iteration is the warmup. Its record becomes the trace, and the plan is made. The times of a
+    warmup are those of memory that is touched for the first time, so the first iteration that follows a new
+    trace is timed again; then the trace is final and the plan is made once more.
+    """
+
+    def __init__(
+        self, kind: str, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None
+    ) -> None:
+        """Start in warmup, or with the plan made from ``memstats`` when that is of this ``kind`` and
+        layout."""
+        self.plan: PlacementPlan = context.policy.warmup_plan(context.size, context.capacity)
+        self.trace: Trace | None = None
+        self.timed = False  # whether the times of the trace are final
+        self._kind = kind
+        self._chunks = chunks
+        self._context = context
+        self._recorder = Recorder(chunks)
+        self._links = LinkMeter(chunks)
+        self._rival: Accesses | None = None  # what the last diverging iteration did
+        self._names: dict[int, str] = {}
+        if memstats is not None and self._belongs(memstats):
+            self._adopt(memstats, timed=True)
+
+    @property
+    def room_bytes(self) -> int:
+        """DEVICE bytes that model data may take in every period."""
+        reserve = max(self.plan.reserve_bytes, default=0)
+        return min(self.plan.device_limit_bytes, self._context.capacity.device_bytes - reserve)
+
+    def name_parameters(self, names: Mapping[int, str]) -> None:
+        """Say which tensor is which parameter, so that a trace can list them by first use."""
+        self._names = dict(names)
+
+    def pre_op(self, tensors: TensorIds, phase: str) -> bool:
+        """Acquire ``tensors`` as the next moment; see to it that what comes after is on its way. Return
+        whether the iteration has become too long to be one."""
+        return self._recorder.pre_op(tensors, phase)
+
+    def enforce(self) -> None:
+        """Put the plan in force."""
+        self._chunks.table.set_limit(self.plan.device_limit_bytes)
+        self._chunks.park_limit_bytes = max(0, self.room_bytes)
+
+    def start_recording(self) -> None:
+        """Begin an iteration, and measure what is not known yet."""
+        warmup = self.trace is None
+        if not self.timed:
+            self._links.begin()
+        self._recorder.begin(
+            warmup=warmup, timed=not self.timed, sampled=warmup and self.plan.sample_non_model
+        )
+
+    def abandon(self) -> None:
+        """Forget the iteration: what it recorded does not say what one does."""
+        self._recorder.stop()
+        self._recorder.log = []
+
+    def close(self) -> None:
+        """End what measures."""
+        self._recorder.stop()
+
+    # -- learning --------------------------------------------------------------------------------
+
+    def learn(self, recorded: Recorded) -> None:
+        """Make the warmup's record the trace."""
+        specs = [chunk.spec for chunk in self._chunks.chunks]
+        trace = Trace(
+            kind=self._kind,
+            accesses=recorded.accesses,
+            modes=steady_modes(recorded.modes, recorded.accesses, recorded.frees),
+            frees=recorded.frees,
+            seconds=recorded.seconds,
+            non_model_bytes=recorded.non_model_bytes,
+            phases=recorded.phases,
+            chunk_bytes=tuple(spec.nbytes for spec in specs),
+            chunk_kinds=tuple(spec.kind.value for spec in specs),
+            links=(),
+            param_order=tuple(self._names[t] for t in self._recorder.first_uses if t in self._names),
+            chunk_signature=self._context.chunk_signature,
+        )
+        self._adopt(self._with_links(trace), timed=False)
+
+    def complete(self, trace: Trace | None) -> None:
+        """Take the trace with its final times, if there is one, and plan once more."""
+        if trace is not None:
+            self._adopt(self._with_links(trace), timed=True)
+
+    def repeats(self, accesses: Accesses) -> bool:
+        """Say whether the last iteration that left the trace did the same; remember what this one did."""
+        repeated = accesses == self._rival
+        self._rival = accesses
+        return repeated
+
+    def schedule_of(self, places: Sequence[tuple[tuple[int, ...], int]]) -> _C.Schedule:
+        """Return what the table follows, of the accesses at each moment and the moments of the trace whose
+        reserve they have."""
+        reserve = self.plan.reserve_bytes
+        return _C.Schedule(
+            [chunks for chunks, _ in places],
+            [reserve[moment] for _, moment in places] if reserve else [],
+            len(self._chunks.chunks),
+        )
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _adopt(self, trace: Trace, *, timed: bool) -> None:
+        """Plan the iterations to come from ``trace``; ``timed``: its times are final."""
+        context = self._context
+        self.plan = context.policy.plan(context.size, context.capacity, trace)
+        self.trace = trace
+        self.timed = timed
+        self._rival = None
+
+    def _belongs(self, trace: Trace) -> bool:
+        return (
+            trace.kind == self._kind
+            and trace.chunk_signature == self._context.chunk_signature
+            and trace.chunk_bytes == tuple(chunk.spec.nbytes for chunk in self._chunks.chunks)
+        )
+
+    def _with_links(self, trace: Trace) -> Trace:
+        """Say how fast the links are, unless nothing is ever going to be transferred."""
+        needed = self._context.size.total_bytes + max(trace.reserve_bytes(), default=0)
+        fits = needed + (self._context.capacity.non_model_bytes or 0) <= self._context.capacity.device_bytes
+        return trace if fits else replace(trace, links=self._links.speeds())
