@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from fault_training import KIB, adam, assert_sound, assert_weights, managed, train_step, undisturbed, weights
+from fault_training import (
+    KIB,
+    adam,
+    assert_sound,
+    assert_weights,
+    loss_of,
+    managed,
+    train_step,
+    undisturbed,
+    weights,
+)
 
 from gemini import checkpoint
 
@@ -55,6 +65,7 @@ CORE = (
         "gemini_mgr.py",
         "step_order.py",
         "learned.py",
+        "eval_order.py",
         "recorder.py",
         "pending.py",
         "chunk_update.py",
@@ -82,6 +93,30 @@ def test_the_step_after_an_interrupted_one_is_exact(
         checkpoint.load(tmp_path / "run", model, optimizer)
         number += stride
     assert number > 20 * stride
+    assert train_step(model, optimizer, 2) == want_losses[2]
+    assert_weights(weights(model), want)
+
+
+def test_the_step_and_the_evaluation_after_an_interrupted_one_are_exact(tmp_path: Path) -> None:
+    want_losses, want = undisturbed(3)
+    model = managed(tmp_path)
+    optimizer = adam(model)
+    for step in (0, 1):
+        train_step(model, optimizer, step)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return loss_of(model, 7).item()
+
+    want_loss = evaluate()
+    number, came = 1, True
+    while came:
+        came = interrupted(evaluate, number, *CORE)
+        model.manager.recover()
+        assert_sound(model)
+        number += 11
+    assert number > 20 * 11
+    assert evaluate() == want_loss
     assert train_step(model, optimizer, 2) == want_losses[2]
     assert_weights(weights(model), want)
 
