@@ -74,8 +74,14 @@ class Completion:
 
 class Schedule:
     def __init__(
-        self, accesses: Sequence[Sequence[int]], reserve_bytes: Sequence[int], num_chunks: int
+        self,
+        accesses: Sequence[Sequence[int]],
+        reserve_bytes: Sequence[int],
+        num_chunks: int,
+        intervals: Sequence[Sequence[int]] = ...,
+        planned_bytes: Sequence[int] = ...,
     ) -> None: ...
+    def planned(self) -> bool: ...
     def num_moments(self) -> int: ...
     def num_chunks(self) -> int: ...
     def access_at(self, moment: int) -> list[int]: ...
@@ -127,6 +133,34 @@ class ChunkTable:
     def check_invariants(self) -> None: ...
     @staticmethod
     def is_legal(from_state: TensorState, to_state: TensorState) -> bool: ...
+
+# --- simulate ---
+
+class SimulatedStep:
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def stall_seconds(self) -> list[float]: ...
+    @property
+    def peak_bytes(self) -> list[int]: ...
+    @property
+    def link_bytes(self) -> list[int]: ...
+    @property
+    def link_seconds(self) -> list[float]: ...
+
+class Simulator:
+    def __init__(
+        self,
+        *,
+        chunk_bytes: Sequence[int],
+        modes: Sequence[str],
+        frees: Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        budgets: tuple[int, int, int],
+        links: Sequence[tuple[float, float]],
+        disk_shared: bool,
+    ) -> None: ...
+    def run(self, schedule: Schedule, steps: int, measured: int) -> SimulatedStep: ...
 
 # --- transfer ---
 

@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(&gemini::translate);
   gemini::bind_build_info(m);
   gemini::bind_chunk(m);
+  gemini::bind_simulate(m);
   gemini::bind_transfer(m);
   gemini::bind_aio(m);
   gemini::bind_adam(m);

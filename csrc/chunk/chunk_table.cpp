@@ -187,8 +187,14 @@ Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
   claim_releases(tensors, dirty);
   Actions actions;
   for (const TensorId tensor : tensors) {
-    if (dirty) mark_dirty(mut(tensor).chunk, actions);
+    if (dirty) {
+      mark_dirty(mut(tensor).chunk, actions);
+      if (on_trace() && schedule_->planned()) written_.add(mut(tensor).chunk);
+    }
     end_access(tensor);
+  }
+  if (dirty && on_trace() && schedule_->planned()) {
+    written_.start(chunks_, *schedule_, moment_, actions);
   }
   audit();
   return actions;
@@ -231,6 +237,7 @@ Actions ChunkTable::prefetch(int32_t max_in_flight) {
   if (!on_trace()) return {};
   Actions actions =
       gemini::prefetch(chunks_, *schedule_, limit_, {moment_, limit(), max_in_flight});
+  if (schedule_->planned()) written_.start(chunks_, *schedule_, moment_, actions);
   audit();
   return actions;
 }
@@ -267,6 +274,7 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
                      " chunks, the table has " + std::to_string(num_chunks()));
   }
   schedule_ = std::move(schedule);
+  if (schedule_ == nullptr || !schedule_->planned()) written_.clear();
   diverged_ = false;
 }
 

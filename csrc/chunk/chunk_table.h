@@ -9,6 +9,7 @@
 
 #include "chunk/device_limit.h"
 #include "chunk/eviction.h"
+#include "chunk/flush.h"
 #include "chunk/residency.h"
 #include "chunk/schedule.h"
 #include "chunk/state.h"
@@ -49,6 +50,7 @@ class ChunkTable {
   Actions free(std::span<const TensorId> tensors);
 
   // --- transfers ---
+  // Starts what comes next, and the flushes of a plan. Nothing without a schedule.
   [[nodiscard]] Actions prefetch(int32_t max_in_flight);
   Completion complete(ActionId id);
   Completion abort(ActionId id);
@@ -112,6 +114,7 @@ class ChunkTable {
   Residency chunks_;
   std::vector<Tensor> tensors_;
   DeviceLimit limit_;
+  FlushQueue written_;
   std::shared_ptr<const Schedule> schedule_;
   int64_t moment_ = 0;
   bool diverged_ = false;

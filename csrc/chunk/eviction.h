@@ -23,8 +23,8 @@ struct Lru {
 };
 
 // Furthest next use first (OPT), where a candidate that needs no copy counts as twice as far:
-// keeping it would cost one fetch, keeping the other one a fetch and an evict. `schedule` must
-// outlive it.
+// keeping it would cost one fetch, keeping the other one a fetch and an evict. What a plan keeps
+// goes last, and never for a prefetch. `schedule` must outlive it.
 struct Belady {
   const Schedule* schedule = nullptr;
   int64_t moment = 0;  // of the next operator

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -16,11 +17,54 @@ namespace {
 // no room to hold what is fetched.
 constexpr int64_t kLookaheadMoments = 256;
 
+// What a plan leaves free in each period ahead, beside its operands, what it keeps and what is
+// there ahead of its use. Everything fits where there is no plan.
+class Reservations {
+ public:
+  Reservations(const Schedule& schedule, const DeviceLimit& limit, const PrefetchWindow& window)
+      : schedule_(schedule), limit_(limit), first_(window.moment - 1) {
+    if (schedule_.planned()) {
+      free_.push_back(window.limit_now - schedule_.planned_bytes(first_ + schedule_.num_moments()));
+    }
+  }
+
+  // Whether nbytes may be on DEVICE from now until `moment`.
+  [[nodiscard]] bool fits(int64_t nbytes, int64_t moment) {
+    if (!schedule_.planned()) return true;
+    reach(moment);
+    return std::ranges::all_of(until(moment), [&](int64_t bytes) { return nbytes <= bytes; });
+  }
+  void take(int64_t nbytes, int64_t moment) {
+    if (!schedule_.planned()) return;
+    reach(moment);
+    for (int64_t& bytes : until(moment)) bytes -= nbytes;
+  }
+
+ private:
+  // The periods from the one under way to the last before `moment`.
+  std::span<int64_t> until(int64_t moment) {
+    return std::span(free_).first(static_cast<size_t>(moment - first_));
+  }
+  void reach(int64_t moment) {
+    for (int64_t at = first_ + static_cast<int64_t>(free_.size()); at < moment; ++at) {
+      free_.push_back(limit_.at(schedule_, at) - schedule_.planned_bytes(at));
+    }
+  }
+
+  const Schedule& schedule_;
+  const DeviceLimit& limit_;
+  int64_t first_;  // the moment of the operator under way
+  std::vector<int64_t> free_;
+};
+
 class Prefetcher {
  public:
-  Prefetcher(Residency& chunks, const Schedule& schedule, const PrefetchWindow& window)
+  Prefetcher(Residency& chunks, const Schedule& schedule, const DeviceLimit& limit,
+             const PrefetchWindow& window)
       : chunks_(chunks),
         schedule_(schedule),
+        limit_(limit),
+        reserved_(schedule, limit, window),
         moment_(window.moment),
         slots_(window.max_in_flight - chunks.num_incoming()),
         lowest_limit_(window.limit_now),
@@ -30,10 +74,12 @@ class Prefetcher {
     }
   }
 
-  Actions run(const DeviceLimit& limit) {
+  Actions run() {
     const int64_t end = moment_ + std::min(schedule_.num_moments(), kLookaheadMoments);
     for (int64_t moment = moment_; moment < end; ++moment) {
-      lowest_limit_ = std::min(lowest_limit_, limit.at(schedule_, moment));
+      // With a plan, what later periods have room for is asked of the reservations.
+      if (!schedule_.planned())
+        lowest_limit_ = std::min(lowest_limit_, limit_.at(schedule_, moment));
       for (const ChunkId id : schedule_.access_at(moment)) {
         if (!consider(id, moment)) return std::move(actions_);
       }
@@ -44,16 +90,23 @@ class Prefetcher {
  private:
   // Returns false when nothing after this chunk should be prefetched.
   bool consider(ChunkId id, int64_t moment) {
-    const Chunk& chunk = chunks_[id];
-    const bool on_its_way = chunk.resident() || chunk.flight.has_value() || chunk.pins > 0;
-    if (on_its_way || seen_[static_cast<size_t>(id)]) return true;
+    if (seen_[static_cast<size_t>(id)]) return true;
     seen_[static_cast<size_t>(id)] = true;
-    if (!chunk.has_content()) {
-      claimed_ += chunk.nbytes;  // it will be allocated by its own operator
+    const Chunk& chunk = chunks_[id];
+    if (chunk.resident() || chunk.flight.has_value() || chunk.pins > 0) {
+      const bool in_plan = chunk.pins > 0 || schedule_.next(id, moment).kept();
+      if (!in_plan) reserved_.take(chunk.nbytes, moment);
       return true;
     }
-    if (slots_ <= 0 || !make_room(chunk.nbytes, moment)) return false;
+    if (!chunk.has_content()) {  // it will be allocated by its own operator
+      if (!schedule_.planned()) claimed_ += chunk.nbytes;
+      return true;
+    }
+    if (slots_ <= 0 || !reserved_.fits(chunk.nbytes, moment) || !make_room(chunk.nbytes, moment)) {
+      return false;
+    }
     --slots_;
+    reserved_.take(chunk.nbytes, moment);
     if (usage() + claimed_ + chunk.nbytes <= lowest_limit_) {
       actions_.push_back(start_incoming(chunks_, id));
     } else {
@@ -63,7 +116,8 @@ class Prefetcher {
   }
 
   // Gives up chunks used later than `moment` until nbytes fit, at once or after the evictions under
-  // way. Gives up nothing when that is not enough.
+  // way. Gives up nothing when that is not enough; what is being flushed may then leave all the
+  // same.
   bool make_room(int64_t nbytes, int64_t moment) {
     const Policy policy = Belady{&schedule_, moment_, moment};
     const size_t mark = actions_.size();
@@ -84,6 +138,8 @@ class Prefetcher {
 
   Residency& chunks_;
   const Schedule& schedule_;
+  const DeviceLimit& limit_;
+  Reservations reserved_;
   int64_t moment_;
   int32_t slots_;
   int64_t lowest_limit_;
@@ -98,7 +154,7 @@ Actions prefetch(Residency& chunks, const Schedule& schedule, const DeviceLimit&
                  const PrefetchWindow& window) {
   // The common case, everything resident or under way, must cost nothing.
   if (chunks.num_absent() == 0 || window.max_in_flight <= chunks.num_incoming()) return {};
-  return Prefetcher(chunks, schedule, window).run(limit);
+  return Prefetcher(chunks, schedule, limit, window).run();
 }
 
 }  // namespace gemini

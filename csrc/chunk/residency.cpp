@@ -48,6 +48,13 @@ Action Residency::start(ChunkId id, ActionKind kind, Tier from, Tier to) {
   return {last_id_, kind, id, from, to, chunk.nbytes};
 }
 
+Action Residency::flush(ChunkId id, Tier to) {
+  const ActionKind kind = to == Tier::kHost ? ActionKind::kEvict : ActionKind::kSpill;
+  const Action action = start(id, kind, Tier::kDevice, to);
+  mut(id).flight->flush = true;
+  return action;
+}
+
 Action Residency::drop(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
   const Tally tally(*this, chunk);
@@ -89,7 +96,7 @@ Completion Residency::complete(ActionId id) {
   }
   chunk.valid.insert(flight.to);
   const bool recalled = flight.from == Tier::kDevice && chunk.pins > 0;
-  if (recalled) return {};
+  if (recalled || flight.flush) return {};
   chunk.valid.erase(flight.from);
   held(chunk, flight.from).release();
   return {.source_freed = true};
@@ -136,8 +143,9 @@ int64_t Residency::coming_free() const {
   for (const ChunkId id : in_flight_) {
     const Chunk& chunk = (*this)[id];
     const Flight& flight = *chunk.flight;
-    const bool leaves = flight.doomed ? flight.touches(Tier::kDevice)
-                                      : flight.from == Tier::kDevice && !flight.stale;
+    const bool leaves = flight.doomed
+                            ? flight.touches(Tier::kDevice)
+                            : flight.from == Tier::kDevice && !flight.stale && !flight.flush;
     if (leaves && (flight.doomed || chunk.pins == 0)) nbytes += chunk.nbytes;
   }
   return nbytes;

@@ -20,6 +20,7 @@ struct Flight {
   Tier to = Tier::kDevice;
   bool new_extent = false;  // the DISK extent was reserved for this transfer
   bool stale = false;       // the source was written meanwhile: what arrives is void
+  bool flush = false;       // the source stays valid: the chunk becomes clean
   bool doomed = false;      // the chunk was freed meanwhile: both ends are given back at the end
 
   [[nodiscard]] bool outgoing() const { return from < to; }
@@ -42,6 +43,8 @@ struct Chunk {
   [[nodiscard]] bool arriving() const {
     return flight.has_value() && !flight->doomed && flight->to == Tier::kDevice;
   }
+  // Is being copied below, to be clean afterwards.
+  [[nodiscard]] bool flushing() const { return flight.has_value() && flight->flush; }
   // Has content that no transfer is bringing to DEVICE.
   [[nodiscard]] bool absent() const { return has_content() && !resident() && !flight.has_value(); }
   // A HOST copy that may be dropped, because another tier has the same bytes.
@@ -75,6 +78,11 @@ class Residency {
   Action allocate(ChunkId chunk);
   Action start(ChunkId chunk, ActionKind kind, Tier from, Tier to);
   Action drop(ChunkId chunk, Tier tier);
+  // Copies a dirty chunk from DEVICE to HOST or DISK without giving up the copy on DEVICE.
+  Action flush(ChunkId chunk, Tier to);
+  // Lets a flush under way give up the copy on DEVICE in the end: it has become an evict or a
+  // spill.
+  void give_up_after_flush(ChunkId chunk) { mut(chunk).flight->flush = false; }
   // Takes back, newest first, the drops and starts from index `keep` on, and removes them.
   void undo(Actions& actions, size_t keep);
 

@@ -105,18 +105,20 @@ std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy
   std::optional<int64_t> on_host;  // computed for the first candidate that has to be copied
   for (ChunkId id = 0; id < chunks.size(); ++id) {
     const Chunk& chunk = chunks[id];
-    if (!chunk.resident() || chunk.pins > 0 || chunk.flight.has_value()) continue;
-    if (chunk.dirty() && !fits_on_disk(chunks, chunk)) {
+    const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
+    if (!chunk.resident() || chunk.pins > 0 || (chunk.flight.has_value() && !flushing)) continue;
+    if (chunk.dirty() && !flushing && !fits_on_disk(chunks, chunk)) {
       if (!on_host.has_value()) on_host = host_room(chunks, policy);
       if (chunk.nbytes > *on_host) continue;
     }
-    best.offer(id, score(policy, {id, !chunk.dirty(), chunk.last_use}));
+    best.offer(id, score(policy, {id, flushing || !chunk.dirty(), chunk.last_use}));
   }
   return best.chunk();
 }
 
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions) {
   const Chunk& chunk = chunks[victim];
+  if (chunk.flushing()) return chunks.give_up_after_flush(victim);
   if (!chunk.dirty()) {
     actions.push_back(chunks.drop(victim, Tier::kDevice));
     return;

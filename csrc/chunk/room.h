@@ -12,12 +12,12 @@
 namespace gemini {
 
 // The chunk the policy gives up first among those that can leave DEVICE: resident, unpinned, not in
-// flight, and with another valid copy or a place to go. nullopt: nothing can.
+// flight, and with another valid copy or a place to go, or being flushed. nullopt: nothing can.
 [[nodiscard]] std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy);
 
 // Takes a chunk that next_victim() named off DEVICE: by a DROP where another copy is valid, else by
 // an EVICT (dropping clean HOST duplicates where HOST is full), else by a SPILL. Appends the
-// actions.
+// actions; a flush under way needs none.
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions);
 
 // Brings a chunk with content, on no flight, to DEVICE: from HOST where possible, else from DISK.

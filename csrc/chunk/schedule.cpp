@@ -9,7 +9,7 @@
 namespace gemini {
 
 Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
-                   std::vector<int64_t> reserve_bytes, int32_t num_chunks)
+                   std::vector<int64_t> reserve_bytes, int32_t num_chunks, Retention retention)
     : num_moments_(static_cast<int64_t>(accesses.size())),
       num_chunks_(num_chunks),
       reserve_bytes_(std::move(reserve_bytes)) {
@@ -38,6 +38,31 @@ Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
     access_begin_.push_back(accesses_.size());
   }
   index_uses();
+  if (!retention.planned_bytes.empty()) index_plan(accesses, std::move(retention));
+}
+
+void Schedule::index_plan(const std::vector<std::vector<ChunkId>>& accesses, Retention retention) {
+  if (retention.planned_bytes.size() != accesses.size() ||
+      retention.intervals.size() != accesses.size()) {
+    throw StateError("a plan for " + std::to_string(retention.intervals.size()) +
+                     " moments belongs to a schedule of " + std::to_string(accesses.size()));
+  }
+  flags_.assign(uses_.size(), 0);
+  std::vector<size_t> use(use_begin_.begin(), use_begin_.end() - 1);
+  for (size_t m = 0; m < accesses.size(); ++m) {
+    if (!std::ranges::equal(accesses[m], access_at(static_cast<int64_t>(m))) ||
+        retention.intervals[m].size() != accesses[m].size()) {
+      throw StateError("moment " + std::to_string(m) +
+                       " of a plan needs one flag per chunk, the chunks ascending and each once");
+    }
+    for (size_t i = 0; i < accesses[m].size(); ++i) {
+      const auto chunk = static_cast<size_t>(accesses[m][i]);
+      // The interval ends with the next use, the last one of the step with the first.
+      const size_t next = ++use[chunk] < use_begin_[chunk + 1] ? use[chunk] : use_begin_[chunk];
+      flags_[next] = retention.intervals[m][i];
+    }
+  }
+  planned_bytes_ = std::move(retention.planned_bytes);
 }
 
 void Schedule::index_uses() {
@@ -57,15 +82,22 @@ std::span<const ChunkId> Schedule::access_at(int64_t moment) const {
   return std::span(accesses_).subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
 }
 
-int64_t Schedule::next_use(ChunkId chunk, int64_t moment) const {
-  if (chunk < 0 || chunk >= num_chunks_) return kNever;
+NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
+  if (chunk < 0 || chunk >= num_chunks_) return {};
   const auto c = static_cast<size_t>(chunk);
   const auto uses = std::span(uses_).subspan(use_begin_[c], use_begin_[c + 1] - use_begin_[c]);
-  if (uses.empty()) return kNever;
+  if (uses.empty()) return {};
   const int64_t within = moment % num_moments_;
   const int64_t step_begin = moment - within;
   const auto found = std::ranges::lower_bound(uses, within);
-  return found != uses.end() ? step_begin + *found : step_begin + num_moments_ + uses.front();
+  const bool wraps = found == uses.end();
+  const auto index = wraps ? 0 : static_cast<size_t>(found - uses.begin());
+  const int64_t at = step_begin + uses[index] + (wraps ? num_moments_ : 0);
+  return {at, flags_.empty() ? uint8_t{0} : flags_[use_begin_[c] + index]};
+}
+
+int64_t Schedule::planned_bytes(int64_t moment) const {
+  return planned() ? planned_bytes_[static_cast<size_t>(moment % num_moments_)] : 0;
 }
 
 int64_t Schedule::reserve_bytes(int64_t moment) const {

@@ -12,15 +12,36 @@ namespace gemini {
 
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+// What a plan says of an interval: the time from one use of a chunk to its next one.
+inline constexpr uint8_t kKeep = 1;   // it stays on DEVICE
+inline constexpr uint8_t kFlush = 2;  // what the use has written is copied below at once
+
+// A plan for the step, beyond its order. Empty: there is none.
+struct Retention {
+  // Parallel to the accesses: flags of the interval that begins with this use.
+  std::vector<std::vector<uint8_t>> intervals;
+  // Per moment: bytes of the operands and of what is kept in the period that begins then.
+  std::vector<int64_t> planned_bytes;
+};
+
+// A use of a chunk to come, and the flags of the interval that ends with it.
+struct NextUse {
+  int64_t moment = kNever;
+  uint8_t flags = 0;
+
+  [[nodiscard]] bool kept() const { return (flags & kKeep) != 0; }
+};
+
 // Immutable. The step repeats: moment m + num_moments() is moment m of the next step, and every
 // function below accepts such moments.
 class Schedule {
  public:
-  // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter);
-  // reserve_bytes[m] is the non-model memory of the period that begins at moment m, empty for
-  // zeros. Throws StateError for a negative number or a chunk outside [0, num_chunks).
+  // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter
+  // without a plan; with one, ascending and each once); reserve_bytes[m] is the non-model memory of
+  // the period that begins at moment m, empty for zeros. Throws StateError for a negative number, a
+  // chunk outside [0, num_chunks) or a plan of another shape.
   Schedule(const std::vector<std::vector<ChunkId>>& accesses, std::vector<int64_t> reserve_bytes,
-           int32_t num_chunks);
+           int32_t num_chunks, Retention retention = {});
 
   [[nodiscard]] int64_t num_moments() const { return num_moments_; }
   [[nodiscard]] int32_t num_chunks() const { return num_chunks_; }
@@ -29,13 +50,21 @@ class Schedule {
   [[nodiscard]] std::span<const ChunkId> access_at(int64_t moment) const;
 
   // The first use at or after `moment`; kNever for a chunk the schedule does not know.
-  [[nodiscard]] int64_t next_use(ChunkId chunk, int64_t moment) const;
+  [[nodiscard]] int64_t next_use(ChunkId chunk, int64_t moment) const {
+    return next(chunk, moment).moment;
+  }
+  [[nodiscard]] NextUse next(ChunkId chunk, int64_t moment) const;
+
+  // Whether there is a plan, and what it has on DEVICE in the period that begins at a moment.
+  [[nodiscard]] bool planned() const { return !planned_bytes_.empty(); }
+  [[nodiscard]] int64_t planned_bytes(int64_t moment) const;
 
   [[nodiscard]] int64_t reserve_bytes(int64_t moment) const;
   [[nodiscard]] int64_t max_reserve() const { return max_reserve_; }
 
  private:
   void index_uses();
+  void index_plan(const std::vector<std::vector<ChunkId>>& accesses, Retention retention);
 
   int64_t num_moments_;
   int32_t num_chunks_;
@@ -44,7 +73,9 @@ class Schedule {
   std::vector<ChunkId> accesses_;     // of all moments, one after the other
   std::vector<size_t> access_begin_;  // num_moments + 1 offsets into accesses_
   std::vector<int64_t> uses_;         // moments of all chunks, one chunk after the other
-  std::vector<size_t> use_begin_;     // num_chunks + 1 offsets into uses_
+  std::vector<uint8_t> flags_;        // per use: of the interval that ends with it; empty: no plan
+  std::vector<int64_t> planned_bytes_;
+  std::vector<size_t> use_begin_;  // num_chunks + 1 offsets into uses_
 };
 
 }  // namespace gemini
