@@ -1,0 +1,174 @@
+"""The planner: makes plans in several ways, has each simulated, improves the best and returns it.
+
+The order alone (OPT with prefetch) is among the candidates, so in the model no plan is worse than it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemini.errors import OutOfBudgetError
+from gemini.placement.hints import Hints, make_hints
+from gemini.placement.intervals import Flags
+from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
+from gemini.placement.problem import PlanProblem
+from gemini.placement.retention import Retention, round_retention, solve_retention
+from gemini.placement.simulator import Simulation, Simulator
+
+OPT = "opt"
+
+# How much is tried, in units of about 0.15 us: less than a second for a thousand chunks and moments.
+# Counted, not timed, so that every rank finds the same plan.
+_EFFORT = 5_000_000
+_LEADS = ((0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (1.0, 0.0), (4.0, 2.0))  # of fetches and flushes
+_FLUSH_ROOM = (0.0, 2.0, 1.0)  # how long what is being flushed counts, times its transfer
+_LONGEST_MOVE = 3  # intervals changed at once while improving
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The best plan found: its name, what the core is told (None: the order alone), what it takes.
+
+    ``candidates``: every plan tried, with its simulated seconds per step. ``bound_seconds``: less than this no
+    plan takes, by computing time and by the bytes that the busier link has to carry.
+    """
+
+    name: str
+    hints: Hints | None
+    simulation: Simulation
+    candidates: tuple[tuple[str, float], ...]
+    bound_seconds: float
+
+
+def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
+    """Return the plan whose simulated step is the shortest. Equal arguments give equal plans.
+
+    Raises:
+        OutOfBudgetError: the step does not fit the machine.
+    """
+    simulator = Simulator(iteration, machine)
+    compute = sum(iteration.seconds)
+    opt = simulator.run(None)
+    if opt.step_seconds <= compute or not iteration.num_moments:
+        return ChosenPlan(OPT, None, opt, ((OPT, opt.step_seconds),), compute)
+    search = _Search(PlanProblem.of(iteration, machine), simulator, opt.step_seconds)
+    search.try_all()
+    search.improve()
+    best = opt if search.best is None else simulator.run(search.best)
+    if best.step_seconds > opt.step_seconds:  # not the step that was compared: plans may have long periods
+        return ChosenPlan(OPT, None, opt, tuple(search.tried), max(compute, search.bound))
+    return ChosenPlan(search.name, search.best, best, tuple(search.tried), max(compute, search.bound))
+
+
+class _Search:
+    """Keeps the best plan so far, and the effort left."""
+
+    def __init__(self, problem: PlanProblem, simulator: Simulator, opt_seconds: float) -> None:
+        self._problem = problem
+        self._simulator = simulator
+        self.name, self.best, self._seconds = OPT, None, opt_seconds
+        self.best: Hints | None
+        self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
+        self._lag = 0.0
+        self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]
+        self.bound = 0.0
+        chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
+        self._run_cost = 2_000 + moments * (chunks + 200)
+        self._solve_cost = 20_000 + 500 * (len(problem.intervals) + moments)
+        self._effort = _EFFORT - self._run_cost
+
+    def try_all(self) -> None:
+        """Try every candidate that there is effort for, the more promising first."""
+        for name, keep in self._candidates():
+            for lag in _FLUSH_ROOM:
+                if not self._afford(self._run_cost):
+                    return
+                seconds = self._try(name if lag == 0 else f"{name} flush={lag:g}", keep, lag)
+                self.tried.append((name if lag == 0 else f"{name} flush={lag:g}", seconds))
+
+    def improve(self) -> None:
+        """Change a few intervals of the best plan at a time, as long as there is effort, and keep what is no
+        worse."""
+        if self.best is None or not len(self._keep):
+            return
+        chance = random.Random(0)
+        before = self._seconds
+        while self._afford(self._run_cost):
+            keep = self._keep.copy()
+            for _ in range(chance.randint(1, _LONGEST_MOVE)):
+                i = chance.randrange(len(keep))
+                keep[i] = not keep[i]
+            if self._problem.fits(keep):
+                self._try(self.name, keep, self._lag)
+        if self._seconds < before:
+            self.name += " improved"
+            self.tried.append((self.name, self._seconds))
+
+    def _candidates(self) -> Iterator[tuple[str, Flags]]:
+        for balance in (True, False):
+            for lead, lag in _LEADS:
+                found = self._solve(lead, lag, balance=balance)
+                if found is not None:
+                    name = f"lp lead={lead:g} lag={lag:g}" + (" balanced" if balance else "")
+                    yield name, round_retention(self._problem, found)
+            if balance:
+                yield "density", by_density(self._problem)
+                yield "static", static(self._problem)
+
+    def _solve(self, lead: float, lag: float, *, balance: bool) -> Retention | None:
+        if not self._afford(self._solve_cost):
+            return None
+        found = solve_retention(self._problem, lead=lead, lag=lag, balance=balance)
+        if found is not None and balance and lead == lag == 0:
+            self.bound = found.link_seconds
+        return found
+
+    def _try(self, name: str, keep: Flags, lag: float) -> float:
+        problem = self._problem
+        hints = make_hints(problem.iteration, problem.intervals, keep, problem.flushed_at(lag))
+        try:
+            seconds = self._simulator.seconds(hints)
+        except OutOfBudgetError:
+            return float("inf")
+        if seconds <= self._seconds:
+            self.name, self.best, self._seconds = name, hints, seconds
+            self._keep, self._lag = keep, lag
+        return seconds
+
+    def _afford(self, cost: int) -> bool:
+        if self._effort < cost:
+            return False
+        self._effort -= cost
+        return True
+
+
+def by_density(problem: PlanProblem) -> Flags:
+    """Keep what saves the most seconds of transfer per byte and second of room."""
+    them = problem.intervals
+    saved = problem.read_seconds + np.where(them.dirty, problem.write_seconds, 0.0)
+    begin, end = them.begin + 1 + problem.num_moments, them.end + problem.num_moments
+    seconds = problem.starts[end] - problem.starts[begin]
+    density = saved / (np.maximum(them.nbytes, 1) * np.maximum(seconds, 1e-12))
+    room = (problem.limit_bytes - them.operand_bytes).astype(np.float64)
+    return problem.pack(np.argsort(-density, kind="stable"), them.begin + 1, them.end, room)
+
+
+def static(problem: PlanProblem) -> Flags:
+    """Keep some chunks for the whole step, the most used ones, and none of the others."""
+    them = problem.intervals
+    saved = problem.read_seconds + np.where(them.dirty, problem.write_seconds, 0.0)
+    of_chunk = np.bincount(them.chunk, weights=saved)
+    sizes = np.zeros_like(of_chunk)
+    sizes[them.chunk] = them.nbytes
+    order = np.argsort(-of_chunk / np.maximum(sizes, 1), kind="stable")
+    keep = np.zeros(len(them), dtype=bool)
+    for chunk in order.tolist():
+        more = keep | (them.chunk == chunk)
+        if problem.fits(more):
+            keep = more
+    return keep

@@ -1,0 +1,159 @@
+"""What to keep between uses, as a linear program.
+
+For interval i the share ``x_i`` of its chunk stays on DEVICE; what does not stay is read back before the next
+use, and written below once per dirty run, which costs ``y_r >= 1 - x_i`` of a write for the intervals of
+the run. Per moment, operands, what is kept and what is on its way have to fit. Solved with HiGHS.
+
+The program follows "optimal plan for paging with write-back costs" formulations: retention intervals as in
+Albers, Garg and Leonardi (JACM 2000), one write per dirty run as in Beckmann et al. (APOCS 2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import linprog
+
+from gemini.placement.intervals import NO_RUN, Flags, Floats, Ints
+from gemini.placement.problem import PlanProblem
+
+_TIE_BREAK = 1e-3  # of the objective: among plans of equal time, the one that moves less
+
+
+@dataclass(frozen=True, eq=False)
+class Retention:
+    """A solution: ``share`` of each interval that stays, the seconds that the busier link needs for the rest,
+    and what the rounding has to respect."""
+
+    share: Floats
+    link_seconds: float
+    first: Ints
+    last: Ints
+    room: Floats
+
+
+def solve_retention(problem: PlanProblem, *, lead: float, lag: float, balance: bool) -> Retention | None:
+    """Return the best shares; None if the solver finds none.
+
+    A chunk that leaves takes room until ``lag`` times its flush has passed, and from ``lead`` times its fetch
+    before its next use. ``balance``: minimize the time of the busier link, else the sum over links.
+    """
+    them = problem.intervals
+    last = problem.fetched_from(lead)
+    first = np.minimum(problem.flushed_at(lag), last)
+    transit = them.occupied(them.begin + 1, first) + them.occupied(last, them.end)
+    room = np.maximum(problem.limit_bytes - them.operand_bytes - transit, 0).astype(np.float64)
+    program = _Program(problem, first, last, balance=balance)
+    solution = linprog(
+        program.objective,
+        A_ub=program.at_most[0],
+        b_ub=program.at_most[1],
+        A_eq=program.equal[0],
+        b_eq=program.equal[1],
+        bounds=program.bounds(room),
+        method="highs",
+    )
+    if solution.status != 0:
+        return None
+    share = solution.x[: len(them)]
+    written = solution.x[len(them) : len(them) + len(problem.run_seconds)]
+    reads = float(((1 - share) * problem.read_seconds).sum())
+    writes = float((written * problem.run_seconds).sum())
+    shared = problem.machine.disk_shared and not problem.machine.host_bytes
+    return Retention(share, reads + writes if shared else max(reads, writes), first, last, room)
+
+
+def round_retention(problem: PlanProblem, found: Retention) -> Flags:
+    """Return whole intervals: the largest shares first, the shorter one of equals, as long as they fit."""
+    span = problem.intervals.end - problem.intervals.begin
+    order = np.lexsort((span, -found.share))
+    wanted = order[found.share[order] > _TIE_BREAK]
+    return problem.pack(wanted, found.first, found.last, found.room)
+
+
+class _Program:
+    """The matrices. Columns: shares, runs, bytes kept at each moment, and the time of the busier link."""
+
+    def __init__(self, problem: PlanProblem, first: Ints, last: Ints, *, balance: bool) -> None:
+        self._problem = problem
+        self._first, self._last = first, last
+        self._balance = balance
+        self._shares = len(problem.intervals)
+        self._runs = len(problem.run_seconds)
+        self._columns = self._shares + self._runs + problem.num_moments + int(balance)
+        self.equal = self._kept_bytes()
+        self.at_most = self._writes_and_links()
+        self.objective = self._costs()
+
+    def bounds(self, room: Floats) -> Floats:
+        """Return (lowest, highest) per column."""
+        upper = np.ones(self._columns)
+        start = self._shares + self._runs
+        upper[start : start + len(room)] = room
+        if self._balance:
+            upper[-1] = np.inf
+        return np.stack([np.zeros(self._columns), upper], axis=1)
+
+    def _kept_bytes(self) -> tuple[sparse.csr_matrix, Floats]:
+        """The bytes kept at a moment are those of the one before, and what begins less what ends there."""
+        moments, sizes = self._problem.num_moments, self._problem.intervals.nbytes
+        some = np.nonzero(self._last > self._first)[0]
+        start = self._shares + self._runs
+        at = np.arange(moments)
+        rows = [self._first[some] % moments, self._last[some] % moments, at, at]
+        columns = [some, some, start + at, start + (at - 1) % moments]
+        values = [-sizes[some], sizes[some], np.ones(moments), -np.ones(moments)]
+        matrix = self._matrix(moments, rows, columns, values)
+        # One of these rows follows from the others; what is kept at moment 0 takes its place.
+        covers = some[self._covers_start(some)]
+        anchor = self._matrix(
+            1,
+            [np.zeros(len(covers) + 1)],
+            [np.append(covers, start)],
+            [np.append(-sizes[covers], 1.0)],
+        )
+        return sparse.vstack([matrix[1:], anchor]).tocsr(), np.zeros(moments)
+
+    def _covers_start(self, some: Ints) -> Flags:
+        first, last = self._first[some], self._last[some]
+        covered = np.zeros(len(some), dtype=bool)
+        for turn in (0, 1, 2):
+            start = turn * self._problem.num_moments
+            covered |= (first <= start) & (start < last)
+        return covered
+
+    def _writes_and_links(self) -> tuple[sparse.csr_matrix, Floats]:
+        problem = self._problem
+        in_run = np.nonzero(problem.intervals.run != NO_RUN)[0]
+        at = np.arange(len(in_run))
+        columns = [in_run, self._shares + problem.intervals.run[in_run]]
+        writes = self._matrix(len(in_run), [at, at], columns, [-np.ones(len(at)), -np.ones(len(at))])
+        limits = -np.ones(len(in_run))
+        if not self._balance:
+            return writes, limits
+        reads = np.arange(self._shares)
+        runs = self._shares + np.arange(self._runs)
+        links = self._matrix(
+            2,
+            [np.zeros(self._shares + 1), np.ones(self._runs + 1)],
+            [np.append(reads, self._columns - 1), np.append(runs, self._columns - 1)],
+            [np.append(-problem.read_seconds, -1.0), np.append(problem.run_seconds, -1.0)],
+        )
+        return sparse.vstack([writes, links]).tocsr(), np.append(limits, [-problem.read_seconds.sum(), 0.0])
+
+    def _costs(self) -> Floats:
+        costs = np.zeros(self._columns)
+        costs[: self._shares] = -self._problem.read_seconds
+        costs[self._shares : self._shares + self._runs] = self._problem.run_seconds
+        if self._balance:
+            costs *= _TIE_BREAK
+            costs[-1] = 1.0
+        return costs
+
+    def _matrix(
+        self, rows: int, row: list[Ints], column: list[Ints], value: list[Floats]
+    ) -> sparse.csr_matrix:
+        entries = (np.concatenate(value), (np.concatenate(row), np.concatenate(column)))
+        return sparse.csr_matrix(entries, shape=(rows, self._columns))

@@ -1,0 +1,78 @@
+"""The simulator: what a step would take, decided by the chunk table itself against a model of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini import _C
+from gemini.memstats.links import LINKS
+from gemini.placement.hints import Hints, make_schedule
+from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
+
+_TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A steady step. Seconds of all links and tiers' peaks are those of one step.
+
+    ``stall_seconds``: per moment, how long its operator waits for transfers.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    stall_seconds: tuple[float, ...]
+    peak_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    link_seconds: dict[str, float]
+
+
+class Simulator:
+    """Runs steps of one iteration on one machine.
+
+    The model: a link carries one transfer at a time, first in, first out, each for its latency and its bytes
+    over the bandwidth; reads and writes of a shared disk take turns; computing takes the recorded time and
+    is not slowed by transfers.
+    """
+
+    def __init__(self, iteration: Iteration, machine: Machine) -> None:
+        self._iteration = iteration
+        self._native = _C.Simulator(
+            chunk_bytes=iteration.chunk_bytes,
+            modes=iteration.modes,
+            frees=iteration.frees,
+            seconds=iteration.seconds,
+            budgets=machine.budgets,
+            links=[machine.speed(name) for name in LINKS],
+            disk_shared=machine.disk_shared,
+        )
+
+    def seconds(self, hints: Hints | None) -> float:
+        """Return the time of a step after two others; to compare plans. Raises OutOfBudgetError."""
+        return self._native.run(make_schedule(self._iteration, hints), 3, 1).seconds
+
+    def run(self, hints: Hints | None) -> Simulation:
+        """Return the mean of two steps after two others.
+
+        Raises:
+            OutOfBudgetError: the step does not fit the machine.
+        """
+        step = self._native.run(make_schedule(self._iteration, hints), 4, 2)
+        return Simulation(
+            step_seconds=step.seconds,
+            compute_seconds=sum(self._iteration.seconds),
+            stall_seconds=tuple(step.stall_seconds),
+            peak_bytes=dict(zip(_TIERS, step.peak_bytes, strict=True)),
+            link_bytes=dict(zip(LINKS, step.link_bytes, strict=True)),
+            link_seconds=dict(zip(LINKS, step.link_seconds, strict=True)),
+        )
+
+
+def simulate(iteration: Iteration, machine: Machine, hints: Hints | None = None) -> Simulation:
+    """Return what a steady step takes, with the order alone (OPT and prefetch) or following ``hints``.
+
+    Raises:
+        OutOfBudgetError: it does not fit the machine.
+    """
+    return Simulator(iteration, machine).run(hints)
