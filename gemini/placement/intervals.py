@@ -102,7 +102,7 @@ def _of_chunk(
     first_write = next((i for i, (_, _, writes) in enumerate(uses) if writes), None)
     start = first_write or 0
     run = NO_RUN
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for i in (*range(start, len(uses)), *range(start)):
         begin, slot, writes = uses[i]
         end = uses[i + 1][0] if i + 1 < len(uses) else uses[0][0] + moments

@@ -34,8 +34,8 @@ _LONGEST_MOVE = 3  # intervals changed at once while improving
 class ChosenPlan:
     """The best plan found: its name, what the core is told (None: the order alone), what it takes.
 
-    ``candidates``: every plan tried, with its simulated seconds per step. ``bound_seconds``: less than this no
-    plan takes, by computing time and by the bytes that the busier link has to carry.
+    ``candidates``: every plan tried, with its simulated seconds per step. ``bound_seconds``: less than this
+    no plan takes, by computing time and by the bytes that the busier link has to carry.
     """
 
     name: str
@@ -71,8 +71,9 @@ class _Search:
     def __init__(self, problem: PlanProblem, simulator: Simulator, opt_seconds: float) -> None:
         self._problem = problem
         self._simulator = simulator
-        self.name, self.best, self._seconds = OPT, None, opt_seconds
-        self.best: Hints | None
+        self.name = OPT
+        self.best: Hints | None = None
+        self._seconds = opt_seconds
         self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
         self._lag = 0.0
         self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]

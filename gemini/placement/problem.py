@@ -13,7 +13,9 @@ from gemini.placement.machine import Machine
 
 @dataclass(frozen=True, eq=False)
 class PlanProblem:
-    """``read_seconds``, ``write_seconds``: per interval, what bringing its chunk to DEVICE and copying it below
+    """One iteration on one machine, with its intervals and their prices.
+
+    ``read_seconds``, ``write_seconds``: per interval, what bringing its chunk to DEVICE and copying it below
     takes. ``run_seconds``: the latter per dirty run. ``limit_bytes``: per moment, what model data may take.
     ``starts``: when each moment begins if nothing waits, for three repetitions and the end, seconds.
     """
@@ -31,6 +33,7 @@ class PlanProblem:
     def of(cls, iteration: Iteration, machine: Machine) -> PlanProblem:
         """Find the intervals and price them."""
         intervals = find_intervals(iteration)
+        sizes = intervals.nbytes.astype(np.float64)
         per_read, per_write = machine.below(iteration.total_bytes)
         reserve = np.array(iteration.reserve_bytes, dtype=np.int64)
         ends = np.cumsum(np.tile(np.array(iteration.seconds, dtype=np.float64), 3))
@@ -38,9 +41,9 @@ class PlanProblem:
             iteration=iteration,
             machine=machine,
             intervals=intervals,
-            read_seconds=intervals.nbytes * per_read,
-            write_seconds=intervals.nbytes * per_write,
-            run_seconds=intervals.run_bytes * per_write,
+            read_seconds=sizes * per_read,
+            write_seconds=sizes * per_write,
+            run_seconds=intervals.run_bytes.astype(np.float64) * per_write,
             limit_bytes=np.maximum(machine.device_bytes - reserve, 0),
             starts=np.concatenate([np.zeros(1), ends]),
         )

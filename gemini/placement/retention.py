@@ -4,20 +4,25 @@ For interval i the share ``x_i`` of its chunk stays on DEVICE; what does not sta
 use, and written below once per dirty run, which costs ``y_r >= 1 - x_i`` of a write for the intervals of
 the run. Per moment, operands, what is kept and what is on its way have to fit. Solved with HiGHS.
 
-The program follows "optimal plan for paging with write-back costs" formulations: retention intervals as in
-Albers, Garg and Leonardi (JACM 2000), one write per dirty run as in Beckmann et al. (APOCS 2020).
+Intervals as variables: Albers, Garg and Leonardi (JACM 2000). Why a write has to be paid once per run, and
+that furthest next use is no longer optimal then: Beckmann et al. (APOCS 2020).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 from scipy.optimize import linprog
 
 from gemini.placement.intervals import NO_RUN, Flags, Floats, Ints
 from gemini.placement.problem import PlanProblem
+
+Array = npt.NDArray[Any]
 
 _TIE_BREAK = 1e-3  # of the objective: among plans of equal time, the one that moves less
 
@@ -153,7 +158,7 @@ class _Program:
         return costs
 
     def _matrix(
-        self, rows: int, row: list[Ints], column: list[Ints], value: list[Floats]
+        self, rows: int, row: Sequence[Array], column: Sequence[Array], value: Sequence[Array]
     ) -> sparse.csr_matrix:
         entries = (np.concatenate(value), (np.concatenate(row), np.concatenate(column)))
         return sparse.csr_matrix(entries, shape=(rows, self._columns))

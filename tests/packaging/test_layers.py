@@ -36,10 +36,11 @@ TORCH_CUDA_FILES = {"gemini/device.py"}
 CPP_ALLOWED = {
     "common": {"common"},
     "chunk": {"common", "chunk"},
+    "simulate": {"common", "chunk", "simulate"},
     "adam": {"common", "adam"},
     "aio": {"common", "aio"},
     "transfer": {"common", "chunk", "adam", "aio", "transfer"},
-    "bindings": {"common", "chunk", "adam", "aio", "transfer", "bindings"},
+    "bindings": {"common", "chunk", "simulate", "adam", "aio", "transfer", "bindings"},
 }
 
 LEVEL = {part: level for level, parts in enumerate(PYTHON_LAYERS) for part in parts}
