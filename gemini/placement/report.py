@@ -1,0 +1,133 @@
+"""PlanReport: a plan in words that a person reads: what stays where, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemini.config import format_bytes
+from gemini.placement.hints import KEEP
+from gemini.placement.intervals import Flags, Intervals, find_intervals
+from gemini.placement.iteration import Iteration
+from gemini.placement.plan import PlacementPlan
+from gemini.placement.planner import OPT, ChosenPlan
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A steady step, the plan chosen for it, and what each of its chunks holds."""
+
+    iteration: Iteration
+    chosen: ChosenPlan
+    chunk_kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KindShare:
+    """How the chunks of one kind are treated in a step, bytes: how many there are, how many never leave
+    DEVICE, how many leave it at some time, and what is read and written below DEVICE for them."""
+
+    kind: str
+    nbytes: int
+    staying: int
+    leaving: int
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a model does with its tiers. ``str()`` of it is for people.
+
+    ``placement``: limits in force. ``step``: the planned step; None before the first step was recorded, where
+    everything fits DEVICE, and under policies that follow the order alone.
+    """
+
+    placement: PlacementPlan
+    step: PlannedStep | None
+
+    @property
+    def kinds(self) -> tuple[KindShare, ...]:
+        """The treatment of each kind of chunk; empty without a planned step."""
+        return tuple(_shares(self.step)) if self.step is not None else ()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        limit = format_bytes(self.placement.device_limit_bytes)
+        reserve = max(self.placement.reserve_bytes, default=0)
+        yield f"DEVICE: up to {limit} of model data, less up to {format_bytes(reserve)} in periods that need it"
+        if self.step is None:
+            yield (
+                "No step is planned: none was recorded yet, or everything fits DEVICE, or the policy follows "
+                "the order alone (OPT with prefetch)."
+            )
+            return
+        chosen, simulation = self.step.chosen, self.step.chosen.simulation
+        waiting = simulation.step_seconds - simulation.compute_seconds
+        tried = dict(chosen.candidates)
+        yield (
+            f"Plan: {chosen.name}, the best of {len(chosen.candidates)}. A step is expected to take "
+            f"{simulation.step_seconds:.3g} s: {simulation.compute_seconds:.3g} s of computing and "
+            f"{max(waiting, 0):.2g} s of waiting (OPT with prefetch: {tried[OPT]:.3g} s; no plan less than "
+            f"{chosen.bound_seconds:.3g} s)."
+        )
+        if chosen.hints is None:
+            yield "What is used last leaves first (OPT): no other choice was found to be faster."
+            return
+        for share in self.kinds:
+            yield _sentence(share)
+        yield f"Bound by {_bottleneck(self.step)}."
+
+
+def _shares(step: PlannedStep) -> Iterator[KindShare]:
+    intervals = find_intervals(step.iteration)
+    keep = _kept(step, intervals)
+    leaves: set[int] = set(intervals.chunk[~keep].tolist())
+    used = sorted({chunk for chunks in step.iteration.accesses for chunk in chunks})
+    runs_gone = set(intervals.run[~keep].tolist()) - {-1}
+    for kind in dict.fromkeys(step.chunk_kinds[chunk] for chunk in used):
+        chunks = [chunk for chunk in used if step.chunk_kinds[chunk] == kind]
+        mine = np.isin(intervals.chunk, chunks)
+        ends = dict(zip(intervals.run[mine].tolist(), intervals.nbytes[mine].tolist(), strict=True))
+        sizes = {chunk: step.iteration.chunk_bytes[chunk] for chunk in chunks}
+        leaving = sum(size for chunk, size in sizes.items() if chunk in leaves)
+        yield KindShare(
+            kind=kind,
+            nbytes=sum(sizes.values()),
+            staying=sum(sizes.values()) - leaving,
+            leaving=leaving,
+            read=int(intervals.nbytes[mine & ~keep].sum()),
+            written=sum(size for run, size in ends.items() if run in runs_gone),
+        )
+
+
+def _kept(step: PlannedStep, intervals: Intervals) -> Flags:
+    if step.chosen.hints is None:
+        return np.zeros(len(intervals), dtype=bool)
+    flags = step.chosen.hints.intervals
+    places = zip(intervals.begin.tolist(), intervals.slot.tolist(), strict=True)
+    return np.array([bool(flags[moment][slot] & KEEP) for moment, slot in places], dtype=bool)
+
+
+def _sentence(share: KindShare) -> str:
+    head = f"  {share.kind}: {format_bytes(share.nbytes)}"
+    if not share.leaving:
+        return f"{head}, all of it stays: it is used often for its size"
+    moved = f"{format_bytes(share.read)} are read and {format_bytes(share.written)} written per step"
+    if not share.staying:
+        return f"{head}, all of it leaves DEVICE at some time; {moved}"
+    stays, leaves = format_bytes(share.staying), format_bytes(share.leaving)
+    return f"{head}: {stays} stay for the whole step, {leaves} leave at some time; {moved}"
+
+
+def _bottleneck(step: PlannedStep) -> str:
+    simulation = step.chosen.simulation
+    busiest = max(simulation.link_seconds, key=lambda name: simulation.link_seconds[name])
+    if simulation.step_seconds <= 1.02 * simulation.compute_seconds:
+        return "computing: the transfers are hidden behind it"
+    share = simulation.link_seconds[busiest] / simulation.step_seconds
+    return f"{busiest}, which is busy for {share:.0%} of the step"
