@@ -17,7 +17,7 @@ from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.offload.mapped import MappedTensors
-from gemini.placement import PlacementPlan, PlacementPolicy
+from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import ManagedParameter, ManagedSlot, read_values, write_values
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
@@ -263,9 +263,9 @@ class GeminiDDP(nn.Module):
             "pending_updates": len(self.manager.pending.all()),
         }
 
-    def plan(self) -> PlacementPlan:
-        """Return the plan in force: how much of DEVICE model data may take at each moment."""
-        return self.manager.plan
+    def plan(self) -> PlanReport:
+        """Return what stays where and why; ``print()`` it."""
+        return self.manager.report()
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs

@@ -3,5 +3,14 @@ out."""
 
 from gemini.placement.plan import ModelDataSize, PlacementPlan, TierCapacity
 from gemini.placement.policies import PlacementPolicy, make_policy, policies
+from gemini.placement.report import PlanReport
 
-__all__ = ["ModelDataSize", "PlacementPlan", "PlacementPolicy", "TierCapacity", "make_policy", "policies"]
+__all__ = [
+    "ModelDataSize",
+    "PlacementPlan",
+    "PlacementPolicy",
+    "PlanReport",
+    "TierCapacity",
+    "make_policy",
+    "policies",
+]

@@ -37,10 +37,13 @@ class Iteration:
         return sum(self.chunk_bytes[chunk] for chunk in used)
 
     @classmethod
-    def of_order(cls, trace: Trace, places: Sequence[tuple[int, int]]) -> Iteration:
+    def of_order(
+        cls, trace: Trace, places: Sequence[tuple[int, int]], reserve_bytes: Sequence[int]
+    ) -> Iteration:
         """Return the moments of ``trace`` in another order.
 
         ``places``: the moment of the trace that runs, and the moment whose period it runs in.
+        ``reserve_bytes``: per moment of the trace, what to keep free in its period; empty for nothing.
         """
         moments = [moment for moment, _ in places]
         return cls(
@@ -49,7 +52,7 @@ class Iteration:
             modes=tuple(trace.modes[moment] for moment in moments),
             frees=tuple(trace.frees[moment] for moment in moments),
             seconds=tuple(trace.seconds[moment] for moment in moments),
-            reserve_bytes=tuple(trace.non_model_bytes[period] for _, period in places),
+            reserve_bytes=tuple(reserve_bytes[period] if reserve_bytes else 0 for _, period in places),
         )
 
     @classmethod
@@ -57,7 +60,8 @@ class Iteration:
         """Return the step of ``trace``; with ``overlap`` each update runs right before the next use of what
         it changes, as the runtime's schedule has it (docs/notes/overlap.md)."""
         places = [(moment, moment) for moment in range(trace.num_moments)]
-        return cls.of_order(trace, _overlapped(trace) if overlap else places)
+        order = _overlapped(trace) if overlap else places
+        return cls.of_order(trace, order, trace.reserve_bytes())
 
 
 def _overlapped(trace: Trace) -> list[tuple[int, int]]:

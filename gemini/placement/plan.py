@@ -40,11 +40,13 @@ class PlacementPlan:
     ``device_limit_bytes``: soft limit for model data (operands of a running operator may exceed it, never the
     budget). ``reserve_bytes``: per moment, what the next period's non-model data needs; empty where nothing
     was recorded. ``sample_non_model``: whether the iteration should measure non-model memory.
+    ``retention``: whether to plan what stays on DEVICE between uses, beyond the order of the step.
     """
 
     device_limit_bytes: int
     reserve_bytes: tuple[int, ...] = ()
     sample_non_model: bool = False
+    retention: bool = False
 
 
 def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:

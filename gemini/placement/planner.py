@@ -22,9 +22,11 @@ from gemini.placement.simulator import Simulation, Simulator
 
 OPT = "opt"
 
-# How much is tried, in units of about 0.15 us: less than a second for a thousand chunks and moments.
+# How much is tried at most, in units of about 0.15 us: less than a second for a thousand chunks and moments.
 # Counted, not timed, so that every rank finds the same plan.
-_EFFORT = 5_000_000
+_MOST_EFFORT = 5_000_000
+_UNITS_PER_SECOND = 7_000_000
+_STEPS_WORTH = 20  # planning may take as long as this many steps wait without it
 _LEADS = ((0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (1.0, 0.0), (4.0, 2.0))  # of fetches and flushes
 _FLUSH_ROOM = (0.0, 2.0, 1.0)  # how long what is being flushed counts, times its transfer
 _LONGEST_MOVE = 3  # intervals changed at once while improving
@@ -81,7 +83,8 @@ class _Search:
         chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
         self._run_cost = 2_000 + moments * (chunks + 200)
         self._solve_cost = 20_000 + 500 * (len(problem.intervals) + moments)
-        self._effort = _EFFORT - self._run_cost
+        waiting = opt_seconds - sum(problem.iteration.seconds)
+        self._effort = min(_MOST_EFFORT, int(_STEPS_WORTH * waiting * _UNITS_PER_SECOND)) - self._run_cost
 
     def try_all(self) -> None:
         """Try every candidate that there is effort for, the more promising first."""

@@ -31,7 +31,8 @@ class PlacementPolicy(Protocol):
 
 
 class AutoPolicy:
-    """Fill DEVICE up to the budget less what the recorded iteration needs for non-model data."""
+    """Fill DEVICE up to the budget less what the recorded iteration needs for non-model data, with what a
+    plan for the whole iteration keeps there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         check_fits(size, capacity)
@@ -42,8 +43,8 @@ class AutoPolicy:
 
     def plan(self, size: ModelDataSize, capacity: TierCapacity, trace: Trace) -> PlacementPlan:
         if capacity.non_model_bytes is not None:
-            return PlacementPlan(capacity.device_bytes - capacity.non_model_bytes)
-        return PlacementPlan(capacity.device_bytes, trace.reserve_bytes())
+            return PlacementPlan(capacity.device_bytes - capacity.non_model_bytes, retention=True)
+        return PlacementPlan(capacity.device_bytes, trace.reserve_bytes(), retention=True)
 
 
 class CudaPolicy:

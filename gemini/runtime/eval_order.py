@@ -8,6 +8,7 @@ from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
 from gemini.runtime.learned import Learned, PlacementContext
+from gemini.runtime.planned import Place
 from gemini.runtime.recorder import Recorded
 from gemini.runtime.trace_order import completed, reordered
 
@@ -51,7 +52,8 @@ class EvalOrder(Learned):
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         super()._adopt(trace, timed=timed)
-        self._schedule = self.schedule_of(list(zip(trace.accesses, range(trace.num_moments), strict=True)))
+        places = [Place(chunks, moment, moment) for moment, chunks in enumerate(trace.accesses)]
+        self._schedule = self.schedule_of(trace, places, steady=True)
 
     def _reconsider(self, recorded: Recorded, trace: Trace) -> None:
         """A pass left the trace: adopt the new order once it repeats."""

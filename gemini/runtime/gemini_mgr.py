@@ -14,7 +14,7 @@ from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import EvictedAccessError, StateError
 from gemini.memstats import Trace
-from gemini.placement import PlacementPlan
+from gemini.placement import PlacementPlan, PlanReport
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
@@ -215,6 +215,10 @@ class GeminiManager:
     def plan(self) -> PlacementPlan:
         """The plan in force."""
         return self._order.plan
+
+    def report(self) -> PlanReport:
+        """Return the plan in force, and that of the steady step."""
+        return PlanReport(self._order.plan, self._order.planner.latest)
 
     @property
     def trace(self) -> Trace | None:

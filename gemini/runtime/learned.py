@@ -10,6 +10,7 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.runtime.link_meter import LinkMeter
+from gemini.runtime.planned import Place, StepPlanner
 from gemini.runtime.recorder import Accesses, Recorded, Recorder
 from gemini.runtime.trace_order import steady_modes
 
@@ -43,6 +44,7 @@ class Learned:
         self._kind = kind
         self._chunks = chunks
         self._context = context
+        self.planner = StepPlanner(context.capacity)
         self._recorder = Recorder(chunks)
         self._links = LinkMeter(chunks)
         self._rival: Accesses | None = None  # what the last diverging iteration did
@@ -120,15 +122,9 @@ class Learned:
         self._rival = accesses
         return repeated
 
-    def schedule_of(self, places: Sequence[tuple[tuple[int, ...], int]]) -> _C.Schedule:
-        """Return what the table follows, of the accesses at each moment and the moments of the trace whose
-        reserve they have."""
-        reserve = self.plan.reserve_bytes
-        return _C.Schedule(
-            [chunks for chunks, _ in places],
-            [reserve[moment] for _, moment in places] if reserve else [],
-            len(self._chunks.chunks),
-        )
+    def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> _C.Schedule:
+        """Return what the table follows; planned if the order is ``steady``, to be repeated."""
+        return self.planner.schedule(trace, places, self.plan, final=steady and self.timed)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -136,6 +132,7 @@ class Learned:
         """Plan the iterations to come from ``trace``; ``timed``: its times are final."""
         context = self._context
         self.plan = context.policy.plan(context.size, context.capacity, trace)
+        self.planner.forget()
         self.trace = trace
         self.timed = timed
         self._rival = None

@@ -16,6 +16,7 @@ from gemini.memstats import Trace
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.planned import Place
 from gemini.runtime.recorder import Accesses, Moment, Recorded
 from gemini.runtime.trace_order import completed, reordered
 
@@ -118,9 +119,8 @@ class StepOrder(Learned):
         if schedule is None:
             if len(self._schedules) == _SCHEDULES_KEPT:
                 self._schedules.clear()
-            schedule = self.schedule_of(
-                place_updates(trace, pending, first=first, inside=self._updates_inside)
-            )
+            places = place_updates(trace, pending, first=first, inside=self._updates_inside)
+            schedule = self.schedule_of(trace, places, steady=not first)
             self._schedules[key] = schedule
         return schedule
 
@@ -141,34 +141,36 @@ class StepOrder(Learned):
 
 def place_updates(
     trace: Trace, pending: Sequence[PendingUpdate], *, first: bool, inside: bool
-) -> list[tuple[tuple[int, ...], int]]:
-    """Return what a step accesses at each moment, with the moment of ``trace`` whose period that lies in.
+) -> list[Place]:
+    """Return the moments of a step.
 
     A pending update comes before the first moment that uses a chunk of its group, all of them at the
     beginning where ``first``; ``inside``: the step ends with the update that the trace ends with. Before the
     first moment of the trace lies its last period: the iteration repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
-    places: list[tuple[tuple[int, ...], int]] = []
+    updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
+    known = {trace.accesses[index]: index for index in updates}
+    places: list[Place] = []
     waiting = {chunk: update for update in pending for chunk in update.chunks}
     left = {update.order: update for update in pending}
     period = len(trace.phases) - 1
 
-    def place(updates: Sequence[PendingUpdate]) -> None:
-        for update in updates:
-            places.extend((chunks, period) for chunks in update.accesses)
-            del left[update.order]
+    def place(orders: Sequence[int]) -> None:
+        for order in orders:
+            accesses = left.pop(order).accesses
+            places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
 
     if first:
-        place(list(pending))
+        place(list(left))
     for moment in core:
         needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting}
-        place([left[order] for order in sorted(needed & left.keys())])
-        places.append((trace.accesses[moment], moment))
+        place(sorted(needed & left.keys()))
+        places.append(Place(trace.accesses[moment], moment, moment))
         period = moment
-    place(list(left.values()))
+    place(list(left))
     if inside:
-        places += [(trace.accesses[i], i) for i, phase in enumerate(trace.phases) if phase == OPTIMIZER]
+        places += [Place(trace.accesses[index], index, index) for index in updates]
     return places
 
 

@@ -73,10 +73,10 @@ def test_timeline_has_every_moment_of_the_last_step_within_budgets(tmp_path: Pat
 def test_the_plan_keeps_to_the_budget_less_what_is_reserved(tmp_path: Path) -> None:
     with GeminiDDP(seeded(TinyGPT), **tight(tmp_path, 100 * KIB, non_model_bytes=20 * KIB)) as model:
         optimizer = managed_optimizer(model)
-        assert model.plan().device_limit_bytes == 80 * KIB
+        assert model.plan().placement.device_limit_bytes == 80 * KIB
         for step in range(3):
             managed_step(model, optimizer, gpt_loss, Recipe(), step)
-        assert model.plan().device_limit_bytes == 80 * KIB
+        assert model.plan().placement.device_limit_bytes == 80 * KIB
         assert max(entry["device_bytes"] for entry in model.timeline()) <= 80 * KIB
 
 
