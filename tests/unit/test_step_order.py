@@ -56,25 +56,25 @@ SECOND = Waiting(1, frozenset({10, 11, 12}), ((10, 11, 12),))
 def test_an_update_comes_before_the_first_use_of_its_group_in_the_period_before_it() -> None:
     places = place_updates(STEP, [FIRST, SECOND], first=False, inside=False)
     assert places == [
-        ((0, 1, 2), 7),
-        ((0, 1, 3), 7),
-        ((0,), 0),
-        ((10, 11, 12), 0),
-        ((10,), 1),
-        ((0,), 2),
-        ((11,), 3),
-        ((1,), 4),
+        ((0, 1, 2), 7, 5),
+        ((0, 1, 3), 7, 6),
+        ((0,), 0, 0),
+        ((10, 11, 12), 0, 7),
+        ((10,), 1, 1),
+        ((0,), 2, 2),
+        ((11,), 3, 3),
+        ((1,), 4, 4),
     ]
 
 
 def test_without_pending_updates_a_step_that_ends_with_its_own_is_the_trace() -> None:
     places = place_updates(STEP, [], first=False, inside=True)
-    assert places == list(zip(STEP.accesses, range(8), strict=True))
+    assert places == list(zip(STEP.accesses, range(8), range(8), strict=True))
 
 
 def test_all_updates_come_first_where_they_are_run_outside_a_step() -> None:
     places = place_updates(STEP, [FIRST, SECOND], first=True, inside=False)
-    assert [chunks for chunks, _ in places] == [
+    assert [place.chunks for place in places] == [
         *FIRST.accesses,
         *SECOND.accesses,
         *STEP.accesses[:5],
@@ -83,7 +83,7 @@ def test_all_updates_come_first_where_they_are_run_outside_a_step() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_trace_without_moments_still_has_the_updates(first: bool) -> None:
-    assert place_updates(trace(), [SECOND], first=first, inside=False) == [((10, 11, 12), -1)]
+    assert place_updates(trace(), [SECOND], first=first, inside=False) == [((10, 11, 12), -1, None)]
 
 
 @given(
@@ -98,7 +98,7 @@ def test_every_update_comes_once_and_nothing_of_its_group_before_it(
         for order in range(groups)
     ]
     step = trace(*((F, tuple(sorted(chunks))) for chunks in moments))
-    placed = [chunks for chunks, _ in place_updates(step, updates, first=False, inside=False)]
+    placed = [place.chunks for place in place_updates(step, updates, first=False, inside=False)]
     assert [chunks for chunks in placed if max(chunks, default=0) < 100] == list(step.accesses)
     for update in updates:
         position = placed.index(update.accesses[0])
