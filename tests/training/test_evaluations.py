@@ -106,7 +106,7 @@ def trace_with(place: Path, *, first: int, between: int) -> tuple[Trace, Any]:
                 evaluate(model)
         trace = model.memstats()
         assert trace is not None
-        return trace, model.plan()
+        return trace, model.plan().placement
 
 
 def test_b26_evaluations_before_the_first_step_leave_no_mark_on_the_trace(tmp_path: Path) -> None:
