@@ -43,7 +43,7 @@ class Settings:
     room_share: float = 0.15
     stream_numel: int = 1_000_000_000
     stream_repeats: int = 5
-    memory_numel: int = 140_000_000
+    memory_numel: int = 170_000_000
     memory_repeats: int = 2
 
     def __post_init__(self) -> None:
