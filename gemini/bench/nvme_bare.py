@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemini.bench.io_own import page_aligned
 from gemini.offload import AsyncFile
 from gemini.offload.async_file import round_to_block
+from gemini.offload.direct_memory import direct_memory
 from gemini.optim.kernel_adam import KernelAdam
 
 SETTLE_SECONDS = 0.3  # for what a step left to do in the background: it is no part of the next measurement
@@ -28,7 +28,7 @@ class BareDisk:
         self.nbytes = sum(size for _offset, size in batches)
         largest = max(size for _offset, size in batches)
         count = max(2, ring_bytes // largest)
-        self._memory = page_aligned(count * largest)
+        self._memory = direct_memory(count * largest)
         first = self._memory.data_ptr()
         self._buffers = [first + number * largest for number in range(count)]
         file.register(first, self._memory.numel())
@@ -43,7 +43,7 @@ class BareDisk:
         file = AsyncFile(directory, nbytes)
         starts = range(0, nbytes, batch_bytes)
         batches = [(offset, min(batch_bytes, nbytes - offset)) for offset in starts]
-        zeros = page_aligned(batches[0][1])
+        zeros = direct_memory(batches[0][1])
         for offset, size in batches:
             file.wait(file.write(zeros.data_ptr(), size, offset))
         return cls(file, batches, ring_bytes, owned=True)

@@ -8,7 +8,6 @@ pass are read ahead at the end of this one, and its last writes go on after it h
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import weakref
 from collections import deque
@@ -19,9 +18,10 @@ import torch
 
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile
+from gemini.offload.direct_memory import direct_memory
 
 NUM_BUFFERS = 8
-_MAX_AHEAD = NUM_BUFFERS // 2  # being read, or being changed; the others are being written
+_MAX_AHEAD = NUM_BUFFERS // 2 + 1  # half are being read, one is being changed; the others are being written
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class StateRing:
         self.settle()
         self._forget()
         if self._memory is None or self._memory.nbytes < NUM_BUFFERS * extent_bytes:
-            memory = _shared_memory(NUM_BUFFERS * extent_bytes)
+            memory = direct_memory(NUM_BUFFERS * extent_bytes)
             for other in self._files:
                 if self._memory is not None:
                     other.unregister(self._memory.data_ptr())
@@ -197,10 +197,3 @@ def _close(files: Sequence[AsyncFile], owner: int) -> None:
     if os.getpid() == owner:  # else they are the parent's
         for file in files:
             file.close()
-
-
-def _shared_memory(nbytes: int) -> torch.Tensor:
-    # Shared, because reads go on while the program does something else, such as forking a data loader's
-    # workers. Of a private page that the disk is just writing to, the parent may then get the old copy and
-    # the child the data (open(2), "O_DIRECT").
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
