@@ -62,7 +62,7 @@ def run(session: Session, settings: Settings) -> CaseResult:
 
 def _work(name: str, session: Session, settings: Settings, device_bytes: int) -> tuple[str, dict[str, Any]]:
     if name == OURS:
-        return "nvme_managed.train", managed_options(session, settings, device_bytes, bare=False)
+        return "nvme_managed.train", managed_options(session, settings, device_bytes, compared=False)
     directory = os.fspath(session.disk_dir)
     return "nvme_deepspeed.train", settings.to_options(variant=name, directory=directory)
 

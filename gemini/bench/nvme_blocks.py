@@ -48,18 +48,21 @@ def run_blocks(
     settings: Settings,
     *,
     open_bare: Callable[[], BareDisk] | None = None,
+    beside: Callable[[int], float] | None = None,
     counters: Counters = process_io,
 ) -> dict[str, Any]:
     """Train as ``settings`` say and return times as plain data.
 
     Each block has ``counters`` per step and, with a bare disk, its seconds before and after the block. It is
-    opened after the warmup and closed.
+    opened after the warmup and closed. ``beside`` takes so many steps elsewhere and returns the seconds of
+    one: it too is called before and after each block, for the steps taken here since the last call.
     """
     batches = iter(batches_of(settings))
     losses = [step(next(batches)).loss for _ in range(settings.warmup_steps)]
     blocks = []
     bare = open_bare() if open_bare else None
     before = bare.settled_run() if bare else None
+    beside_before = beside(settings.warmup_steps) if beside else None
     for _ in range(settings.blocks):
         losses.append(step(next(batches)).loss)
         start = counters()
@@ -67,14 +70,16 @@ def run_blocks(
         end = counters()
         losses += [one.loss for one in steps]
         after = bare.settled_run() if bare else None
+        beside_after = beside(1 + settings.block_steps) if beside else None
         blocks.append(
             {
                 **{part: [getattr(one, part) for one in steps] for part in ("compute", "update", "whole")},
                 "per_step": {name: (end[name] - start[name]) / len(steps) for name in end},
                 "bare_seconds": [before, after] if bare else [],
+                "beside_seconds": [beside_before, beside_after] if beside else [],
             }
         )
-        before = after
+        before, beside_before = after, beside_after
     if bare:
         bare.close()
     return {"losses": losses, "blocks": blocks, "bare_bytes": 2 * bare.nbytes if bare else 0}

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemini.bench.nvme_bare import BareDisk, process_io
-from gemini.bench.nvme_blocks import StepTimes, bare_seconds, median_of, run_blocks, timed
-from gemini.bench.nvme_plain import MEMORY, in_order, require_disk, require_equal_losses
+from gemini.bench.nvme_blocks import StepTimes, bare_seconds, batches_of, median_of, run_blocks, timed
+from gemini.bench.nvme_plain import require_disk, require_equal_losses
 from gemini.bench.nvme_settings import STATE_BYTES, Settings
 from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
-from gemini.bench.trainee import Batch, ManagedTrainee, model_data_bytes
+from gemini.bench.trainee import Batch, ManagedTrainee, PlainTrainee, model_data_bytes, timed_step
 from gemini.train.model import num_parameters
 
 TIME_RATIO = 1.05
-MANAGED = "managed"
 _LINKS = ("disk_read", "disk_write")
 
 
+class _Resident:
+    """The same training with everything resident, which follows the managed one block by block."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._trainee = PlainTrainee(settings.model)
+        self._batches = iter(batches_of(settings))
+        self.losses: list[float] = []
+
+    def catch_up(self, num_steps: int) -> float:
+        """Train on the next batches; return the seconds of a step, the first one not counted."""
+        found = [timed_step(self._trainee, next(self._batches)) for _ in range(num_steps)]
+        self.losses += [loss for loss, _seconds in found]
+        return statistics.median(seconds for _loss, seconds in found[1:])
+
+
 def managed_task(options: dict[str, Any]) -> dict[str, Any]:
-    """Train with ``device_bytes`` on DEVICE and the rest on DISK, the bare disk between the blocks."""
+    """Train with ``device_bytes`` on DEVICE and the rest on DISK.
+
+    ``compared``: between the blocks, the bare disk and the same training with everything resident.
+    """
     settings, directory = Settings.from_options(options), options["directory"]
+    resident = _Resident(settings) if options["compared"] else None
     trainee = ManagedTrainee(
         settings.model,
         device_bytes=options["device_bytes"],
@@ -45,21 +64,30 @@ def managed_task(options: dict[str, Any]) -> dict[str, Any]:
         return {**process_io(), **moved, "stall_seconds": float(stats["stall_seconds"])}
 
     try:
-        return {
-            **run_blocks(step, settings, open_bare=open_bare if options["bare"] else None, counters=counters),
-            "device_peak_bytes": trainee.model.stats()["device"]["peak_bytes"],
-        }
+        found = run_blocks(
+            step,
+            settings,
+            open_bare=open_bare if resident else None,
+            beside=resident.catch_up if resident else None,
+            counters=counters,
+        )
+        if resident:
+            require_equal_losses({"resident": resident.losses, "managed": found["losses"]})
+        return {**found, "device_peak_bytes": trainee.model.stats()["device"]["peak_bytes"]}
     finally:
         trainee.close()
 
 
-def managed_options(session: Session, settings: Settings, device_bytes: int, *, bare: bool) -> dict[str, Any]:
+def managed_options(
+    session: Session, settings: Settings, device_bytes: int, *, compared: bool
+) -> dict[str, Any]:
     """Return what ``managed_task`` gets."""
-    return settings.to_options(device_bytes=device_bytes, directory=os.fspath(session.disk_dir), bare=bare)
+    directory = os.fspath(session.disk_dir)
+    return settings.to_options(device_bytes=device_bytes, directory=directory, compared=compared)
 
 
 def run(session: Session, settings: Settings) -> CaseResult:
-    """Time resident and managed training in processes that take turns.
+    """Time resident and managed training in turns, in one process: processors drift more than a target.
 
     DEVICE holds parameters and gradients and has room for some states, not for all: those go to DISK. What
     the model computes with is not counted there.
@@ -70,17 +98,9 @@ def run(session: Session, settings: Settings) -> CaseResult:
     rounds = []
     for number in range(settings.rounds):
         session.progress(f"managed: resident, and states on DISK, round {number + 1} of {settings.rounds}")
-        found = {}
-        for kind in in_order((MEMORY, MANAGED), number):
-            if kind == MEMORY:
-                task = "nvme_plain.train"
-                options = settings.to_options(kind=MEMORY, directory=os.fspath(session.disk_dir))
-            else:
-                task = "nvme_managed.train"
-                options = managed_options(session, settings, device_bytes, bare=True)
-            found[kind] = session.run(task, options, sample_seconds=TIMING_SAMPLE_SECONDS).data()
-        require_equal_losses({kind: one["losses"] for kind, one in found.items()})
-        rounds.append(found)
+        options = managed_options(session, settings, device_bytes, compared=True)
+        run = session.run("nvme_managed.train", options, sample_seconds=TIMING_SAMPLE_SECONDS)
+        rounds.append(run.data())
     measured = {"rounds": rounds, "device_bytes": device_bytes}
     return CaseResult(rows(rounds), settings.to_options()["settings"], measured)
 
@@ -89,19 +109,15 @@ def rows(rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return times, and each block's step over the longer of computing and moving its bytes."""
     floors, ratios, computes = [], [], []
     for found in rounds:
-        compute = median_of(found[MEMORY]["blocks"], "whole")
-        computes.append(compute)
-        for block in found[MANAGED]["blocks"]:
+        for block in found["blocks"]:
+            compute = statistics.fmean(block["beside_seconds"])
             moved = sum(block["per_step"][link] for link in _LINKS)
-            floor = moved / found[MANAGED]["bare_bytes"] * bare_seconds(block)
+            floor = moved / found["bare_bytes"] * bare_seconds(block)
+            computes.append(compute)
             floors.append(floor)
             ratios.append(median_of([block], "whole") / max(compute, floor))
-    blocks = [block for found in rounds for block in found[MANAGED]["blocks"]]
-    rates = [
-        found[MANAGED]["bare_bytes"] / bare_seconds(block) / 1e9
-        for found in rounds
-        for block in found[MANAGED]["blocks"]
-    ]
+    blocks = [block for found in rounds for block in found["blocks"]]
+    rates = [found["bare_bytes"] / bare_seconds(block) / 1e9 for found in rounds for block in found["blocks"]]
     return [
         spread_row("computing: step with everything resident", Spread.of(computes), "s"),
         spread_row("states on DISK: step", Spread.of([median_of([b], "whole") for b in blocks]), "s"),

@@ -143,7 +143,7 @@ def test_managed_is_judged_by_the_longer_of_computing_and_moving(
     step: float, moved_bytes: float, met: bool
 ) -> None:
     per_step = {"disk_read": moved_bytes / 2, "disk_write": moved_bytes / 2, "stall_seconds": 0.0}
-    found = {"memory": blocks(2.5), "managed": blocks(step, per_step=per_step)}
+    found = blocks(step, per_step=per_step, beside_seconds=[2.4, 2.6])
     assert list(judged(nvme_managed.rows([found])).values()) == [met]
 
 
@@ -211,6 +211,23 @@ def test_blocks_count_what_a_step_leaves_to_the_next() -> None:
     found = nvme_blocks.run_blocks(step, settings, counters=lambda: {"steps": float(len(seen))})
     assert len(seen) == len(found["losses"]) == settings.num_steps
     assert [block["per_step"] for block in found["blocks"]] == [{"steps": 1.0}] * settings.blocks
+
+
+def test_steps_beside_a_block_are_those_taken_since_and_time_it_from_both_sides() -> None:
+    settings = Settings(warmup_steps=2, blocks=2, block_steps=3)
+    taken: list[int] = []
+
+    def step(_batch: Any) -> nvme_blocks.StepTimes:
+        taken.append(0)
+        return nvme_blocks.StepTimes(1.0, 1.0, 1.0, 2.0)
+
+    def beside(num_steps: int) -> float:
+        assert len(taken) == num_steps
+        taken.clear()
+        return float(num_steps)
+
+    found = nvme_blocks.run_blocks(step, settings, beside=beside)
+    assert [block["beside_seconds"] for block in found["blocks"]] == [[2.0, 4.0], [4.0, 4.0]]
 
 
 def test_training_that_differs_is_no_comparison() -> None:
