@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from .async_file import BLOCK_BYTES
+from .direct_memory import direct_memory
 from .disk_space import Holes
 
 # All that is staged at one time, in host memory; for CUDA tensors once more, pinned.
@@ -20,9 +21,7 @@ class Staging:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        skip = -memory.data_ptr() % BLOCK_BYTES
-        self._memory = memory[skip : skip + nbytes]
+        self._memory = _pinned_memory(nbytes) if pinned else direct_memory(nbytes)
         self._holes = Holes(nbytes)
         self.address = self._memory.data_ptr()
 
@@ -50,6 +49,12 @@ class Staging:
 
     def _slice(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._memory[offset : offset + nbytes]
+
+
+def _pinned_memory(nbytes: int) -> torch.Tensor:
+    memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+    skip = -memory.data_ptr() % BLOCK_BYTES
+    return memory[skip : skip + nbytes]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from gemini import _C
 from gemini.errors import IoError
+
+from .direct_memory import direct_memory
 
 # What a probe may take. A drive that moves little in that time keeps the default: it is slow anyway.
 PROBE_SECONDS = 0.5
 PROBE_BYTES = 16 * 2**20
-_PAGE_BYTES = 4096
 _MIN_GAIN = 1.25  # less is noise
 
 
@@ -47,15 +46,14 @@ def tuned(device: int, directory: str, backend: str) -> Tuning:
 
 
 def _probe(directory: str, backend: str) -> Tuning:
-    raw = torch.zeros(PROBE_BYTES + _PAGE_BYTES, dtype=torch.uint8)
-    address = raw.data_ptr() + -raw.data_ptr() % _PAGE_BYTES
+    memory = direct_memory(PROBE_BYTES)
     best: dict[Tuning, float] = {}
     deadline = time.perf_counter() + PROBE_SECONDS
     while time.perf_counter() < deadline:
         for candidate in CANDIDATES:
             if time.perf_counter() >= deadline and len(best) < len(CANDIDATES):
                 return DEFAULT
-            seconds = _time(directory, backend, candidate, address)
+            seconds = _time(directory, backend, candidate, memory.data_ptr())
             best[candidate] = min(seconds, best.get(candidate, seconds))
     fastest = min(CANDIDATES, key=best.__getitem__)
     return fastest if best[DEFAULT] > _MIN_GAIN * best[fastest] else DEFAULT
