@@ -114,7 +114,10 @@ void bind_engine(py::module_& m) {
       .def_readonly("errno", &TransferResult::error_code)
       .def_readonly("path", &TransferResult::path)
       .def_readonly("offset", &TransferResult::offset)
-      .def_readonly("message", &TransferResult::message);
+      .def_readonly("message", &TransferResult::message)
+      .def_readonly("begin_s", &TransferResult::begin_s,
+                    "When the link began to work on it, on the clock of time.perf_counter().")
+      .def_readonly("end_s", &TransferResult::end_s, "When it was seen to have ended.");
   py::class_<TransferEngine>(m, "TransferEngine",
                              "Transfers in the background, in order per link. A buffer must stay "
                              "mapped until poll has reported its transfer.")

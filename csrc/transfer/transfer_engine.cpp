@@ -29,6 +29,11 @@ constexpr std::array kLinks = {Link::kHostToDevice, Link::kDeviceToHost, Link::k
 
 using Clock = std::chrono::steady_clock;
 
+// As Python makes seconds of nanoseconds, so that equal times stay equal.
+double seconds(Clock::time_point time) {
+  return static_cast<double>(std::chrono::nanoseconds(time.time_since_epoch()).count()) / 1e9;
+}
+
 bool is_disk(Link link) { return link == Link::kDiskRead || link == Link::kDiskWrite; }
 
 }  // namespace
@@ -42,6 +47,7 @@ struct TransferEngine::Job {
   int64_t offset;                        // in the file
   AsyncFile::Ticket file_ticket = 0;     // of disk links, once started
   std::exception_ptr refusal = nullptr;  // why it could not be started
+  Clock::time_point begin = {};          // once started
 };
 
 struct TransferEngine::Queue {
@@ -189,14 +195,13 @@ void TransferEngine::work(Queue& queue) {
   for (;;) {
     queue.ready.wait(lock, [&] { return state.stopping || !queue.jobs.empty(); });
     if (queue.jobs.empty()) return;
-    const Job job = queue.jobs.front();
+    Job job = queue.jobs.front();
     queue.jobs.pop_front();
     lock.unlock();
-    const Clock::time_point start = Clock::now();
+    job.begin = Clock::now();
     TransferResult completion = execute(job);
-    const std::chrono::duration<double> busy = Clock::now() - start;
     lock.lock();
-    state.report(queue, job, std::move(completion), busy.count());
+    state.report(queue, job, std::move(completion), completion.end_s - completion.begin_s);
   }
 }
 
@@ -204,23 +209,20 @@ void TransferEngine::work(Queue& queue) {
 void TransferEngine::work_disk(Queue& queue) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  Clock::time_point last = Clock::now();
+  double last_s = 0;  // the link has been busy since then, or since its first transfer began
   for (;;) {
-    const bool idle = queue.started.empty();
     queue.ready.wait(lock, [&] { return state.stopping || !queue.started.empty(); });
     if (queue.started.empty()) return;
-    if (idle) last = Clock::now();
     const Job job = queue.started.front();
     lock.unlock();
     TransferResult completion = execute(job);
-    const Clock::time_point now = Clock::now();
-    const std::chrono::duration<double> busy = now - last;
-    last = now;
+    const double busy_s = completion.end_s - std::max(last_s, completion.begin_s);
+    last_s = completion.end_s;
     lock.lock();
     queue.started.pop_front();
     queue.started_bytes -= job.nbytes;
     start_ready(queue);
-    state.report(queue, job, std::move(completion), busy.count());
+    state.report(queue, job, std::move(completion), busy_s);
   }
 }
 
@@ -230,6 +232,7 @@ void TransferEngine::start_ready(Queue& queue) {
   while (!queue.jobs.empty()) {
     Job& job = queue.jobs.front();
     if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
+    job.begin = Clock::now();
     try {
       job.file_ticket = job.link == Link::kDiskRead ? file_->read(job.dst, job.nbytes, job.offset)
                                                     : file_->write(job.src, job.nbytes, job.offset);
@@ -244,6 +247,13 @@ void TransferEngine::start_ready(Queue& queue) {
 
 // Never throws: this is the border of the worker thread.
 TransferResult TransferEngine::execute(const Job& job) {
+  TransferResult result = outcome(job);
+  result.begin_s = seconds(job.begin);
+  result.end_s = seconds(Clock::now());
+  return result;
+}
+
+TransferResult TransferEngine::outcome(const Job& job) {
   try {
     transfer(job);
     return TransferResult{job.ticket, true, 0, "", 0, ""};

@@ -27,6 +27,11 @@ struct TransferResult {
   std::string path;     // of the file, empty for copies
   int64_t offset;       // in the file, where it failed
   std::string message;  // empty when ok
+  // When the link began to work on it and when it was seen to have ended: seconds of the steady
+  // clock, which on Linux is that of Python's time.perf_counter(). Copies of one link never
+  // overlap; transfers of a disk link do where the file works on several (see below).
+  double begin_s = 0;
+  double end_s = 0;
 };
 
 struct LinkStats {
@@ -81,6 +86,7 @@ class TransferEngine {
   void work_disk(Queue& queue);
   void start_ready(Queue& queue);
   [[nodiscard]] TransferResult execute(const Job& job);
+  [[nodiscard]] TransferResult outcome(const Job& job);
   void transfer(const Job& job);
 
   ProcessGuard process_;

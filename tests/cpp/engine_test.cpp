@@ -144,6 +144,46 @@ TEST(TransferEngine, SlowDiskHoldsUpNeitherCopiesNorTheOtherDirection) {
   EXPECT_EQ(done[0].ticket, slow);
 }
 
+TEST(TransferEngine, CopiesOfOneLinkRunOneAfterTheOther) {
+  TransferEngine engine(nullptr);
+  std::vector<char> bytes(2 * kMib);
+  for (int i = 0; i < 50; ++i) {
+    (void)engine.copy(bytes.data(), bytes.data() + kMib, kMib, Link::kHostToDevice);
+  }
+  double last = 0;
+  double busy = 0;
+  for (const TransferResult& done : finish(engine)) {
+    EXPECT_GT(done.begin_s, 0);
+    EXPECT_GE(done.begin_s, last);
+    EXPECT_GE(done.end_s, done.begin_s);
+    last = done.end_s;
+    busy += done.end_s - done.begin_s;
+  }
+  EXPECT_DOUBLE_EQ(engine.stats(Link::kHostToDevice).seconds, busy);
+}
+
+TEST(TransferEngine, ADiskLinkHasNoMoreAtTheFileThanItsLimitOrOneTransfer) {
+  constexpr int64_t kLimit = 16 * kMib;
+  const std::vector<int64_t> sizes = {5, 5, 5, 5, 40, 1, 1, 1, 1, 20, 9, 9, 9};  // MiB
+  const TempDir dir;
+  AsyncFile file({dir.path()}, 40 * kMib);
+  TransferEngine engine(&file);
+  std::vector<char> bytes(40 * kMib);
+  for (const int64_t mib : sizes) {
+    (void)engine.write(bytes.data(), mib * kMib, 0, Link::kDiskWrite);
+  }
+  const std::vector<TransferResult> done = finish(engine);
+  ASSERT_EQ(done.size(), sizes.size());
+  for (size_t i = 0; i < done.size(); ++i) {
+    int64_t together = 0;  // at the file when this one began, itself included
+    for (size_t j = 0; j <= i; ++j) {
+      if (done[j].end_s > done[i].begin_s) together += sizes[j] * kMib;
+    }
+    EXPECT_TRUE(together <= kLimit || together == sizes[i] * kMib) << together;
+    EXPECT_TRUE(i == 0 || done[i].end_s >= done[i - 1].end_s);
+  }
+}
+
 TEST(TransferEngine, WaitingForNothingReturnsAtOnce) {
   TransferEngine engine(nullptr);
   EXPECT_FALSE(engine.wait_any(-1));
