@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.train.files import append_whole, io_errors, replacing
+from gemini.files import append_whole, io_errors, replacing
 
 
 class RunDirectory:

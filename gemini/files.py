@@ -1,4 +1,4 @@
-"""Files of a run: every failure is an IoError that says what could not be done, and leaves no half file."""
+"""Writing files: every failure is an IoError that says what could not be done, and leaves no half file."""
 
 from __future__ import annotations
 
