@@ -22,6 +22,7 @@ from gemini.runtime import ManagedParameter, ManagedSlot, read_values, write_val
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import map_tensors
+from gemini.timeline import TimelineRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +284,15 @@ class GeminiDDP(nn.Module):
             }
             for moment, (phase, device, host, disk) in enumerate(self.manager.timeline())
         ]
+
+    def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
+        """Return what records everything that happens while it is entered, or for so many ``steps``::
+
+        with model.record_timeline() as timeline:
+            ...  # some training steps, after the first: that one only records the order
+        timeline.save_html("timeline.html")
+        """
+        return TimelineRecorder(self.storage, self.manager, steps=steps)
 
     def memstats(self, kind: str = "train") -> Trace | None:
         """Return the recorded iteration of ``kind`` ``"train"`` or ``"eval"``, or None before the first one

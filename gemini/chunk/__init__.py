@@ -4,6 +4,7 @@ from gemini.chunk.build import init_chunk_manager
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.layout import ChunkLayout, TensorSlot
 from gemini.chunk.manager import ChunkManager, TensorIds, TierBudgets
+from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.search import SearchResult, search_chunk_size
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "ChunkKind",
     "ChunkLayout",
     "ChunkManager",
+    "ChunkObserver",
     "ChunkSpec",
     "SearchResult",
     "TensorIds",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gemini import _C
 from gemini.chunk.chunk import Chunk, ChunkSpec
+from gemini.chunk.observer import ChunkObserver
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile
 
@@ -58,6 +59,7 @@ class ChunkManager:
         self._in_flight: dict[int, _C.Action] = {}  # engine ticket -> action
         self._sparse: set[int] = set()  # chunks that took disk space in a file that does not reserve it
         self.stall_seconds = 0.0
+        self.observer: ChunkObserver | None = None
         self.park_limit_bytes = budgets.device_bytes
         self._under_pressure = False
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
@@ -94,6 +96,7 @@ class ChunkManager:
             OutOfBudgetError: they do not fit DEVICE at once; nothing has changed.
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
         """
+        asked_s = time.perf_counter() if self.observer is not None else 0.0
         if self._suspect:
             self._reconcile()
         table = self.table
@@ -104,9 +107,13 @@ class ChunkManager:
         except BaseException:
             self._suspect = True
             raise
+        if self.observer is not None:
+            self.observer.acquired(tensors, asked_s, traced=traced)
 
     def release(self, tensors: TensorIds, *, dirty: bool) -> None:
         """Unpin (COMPUTE -> HOLD); ``dirty`` says that DEVICE now holds the only valid copy."""
+        if self.observer is not None:
+            self.observer.released(tensors)
         if self._suspect:
             self._reconcile()
         try:
@@ -134,6 +141,7 @@ class ChunkManager:
 
     def prefetch(self) -> None:
         """Start the transfers that the recorded order asks for next; return without waiting."""
+        begin_s = time.perf_counter() if self.observer is not None else 0.0
         try:
             if self._in_flight:
                 self._reap()
@@ -143,6 +151,8 @@ class ChunkManager:
         except BaseException:
             self._suspect = True
             raise
+        if self.observer is not None:
+            self.observer.prefetched(begin_s)
 
     def drain(self) -> None:
         """Wait for every transfer under way.
@@ -245,7 +255,10 @@ class ChunkManager:
             self.release(tensors, dirty=False)
             raise
         finally:
-            self.stall_seconds += time.perf_counter() - start
+            end = time.perf_counter()
+            self.stall_seconds += end - start
+            if self.observer is not None:
+                self.observer.waited(tensors, start, end)
 
     def _await_completion(self) -> None:
         if not self._in_flight:
@@ -263,6 +276,8 @@ class ChunkManager:
                 self._unmap(chunk, action.from_tier)
             else:
                 self._in_flight[self._submit(action, chunk)] = action
+                if self.observer is not None:
+                    self.observer.submitted(action)
             if kind in _TRANSFERS:
                 self._under_pressure = True
         if actions:
@@ -306,6 +321,8 @@ class ChunkManager:
             else:
                 self._aborted(action)
                 failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
+            if self.observer is not None:
+                self.observer.ended(action, completion)
         if failed is not None:
             raise failed
         return bool(completions)

@@ -6,22 +6,24 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
-from gemini.errors import EvictedAccessError, StateError
+from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPlan, PlanReport
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
+from gemini.runtime.observer import StepObserver
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.recorder import Moment
 from gemini.runtime.step_order import StepOrder
+from gemini.runtime.strays import STRAYS
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ class GeminiManager:
 
     ``pre_op`` / ``post_op`` bracket every operator that takes managed tensors. Not thread-safe.
     """
-
-    _strays_reported: ClassVar[int] = 0  # of the process: one fault handler serves all models
 
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
@@ -66,6 +66,7 @@ class GeminiManager:
         self.expects_scaled_loss = False
         # True once every chunk is on DEVICE for good: operators then need no PreOp.
         self.resident = False
+        self.observer: StepObserver | None = None
         _live_managers.add(self)
 
     # -- operators -------------------------------------------------------------------------------
@@ -77,8 +78,8 @@ class GeminiManager:
             OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
-        if _C.stray_count() != GeminiManager._strays_reported:
-            self._raise_stray()
+        if _C.stray_count() != STRAYS.reported:
+            STRAYS.report(manager.chunks for manager in _live_managers)
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         if self._due:
@@ -186,7 +187,10 @@ class GeminiManager:
             OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
         """
         for update in self.pending.needed_by(tensors):
-            update.run()
+            if self.observer is None:
+                update.run()
+            else:
+                self.observer.run_update(update)
             self.pending.remove(update)
 
     def run_pending(self) -> None:
@@ -246,6 +250,8 @@ class GeminiManager:
         if training and not self._in_step and not self.resident:
             if self._following is not None:  # a step that begins inside an evaluation ends its order
                 self._abandon()
+            if self.observer is not None:
+                self.observer.step_begins(self.step + 1)
             self._in_step = True
             self._order.begin(self.pending.all())
         self._following = self._order if training and self._in_step else None
@@ -293,13 +299,28 @@ class GeminiManager:
         self.phase = FORWARD
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
-        if not self._in_step:
-            return
-        self._in_step = False
-        self._following = None
-        self._order.end(self.pending.all())
-        self.chunks.end_step()
-        self.resident = not self.pending and self._fits_for_good()
+        if self._in_step:
+            self._in_step = False
+            self._following = None
+            self._order.end(self.pending.all())
+            self.chunks.end_step()
+            self.resident = not self.pending and self.observer is None and self._fits_for_good()
+        if self.observer is not None:
+            self.observer.step_ended()
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Tell ``observer`` what happens from now on, None: nobody.
+
+        Meanwhile operators go through their PreOp also where the model is resident, so as to be seen.
+
+        Raises:
+            StateError: somebody observes already.
+        """
+        if observer is not None and self.observer is not None:
+            raise StateError("this model is being recorded already; leave that recording first")
+        self.observer = self.chunks.observer = observer
+        if observer is not None:
+            self.resident = False
 
     def timeline(self) -> list[Moment]:
         """Return the fill of the tiers at each moment of the last step, without updates still pending."""
@@ -339,35 +360,12 @@ class GeminiManager:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
         return self.context.size.total_bytes <= self._order.room_bytes and self.chunks.all_on_device()
 
-    @staticmethod
-    def settle_strays() -> int | None:
-        """Count the stray accesses so far as reported; return the address of the first that was not."""
-        GeminiManager._strays_reported = _C.stray_count()
-        return _C.take_stray()
-
-    def _raise_stray(self) -> None:
-        """Report a stray access once, whichever model it hit: the next operator of any model may use its
-        result."""
-        address = self.settle_strays()
-        chunks: set[int] = set()
-        if address is not None:
-            chunks = {manager.chunks.chunk_at(address) for manager in _live_managers} - {-1}
-        for manager in _live_managers:
-            manager.chunks.heal()
-        raise EvictedAccessError(
-            f"memory of evicted chunk {min(chunks, default='unknown')} was read or written outside an "
-            f"operator (a numpy view, or a tensor "
-            "made from a raw pointer); results since then may be NaN. Clone the value while it is in use, "
-            "for example "
-            "param.detach().clone()"
-        )
-
 
 _live_managers: weakref.WeakSet[GeminiManager] = weakref.WeakSet()
 
 
 def _closed(tensors: TensorIds) -> None:
-    GeminiManager.settle_strays()  # of a backward pass that ran on after close(): this error is the report
+    STRAYS.settle()  # of a backward pass that ran on after close(): this error is the report
     raise StateError("the managed model was closed; its parameters hold no memory any more")
 
 

@@ -18,6 +18,7 @@ PYTHON_LAYERS = [
     {"chunk", "offload", "memstats"},
     {"placement"},
     {"runtime"},
+    {"timeline"},
     {"ddp", "optim", "checkpoint", "simulate", "wrappers"},
     {"parallel"},
     {"cli", "compat", "train", "bench"},
@@ -30,7 +31,7 @@ FORBIDDEN_NEIGHBOURS = {
     ("offload", "memstats"),
 }
 TOP = len(PYTHON_LAYERS) - 1
-DISTRIBUTED_FROM = 5  # torch.distributed: in the layer of ddp and above
+DISTRIBUTED_FROM = 6  # torch.distributed: in the layer of ddp and above
 TORCH_CUDA_FILES = {"gemini/device.py"}
 
 CPP_ALLOWED = {

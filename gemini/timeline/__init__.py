@@ -1,0 +1,31 @@
+"""What really happened in recorded steps, as data, as a trace file and as a page."""
+
+from gemini.timeline.events import (
+    Fill,
+    Operator,
+    Phase,
+    StepSpan,
+    Timeline,
+    Transfer,
+    Update,
+    Wait,
+    WaitShare,
+)
+from gemini.timeline.recorder import TimelineRecorder
+from gemini.timeline.summary import LinkUse, StepSummary, summarize
+
+__all__ = [
+    "Fill",
+    "LinkUse",
+    "Operator",
+    "Phase",
+    "StepSpan",
+    "StepSummary",
+    "Timeline",
+    "TimelineRecorder",
+    "Transfer",
+    "Update",
+    "Wait",
+    "WaitShare",
+    "summarize",
+]

@@ -1,0 +1,178 @@
+"""From what a recorder noted, event after event, to a Timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gemini.runtime.phases import FORWARD
+from gemini.timeline.blame import explain_waits
+from gemini.timeline.events import Fill, Operator, Phase, StepSpan, Timeline, Transfer, Update, Wait
+from gemini.timeline.names import Names
+
+# ("acquired", asked_s, ready_s, (tensors, phase, late, moment), fill), ("prefetched", begin_s, end_s),
+# ("released", time_s, tensors), ("waited", begin_s, end_s, tensors), ("submitted", time_s, id, fill),
+# ("ended", time_s, id, (kind, link, chunk, nbytes), (begin_s, end_s), ok, fill),
+# ("updated", begin_s, end_s, tensors), ("step begins", time_s, number), ("step ended", time_s)
+RawEvent = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a recording knows besides events. ``origin_s``: when it began, on the clock of the events."""
+
+    origin_s: float = 0.0
+    names: Names = field(default_factory=Names)
+    budget_bytes: Mapping[str, int] = field(default_factory=dict)
+    model_data_bytes: int = 0
+
+
+def build_timeline(raw: Sequence[RawEvent], context: Context) -> Timeline:
+    """Return the timeline of ``raw``; what had not ended when the recording did ends with it."""
+    builder = _Builder(context)
+    for event in raw:
+        builder.add(event)
+    return builder.finish()
+
+
+@dataclass
+class _Open:
+    """An operator whose end has not been seen."""
+
+    index: int
+    tensors: tuple[int, ...]
+
+
+class _Builder:
+    """Puts together what belongs together, in one pass."""
+
+    def __init__(self, context: Context) -> None:
+        self._names = context.names
+        self._context = context
+        self._origin = context.origin_s
+        self._now = 0.0
+        self._operators: list[Operator] = []
+        self._open: list[_Open] = []  # outermost first
+        self._waits: list[tuple[Wait, frozenset[int]]] = []
+        self._submitted: dict[int, float] = {}
+        self._transfers: list[Transfer] = []
+        self._updates: list[Update] = []
+        self._fills: list[Fill] = []
+        self._steps: list[StepSpan] = []
+        self._in_step = False
+
+    def add(self, event: RawEvent) -> None:
+        """Take the next event."""
+        match event:
+            case ("acquired", asked, ready, operator, fill):
+                self._acquired(self._at(asked), self._at(ready), *operator)
+                self._filled(fill)
+            case ("prefetched", _, end):
+                if self._open and self._open[-1].index == len(self._operators) - 1:
+                    self._operators[-1] = replace(self._operators[-1], begin_s=self._at(end))
+            case ("released", time, tensors):
+                self._released(self._at(time), tensors)
+            case ("waited", begin, end, tensors):
+                wait = Wait(self._names.operator(tensors), begin - self._origin, self._at(end))
+                self._waits.append((wait, self._names.chunk_ids(tensors)))
+            case ("submitted", time, number, fill):
+                self._submitted[number] = self._at(time)
+                self._filled(fill)
+            case ("ended", time, number, what, times, ok, fill):
+                self._at(time)
+                self._ended(number, what, times, ok)
+                self._filled(fill)
+            case ("updated", begin, end, tensors):
+                label = self._names.operator(tensors)
+                self._updates.append(Update(label, begin - self._origin, self._at(end)))
+            case ("step begins", time, number):
+                self._close_step(complete=False)
+                self._steps.append(StepSpan(number, self._at(time), self._now))
+                self._in_step = True
+            case ("step ended", time):
+                self._at(time)
+                self._close_step(complete=True)
+
+    def finish(self) -> Timeline:
+        """Return what has come together."""
+        self._close_operators(self._now)
+        self._close_step(complete=False)
+        transfers = sorted(self._transfers, key=lambda transfer: transfer.submitted_s)
+        return Timeline(
+            steps=tuple(self._steps),
+            phases=tuple(phases_of(self._steps, self._operators)),
+            operators=tuple(self._operators),
+            waits=tuple(explain_waits(self._waits, transfers)),
+            transfers=tuple(transfers),
+            updates=tuple(sorted(self._updates, key=lambda update: update.begin_s)),
+            fills=tuple(self._fills),
+            chunk_labels=self._names.chunks,
+            budget_bytes=dict(self._context.budget_bytes),
+            model_data_bytes=self._context.model_data_bytes,
+        )
+
+    def _at(self, time_s: float) -> float:
+        """Return a time since the recording began, and go on to it."""
+        since = time_s - self._origin
+        self._now = max(self._now, since)
+        return since
+
+    def _acquired(
+        self, asked: float, ready: float, tensors: tuple[int, ...], phase: str, late: bool, moment: int
+    ) -> None:
+        label = self._names.operator(tensors)
+        operator = Operator(phase, label, asked, ready, ready, moment, late, depth=len(self._open))
+        self._open.append(_Open(len(self._operators), tensors))
+        self._operators.append(operator)
+
+    def _released(self, time: float, tensors: tuple[int, ...]) -> None:
+        """Close the innermost operator that one of ``tensors`` belongs to; its others may come later."""
+        for place in reversed(range(len(self._open))):
+            if not set(tensors).isdisjoint(self._open[place].tensors):
+                index = self._open.pop(place).index
+                self._operators[index] = replace(self._operators[index], end_s=time)
+                return
+
+    def _close_operators(self, time: float) -> None:
+        for opened in self._open:
+            self._operators[opened.index] = replace(self._operators[opened.index], end_s=time)
+        self._open.clear()
+
+    def _ended(
+        self, number: int, what: tuple[str, str, int, int], times: tuple[float, float], ok: bool
+    ) -> None:
+        begin, end = (time - self._origin for time in times)
+        submitted = min(self._submitted.pop(number, begin), begin)
+        kind, link, chunk, nbytes = what
+        self._transfers.append(Transfer(kind, link, chunk, nbytes, submitted, begin, end, ok))
+
+    def _filled(self, fill: tuple[int, int, int, int]) -> None:
+        if not self._fills or fill != _values(self._fills[-1]):
+            self._fills.append(Fill(self._now, *fill))
+
+    def _close_step(self, *, complete: bool) -> None:
+        if self._in_step:
+            self._in_step = False
+            self._close_operators(self._now)
+            self._steps[-1] = replace(self._steps[-1], end_s=self._now, complete=complete)
+
+
+def _values(fill: Fill) -> tuple[int, int, int, int]:
+    return fill.device_bytes, fill.host_bytes, fill.disk_bytes, fill.limit_bytes
+
+
+def phases_of(steps: Sequence[StepSpan], operators: Sequence[Operator]) -> list[Phase]:
+    """Return the phases of each step one after the other; the first begins and the last ends with it."""
+    phases: list[Phase] = []
+    position = 0
+    for step in steps:
+        name, begin = FORWARD, step.begin_s
+        while position < len(operators) and operators[position].asked_s < step.end_s:
+            operator = operators[position]
+            position += 1
+            if operator.asked_s >= step.begin_s and operator.phase != name and not operator.late:
+                phases.append(Phase(name, begin, operator.asked_s))
+                name, begin = operator.phase, operator.asked_s
+        phases.append(Phase(name, begin, step.end_s))
+    return phases

@@ -1,0 +1,154 @@
+"""The timeline of recorded steps as plain data. Times are seconds since the recording began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Chunks pinned for one operator: asked for, there, given back.
+
+    From ``asked_s`` to ``begin_s`` the runtime prepares it and may wait; until ``end_s`` its operands are
+    pinned. ``moment`` is its place in the step's order, -1 outside (an evaluation, saving). ``late``: part of
+    an update that the step before had put off. ``depth``: in how many other operators it runs.
+    """
+
+    phase: str
+    label: str
+    asked_s: float
+    begin_s: float
+    end_s: float
+    moment: int = -1
+    late: bool = False
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitShare:
+    """The part of a wait that one transfer on its way explains."""
+
+    link: str
+    chunk: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The training thread stood still until the chunks of ``label`` were there.
+
+    What ``shares`` do not cover went into mapping memory and deciding.
+    """
+
+    label: str
+    begin_s: float
+    end_s: float
+    shares: tuple[WaitShare, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A chunk on its way: given to its link, on it, there. ``kind``: fetch, load, evict or spill.
+
+    Transfers of a disk link may overlap, because the file works on several; those of the others do not.
+    """
+
+    kind: str
+    link: str
+    chunk: int
+    nbytes: int
+    submitted_s: float
+    begin_s: float
+    end_s: float
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The update of one chunk group that the step before had put off."""
+
+    label: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Bytes of model data on each tier from this time on; ``limit_bytes`` is DEVICE's share for them then."""
+
+    time_s: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Forward, backward or optimizer, as long as it lasts; updates that were put off do not interrupt it."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """One optimizer step, ``number`` from 1; not ``complete`` where the recording or the step broke off."""
+
+    number: int
+    begin_s: float
+    end_s: float
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Everything that was recorded, each kind in the order of its beginning.
+
+    ``chunk_labels`` says what each chunk holds; ``budget_bytes`` is per tier, 0 for one that is absent.
+    """
+
+    steps: tuple[StepSpan, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    updates: tuple[Update, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    chunk_labels: tuple[str, ...] = ()
+    budget_bytes: Mapping[str, int] | None = None
+    model_data_bytes: int = 0
+
+    @property
+    def num_events(self) -> int:
+        """How much there is to draw."""
+        kinds = (self.operators, self.waits, self.transfers, self.updates, self.fills)
+        return sum(len(events) for events in kinds)
+
+    @property
+    def end_s(self) -> float:
+        """When the last event ended."""
+        spans = (self.steps, self.operators, self.waits, self.transfers, self.updates)
+        return max((event.end_s for events in spans for event in events), default=0.0)
+
+    def operators_of(self, step: StepSpan) -> list[Operator]:
+        """Return the operators that began in ``step``."""
+        return [operator for operator in self.operators if step.begin_s <= operator.asked_s < step.end_s]
+
+    def budget(self, tier: str) -> int:
+        """Return the budget of ``tier`` in bytes, 0 where it is absent."""
+        return self.budget_bytes.get(tier, 0) if self.budget_bytes is not None else 0
+
+    def tiers(self) -> list[str]:
+        """Return the tiers that there are."""
+        return [tier for tier in TIERS if self.budget(tier) > 0]
+
+    def chunk_label(self, chunk: int) -> str:
+        """Return what ``chunk`` holds, its number first."""
+        label = self.chunk_labels[chunk] if 0 <= chunk < len(self.chunk_labels) else ""
+        return f"chunk {chunk}: {label}" if label else f"chunk {chunk}"
