@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gemini.runtime.phases import FORWARD
+from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.timeline.blame import explain_waits
 from gemini.timeline.events import Fill, Operator, Phase, StepSpan, Timeline, Transfer, Update, Wait
 from gemini.timeline.names import Names
 
-# ("acquired", asked_s, ready_s, (tensors, phase, late, moment), fill), ("prefetched", begin_s, end_s),
+# Each one's kind first; "fill" is two values: the bytes on the three tiers, and what model data may take of
+# DEVICE.
+# ("acquired", asked_s, ready_s, tensors, phase, late, traced, fill), ("prefetched", begin_s, end_s),
 # ("released", time_s, tensors), ("waited", begin_s, end_s, tensors), ("submitted", time_s, id, fill),
 # ("ended", time_s, id, (kind, link, chunk, nbytes), (begin_s, end_s), ok, fill),
 # ("updated", begin_s, end_s, tensors), ("step begins", time_s, number), ("step ended", time_s)
@@ -61,13 +63,17 @@ class _Builder:
         self._fills: list[Fill] = []
         self._steps: list[StepSpan] = []
         self._in_step = False
+        self._moment = -1
 
     def add(self, event: RawEvent) -> None:
         """Take the next event."""
         match event:
-            case ("acquired", asked, ready, operator, fill):
-                self._acquired(self._at(asked), self._at(ready), *operator)
-                self._filled(fill)
+            case ("acquired", asked, ready, tensors, phase, late, traced, *fill):
+                times = (self._at(asked), self._at(ready), self._at(ready))
+                what = (OPTIMIZER if late else phase, self._names.operator(tensors))
+                moment = self._next_moment() if traced else -1
+                self._opened(Operator(*what, *times, moment, late, len(self._open)), tensors)
+                self._filled(*fill)
             case ("prefetched", _, end):
                 if self._open and self._open[-1].index == len(self._operators) - 1:
                     self._operators[-1] = replace(self._operators[-1], begin_s=self._at(end))
@@ -76,20 +82,20 @@ class _Builder:
             case ("waited", begin, end, tensors):
                 wait = Wait(self._names.operator(tensors), begin - self._origin, self._at(end))
                 self._waits.append((wait, self._names.chunk_ids(tensors)))
-            case ("submitted", time, number, fill):
+            case ("submitted", time, number, *fill):
                 self._submitted[number] = self._at(time)
-                self._filled(fill)
-            case ("ended", time, number, what, times, ok, fill):
+                self._filled(*fill)
+            case ("ended", time, number, what, times, ok, *fill):
                 self._at(time)
                 self._ended(number, what, times, ok)
-                self._filled(fill)
+                self._filled(*fill)
             case ("updated", begin, end, tensors):
                 label = self._names.operator(tensors)
                 self._updates.append(Update(label, begin - self._origin, self._at(end)))
             case ("step begins", time, number):
                 self._close_step(complete=False)
                 self._steps.append(StepSpan(number, self._at(time), self._now))
-                self._in_step = True
+                self._in_step, self._moment = True, -1
             case ("step ended", time):
                 self._at(time)
                 self._close_step(complete=True)
@@ -118,11 +124,12 @@ class _Builder:
         self._now = max(self._now, since)
         return since
 
-    def _acquired(
-        self, asked: float, ready: float, tensors: tuple[int, ...], phase: str, late: bool, moment: int
-    ) -> None:
-        label = self._names.operator(tensors)
-        operator = Operator(phase, label, asked, ready, ready, moment, late, depth=len(self._open))
+    def _next_moment(self) -> int:
+        """Return the next place in the order of the step under way."""
+        self._moment += self._in_step
+        return self._moment if self._in_step else -1
+
+    def _opened(self, operator: Operator, tensors: tuple[int, ...]) -> None:
         self._open.append(_Open(len(self._operators), tensors))
         self._operators.append(operator)
 
@@ -147,19 +154,16 @@ class _Builder:
         kind, link, chunk, nbytes = what
         self._transfers.append(Transfer(kind, link, chunk, nbytes, submitted, begin, end, ok))
 
-    def _filled(self, fill: tuple[int, int, int, int]) -> None:
-        if not self._fills or fill != _values(self._fills[-1]):
-            self._fills.append(Fill(self._now, *fill))
+    def _filled(self, usages: tuple[int, int, int], limit: int) -> None:
+        fill = Fill(self._now, *usages, limit)
+        if not self._fills or replace(fill, time_s=0) != replace(self._fills[-1], time_s=0):
+            self._fills.append(fill)
 
     def _close_step(self, *, complete: bool) -> None:
         if self._in_step:
             self._in_step = False
             self._close_operators(self._now)
             self._steps[-1] = replace(self._steps[-1], end_s=self._now, complete=complete)
-
-
-def _values(fill: Fill) -> tuple[int, int, int, int]:
-    return fill.device_bytes, fill.host_bytes, fill.disk_bytes, fill.limit_bytes
 
 
 def phases_of(steps: Sequence[StepSpan], operators: Sequence[Operator]) -> list[Phase]:

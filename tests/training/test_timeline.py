@@ -69,7 +69,7 @@ PLACEMENTS = pytest.mark.parametrize("placement", ["resident", "disk", "host"])
 def recorded(
     options: dict[str, Any], recipe: Recipe = CLIPPED, first: int = 2
 ) -> tuple[Timeline, dict[str, Any]]:
-    """Train; return the timeline of the steps from ``first`` on, and what the counters say of them."""
+    """Train; return the timeline of the steps from ``first`` on, and what else is known of them."""
     with GeminiDDP(seeded(Net), **options) as model:
         optimizer = managed_optimizer(model, recipe)
         for step in range(first):
@@ -81,7 +81,7 @@ def recorded(
                 managed_step(model, optimizer, loss_of, recipe, step)
             model.manager.chunks.drain()
             after = model.stats()
-        return recorder.timeline(), {"before": before, "after": after}
+        return recorder.timeline(), {"before": before, "after": after, "trace": model.memstats()}
 
 
 def grown(counters: dict[str, Any], *path: str) -> float:
@@ -196,11 +196,12 @@ def test_operators_are_called_after_their_modules(tmp_path: Path) -> None:
     assert all(timeline.chunk_labels)
 
 
-def test_moments_count_the_operators_of_a_step(tmp_path: Path) -> None:
-    timeline, _ = recorded(tight(tmp_path, 160 * KIB), Recipe(steps=4))
+def test_a_step_has_the_moments_of_the_trace(tmp_path: Path) -> None:
+    timeline, counters = recorded(tight(tmp_path, 160 * KIB), Recipe(steps=4))
+    num_moments = len(counters["trace"].phases)
     for step in timeline.steps:
         moments = [operator.moment for operator in timeline.operators_of(step)]
-        assert moments == list(range(len(moments)))
+        assert moments == list(range(num_moments))
 
 
 @PLACEMENTS
