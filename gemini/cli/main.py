@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
-from gemini.cli import bench, check, train
+from gemini.cli import bench, check, trace, train
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -20,6 +20,8 @@ start here:
   gemini train --device-bytes 64MiB --disk-dir .
                                        train a GPT on Python's own sources in 64 MiB of memory
   gemini train --help                  every option, with its unit and default
+  gemini trace --device-bytes 64MiB --disk-dir .
+                                       see where the time of its steps goes, as a page for any browser
   gemini bench --help                  measure on this machine
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
@@ -36,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, train, bench):
+    for command in (check, train, trace, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -45,17 +45,29 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_model_options(parser.add_argument_group("model and text"))
-    _add_training_options(parser.add_argument_group("training"))
-    _add_memory_options(parser.add_argument_group("memory"))
+    add_model_options(parser.add_argument_group("model and text"))
+    training = parser.add_argument_group("training")
+    _add(
+        training,
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps in all, those before --resume included",
+    )
+    add_training_options(training)
+    add_memory_options(parser.add_argument_group("memory"))
     _add_run_options(parser.add_argument_group("run and output"))
     parser.set_defaults(run=run)
 
 
-def config_from(options: argparse.Namespace) -> TrainConfig:
-    """Return the run that parsed ``options`` describe. Raise ConfigError for one that cannot work."""
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    return TrainConfig(**{name: getattr(options, name) for name in names})
+def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
+    """Return the run that parsed ``options``, all or some of those there are, describe, with ``changes``.
+
+    Raise ConfigError for one that cannot work.
+    """
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return TrainConfig(**{**given, **changes})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
+def add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Add what the model is and what it learns from."""
     _add(
         group,
         "--data",
@@ -101,7 +114,8 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_training_options(group: argparse._ArgumentGroup) -> None:
+def add_training_options(group: argparse._ArgumentGroup) -> None:
+    """Add how a step is done."""
     _add(group, "--batch", type=int, metavar="N", help="sequences per forward pass")
     _add(
         group,
@@ -109,9 +123,6 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="passes per optimizer step; a step learns from batch * accumulate sequences",
-    )
-    _add(
-        group, "--steps", type=int, metavar="N", help="optimizer steps in all, those before --resume included"
     )
     _add(
         group,
@@ -131,7 +142,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     _add(group, "--seed", type=int, metavar="N", help="of the weights and of the choice of text")
 
 
-def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+def add_memory_options(group: argparse._ArgumentGroup) -> None:
+    """Add budgets, tiers and policy."""
     _add(
         group,
         "--device-bytes",

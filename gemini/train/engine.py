@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import checkpoint
 from gemini.errors import ConfigError
+from gemini.timeline import TimelineRecorder
 from gemini.train.config import TrainConfig
 from gemini.train.model import GPT
 
@@ -116,6 +117,10 @@ class ManagedEngine:
     def timeline(self) -> list[dict[str, Any]]:
         """Return the last complete step, moment by moment."""
         return list(self._model.timeline())
+
+    def record_timeline(self) -> TimelineRecorder:
+        """Return what records steps while it is entered."""
+        return self._model.record_timeline()
 
     def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
         """Stream model, optimizer, scheduler and RNG state to ``directory``."""

@@ -1,0 +1,164 @@
+"""``gemini trace``: the timeline of real training steps, as a trace file and as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemini.cli import train
+from gemini.config import format_bytes
+from gemini.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gemini.timeline import TimelineRecorder
+    from gemini.train.config import TrainConfig
+
+EPILOG = """\
+examples:
+  gemini trace --device-bytes 24MiB --disk-dir out/disk --layers 8 --hidden 256 --heads 8 --out out/trace
+      record three steps of the GPT of gemini train in 24 MiB, the rest on disk
+  gemini trace --out out/mine --script train.py --epochs 1
+      run your own script as `python train.py --epochs 1` does, and record every GeminiDDP in it
+
+in the --out directory (written over if they are there):
+  trace.html   one page for any browser: where the time went, what waited for what, which link was
+               busy when, how full each tier was; needs no network
+  trace.json   the same events for https://ui.perfetto.dev or chrome://tracing
+  trace-2.html, trace-2.json, ... of further models that a script trains
+
+The first step of a model only records its order, in the second the plan settles: leave them out (--warmup).
+Ctrl-C ends after the step and writes what was recorded; a second one does so at once.
+
+exit codes:
+  0 done    2 an error, with its reason    130, 143 ended by Ctrl-C or SIGTERM
+  with --script also what the script exits with
+
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. All options come before --script.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``trace`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="record real training steps and show where their time goes",
+        description="Record what happens in real training steps: every operator, what it waited for, every "
+        "transfer, the fill of every tier. The training is that of `gemini train`, or a script of your own.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("recording")
+    group.add_argument(
+        "--warmup", type=int, default=3, metavar="N", help="steps before the recording begins (default: 3)"
+    )
+    group.add_argument("--record", type=int, default=3, metavar="N", help="steps to record (default: 3)")
+    group.add_argument(
+        "--out",
+        default="gemini-trace",
+        metavar="DIR",
+        help="where to write, made if missing (default: gemini-trace)",
+    )
+    group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    group.add_argument("--quiet", action="store_true", help="no progress, only the summary")
+    group.add_argument(
+        "--script",
+        nargs=argparse.REMAINDER,
+        metavar="FILE ...",
+        help="a Python file, and behind it its own arguments: run it in place of the built-in training; "
+        "options of model, training and memory are then its own affair",
+    )
+    train.add_model_options(parser.add_argument_group("model and text"))
+    train.add_training_options(parser.add_argument_group("training"))
+    train.add_memory_options(parser.add_argument_group("memory"))
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Record, write the files, print the summary, and return the exit code."""
+    for name, least in (("warmup", 0), ("record", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    out = _Output(Path(options.out), as_json=options.json)
+    if options.script is not None:
+        return _run_script(options, out)
+    from rich.console import Console
+
+    from gemini.train.display import LineDisplay, SilentDisplay
+    from gemini.train.recording import record_training
+
+    config = train.config_from(options, steps=options.warmup + options.record)
+    display = SilentDisplay() if options.quiet else LineDisplay(Console(stderr=True), config.steps)
+    return record_training(
+        config,
+        warmup=options.warmup,
+        display=display,
+        keep=lambda recorder: out.write(recorder, _title(config)),
+    )
+
+
+def _run_script(options: argparse.Namespace, out: _Output) -> int:
+    from gemini.cli.trace_script import ScriptRecording, run_script
+
+    if not options.script:
+        raise ConfigError("--script needs the file to run, and behind it the file's own arguments")
+    path, *arguments = options.script
+    recording = ScriptRecording(warmup=options.warmup, steps=options.record)
+    try:
+        with recording:
+            return run_script(path, arguments)
+    finally:
+        for recorder, model in recording.recorders:
+            out.write(recorder, f"{model} of {path}")
+        if not recording.recorders:
+            out.warn(
+                f"nothing was recorded: no GeminiDDP in {path} began a training step after "
+                f"--warmup {options.warmup}; try --warmup 0"
+            )
+
+
+class _Output:
+    """The files and the summaries of one command."""
+
+    def __init__(self, directory: Path, *, as_json: bool) -> None:
+        self._directory = directory
+        self._as_json = as_json
+        self._num_written = 0
+
+    def write(self, recorder: TimelineRecorder, title: str) -> None:
+        """Write both files of a recording and print its summary. Raises ConfigError, IoError."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make --out {self._directory}: {error.strerror}") from error
+        self._num_written += 1
+        name = "trace" if self._num_written == 1 else f"trace-{self._num_written}"
+        html, chrome = (self._directory / f"{name}.{kind}" for kind in ("html", "json"))
+        recorder.save_html(html, title=title)
+        recorder.save_chrome(chrome)
+        steps = recorder.summary()
+        if self._as_json:
+            files = {"html": str(html), "chrome": str(chrome)}
+            print(json.dumps({"title": title, **files, "steps": [step.to_dict() for step in steps]}))
+            return
+        from rich.console import Console
+
+        from gemini.cli.trace_table import step_table
+
+        console = Console()
+        console.print(step_table(title, steps))
+        console.print(
+            f"wrote {html} (open it in a browser) and {chrome}", soft_wrap=True, highlight=False, markup=False
+        )
+
+    def warn(self, text: str) -> None:
+        """Say something that is no result."""
+        from rich.console import Console
+
+        Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _title(config: TrainConfig) -> str:
+    limit = "no limit" if config.device_bytes is None else format_bytes(config.device_bytes)
+    return f"GPT of {config.layers} x {config.hidden}, {config.precision}, DEVICE {limit}"

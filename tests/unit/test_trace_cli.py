@@ -1,0 +1,196 @@
+"""``gemini trace``: the built-in training or any script, recorded; nothing recorded is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+
+from gemini.cli import main
+from gemini.errors import ConfigError
+from gemini.timeline import TimelineRecorder
+from gemini.train.config import TrainConfig
+from gemini.train.display import SilentDisplay
+from gemini.train.recording import record_training
+
+TINY = [
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "32",
+    "--batch",
+    "2",
+    "--device-bytes",
+    "256KiB",
+]
+SCRIPT = """
+import sys
+import torch
+from helper import NAME
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
+
+model = GeminiDDP(torch.nn.Linear(8, 8))
+optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
+for step in range(int(sys.argv[1])):
+    optimizer.backward(model(torch.ones(2, 8)).sum())
+    if step == int(sys.argv[2]):
+        raise KeyboardInterrupt
+    optimizer.step()
+model.close()
+sys.exit(NAME)
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep tiny matrices off the thread pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 200)
+    return str(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "helper.py").write_text("NAME = 7\n")
+    path = tmp_path / "train_it.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def traced_steps(directory: Path, name: str = "trace") -> list[str]:
+    """Return the steps that a trace file names; the page must be there too."""
+    assert "</html>" in (directory / f"{name}.html").read_text()
+    events = json.loads((directory / f"{name}.json").read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "step"]
+
+
+def test_builtin_training_is_recorded_after_its_warmup(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "made" / "out"
+    options = ["--data", text, "--disk-dir", str(tmp_path / "disk"), "--warmup", "2", "--record", "2"]
+    assert main.main(["trace", *TINY, *options, "--out", str(out), "--json"]) == 0
+    assert traced_steps(out) == ["step 3", "step 4"]
+    summary = json.loads(capsys.readouterr().out)
+    assert [step["number"] for step in summary["steps"]] == [3, 4]
+    assert all(step["links"]["disk_read"]["nbytes"] > 0 for step in summary["steps"])
+
+
+def test_summary_is_a_table_that_fits_a_terminal(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data", text, "--disk-dir", str(tmp_path), "--out", str(tmp_path), "--quiet"]
+    assert main.main(["trace", *TINY, *arguments, "--warmup", "1"]) == 0
+    table, _, files = capsys.readouterr().out.rpartition("wrote ")
+    assert "computing: backward" in table
+    assert "step 4" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert str(tmp_path / "trace.html") in files
+
+
+class Interrupting(SilentDisplay):
+    """Sends Ctrl-C when so many steps are done, ``times`` in a row."""
+
+    def __init__(self, after_step: int, times: int) -> None:
+        self._left, self._times = after_step, times
+
+    def note(self, text: str) -> None:
+        """Count a step."""
+        self._left -= 1
+        if self._left == 0:
+            for _ in range(self._times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_keeps_what_was_recorded(text: str, times: int) -> None:
+    kept: list[TimelineRecorder] = []
+    config = TrainConfig(data=text, layers=1, hidden=32, heads=2, seq=32, steps=9)
+    display = Interrupting(after_step=3, times=times)
+    if times == 1:
+        assert record_training(config, warmup=1, display=display, keep=kept.append) == 128 + signal.SIGINT
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            record_training(config, warmup=1, display=display, keep=kept.append)
+    (recorder,) = kept
+    assert not recorder.is_recording
+    assert [step.number for step in recorder.timeline().steps] == [2, 3]
+
+
+def test_ctrl_c_before_the_recording_writes_nothing_and_says_so(text: str) -> None:
+    kept: list[TimelineRecorder] = []
+    config = TrainConfig(data=text, layers=1, hidden=32, heads=2, seq=32, steps=9)
+    with pytest.raises(ConfigError, match="stopped in step 1, before recording began"):
+        record_training(config, warmup=2, display=Interrupting(1, times=1), keep=kept.append)
+    assert kept == []
+
+
+def test_a_script_is_recorded_as_it_is(script: str, tmp_path: Path) -> None:
+    argv, path, hooks = list(sys.argv), list(sys.path), dict(torch_module._global_forward_pre_hooks)
+    options = ["--out", str(tmp_path), "--warmup", "1", "--record", "2"]
+    assert main.main(["trace", *options, "--script", script, "6", "-1"]) == 7  # its own exit code
+    assert traced_steps(tmp_path) == ["step 2", "step 3"]
+    assert (sys.argv, sys.path) == (argv, path)
+    assert dict(torch_module._global_forward_pre_hooks) == hooks
+
+
+def test_ctrl_c_in_a_script_keeps_what_was_recorded(script: str, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path), "--warmup", "0", "--record", "9"]
+    assert main.main(["trace", *options, "--script", script, "6", "2"]) == main.EXIT_INTERRUPTED
+    assert traced_steps(tmp_path) == ["step 1", "step 2", "step 3 (incomplete)"]
+
+
+def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> None:
+    twice = tmp_path / "twice.py"
+    loop = [f"import runpy, sys\nfor _ in range(2):\n    try: runpy.run_path({script!r})"]
+    twice.write_text("\n".join([*loop, "    except SystemExit: pass\n"]))
+    options = ["--out", str(tmp_path), "--warmup", "1"]
+    assert main.main(["trace", *options, "--script", str(twice), "3", "-1"]) == 0
+    assert traced_steps(tmp_path) == traced_steps(tmp_path, "trace-2") == ["step 2", "step 3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--record", "0"], "--record is 0; it must be at least 1"),
+        (["--warmup", "-1"], "--warmup is -1"),
+        (["--script"], "--script needs the file to run"),
+        (["--script", "missing.py"], "missing.py: there is no such file"),
+        (["--hidden", "30", "--heads", "4"], "take hidden 32"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["trace", "--out", str(tmp_path / "out"), *arguments]) == main.EXIT_ERROR
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_without_a_managed_model_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('trained')\n")
+    assert main.main(["trace", "--out", str(tmp_path / "out"), "--script", str(script)]) == 0
+    assert "no GeminiDDP in" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
