@@ -31,9 +31,9 @@ _now = time.perf_counter
 class TimelineRecorder:
     """Record one model from entering the ``with`` block to leaving it; ask and save during it or afterwards.
 
-    Costs nothing outside the block, in it about half a microsecond and some hundred bytes per event. The numbers
-    of training do not change. Once left it holds labels and times but nothing of the model. For one thread,
-    the one that trains.
+    Costs nothing outside the block, in it about half a microsecond and some hundred bytes per event. The
+    numbers of training do not change. Once left it holds labels and times but nothing of the model. For one
+    thread, the one that trains.
     """
 
     def __init__(self, storage: ModelStorage, manager: GeminiManager, *, steps: int | None = None) -> None:
