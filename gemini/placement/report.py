@@ -59,7 +59,8 @@ class PlanReport:
     def _lines(self) -> Iterator[str]:
         limit = format_bytes(self.placement.device_limit_bytes)
         reserve = max(self.placement.reserve_bytes, default=0)
-        yield f"DEVICE: up to {limit} of model data, up to {format_bytes(reserve)} less where a period needs it"
+        less = format_bytes(reserve)
+        yield f"DEVICE: up to {limit} of model data, up to {less} less where a period needs it"
         if self.step is None:
             yield (
                 "No step is planned: none was recorded yet, or everything fits DEVICE, or the policy follows "
