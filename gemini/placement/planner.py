@@ -30,6 +30,7 @@ _STEPS_WORTH = 20  # planning may take as long as this many steps wait without i
 _LEADS = ((0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (1.0, 0.0), (4.0, 2.0))  # of fetches and flushes
 _FLUSH_ROOM = (0.0, 2.0, 1.0)  # how long what is being flushed counts, times its transfer
 _LONGEST_MOVE = 3  # intervals changed at once while improving
+_WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
     simulator = Simulator(iteration, machine)
     compute = sum(iteration.seconds)
     opt = simulator.run(None)
-    if opt.step_seconds <= compute or not iteration.num_moments:
+    if opt.step_seconds <= (1 + _WORTH_IT) * compute or not iteration.num_moments:
         return ChosenPlan(OPT, None, opt, ((OPT, opt.step_seconds),), compute)
     search = _Search(PlanProblem.of(iteration, machine), simulator, opt.step_seconds)
     search.try_all()
     search.improve()
     best = opt if search.best is None else simulator.run(search.best)
-    if best.step_seconds > opt.step_seconds:  # not the step that was compared: plans may have long periods
+    if best.step_seconds > (1 - _WORTH_IT) * opt.step_seconds:
         return ChosenPlan(OPT, None, opt, tuple(search.tried), max(compute, search.bound))
     return ChosenPlan(search.name, search.best, best, tuple(search.tried), max(compute, search.bound))
 
