@@ -12,13 +12,21 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from gemini import _C
+from gemini.chunk import SearchResult
 from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.offload.mapped import MappedTensors
 from gemini.placement import PlacementPolicy, PlanReport
-from gemini.runtime import ManagedParameter, ManagedSlot, read_values, write_values
+from gemini.runtime import (
+    GeminiManager,
+    ManagedParameter,
+    ManagedSlot,
+    ModelStorage,
+    read_values,
+    write_values,
+)
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import map_tensors
@@ -109,7 +117,7 @@ class GeminiDDP(nn.Module):
             memstats=memstats,
             verbose=verbose,
         )
-        self.storage, self.manager, self._search = build_runtime(module, self.config)
+        self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self._times_given_up = 0
         if self.config.precision is not None:
@@ -117,6 +125,10 @@ class GeminiDDP(nn.Module):
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
         if self.config.verbose:
             self._search.report()
+
+    def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+        """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
+        return build_runtime(module, self.config)
 
     # -- training --------------------------------------------------------------------------------
 

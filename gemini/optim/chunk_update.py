@@ -104,8 +104,12 @@ class ChunkUpdate:
                 }
                 rows.append(make_row(param, grads[-1], moments, half_out=half_out, step_index=len(rows)))
             with self._completeness.change():
-                run_rows(rows, [self.steps[slot] for slot in left.slots])
+                self._run_kernel(rows, [self.steps[slot] for slot in left.slots])
                 del self._left[0]
+
+    def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
+        """Update the memory of ``rows``, which is pinned."""
+        run_rows(rows, steps)
 
 
 class _Piece:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -43,6 +43,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
     """
+
+    update_type: ClassVar[type[ChunkUpdate]] = ChunkUpdate
 
     def __init__(
         self,
@@ -286,7 +288,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 if slot.has_grad and slot in hypers
             }
             if steps:
-                updates.append(ChunkUpdate(self.model.manager, group, order, steps, self._completeness))
+                updates.append(self.update_type(self.model.manager, group, order, steps, self._completeness))
         return updates
 
 

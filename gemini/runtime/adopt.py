@@ -25,16 +25,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter once, by its first name, in initialization order.
 
     Raises:
-        ConfigError: a parameter cannot be managed (not floating point, not strided, or managed already), or a
-            submodule on ``meta`` does not say how to initialize its own.
+        ConfigError: a parameter cannot be managed (not floating point, not strided, or managed already).
     """
-    for name, owner in module.named_modules():
-        if _is_on_meta(owner) and not hasattr(owner, "reset_parameters"):
-            raise ConfigError(
-                f"submodule {name or 'the model itself'!r} ({type(owner).__name__}) is on 'meta' but has no "
-                f"reset_parameters(); add one "
-                "that initializes its parameters and buffers, or build the model on 'cpu'"
-            )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             raise ConfigError(f"parameter {name!r} is managed already; unwrap its model or build a new one")
@@ -46,6 +38,21 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if param.device.type not in ("cpu", "meta"):
             raise ConfigError(f"parameter {name!r} is on {param.device}; build the model on 'cpu' or 'meta'")
         yield name, param
+
+
+def check_can_initialize(module: nn.Module) -> None:
+    """Refuse a module on ``meta`` whose parameters nobody could initialize.
+
+    Raises:
+        ConfigError: a submodule on ``meta`` has no ``reset_parameters``.
+    """
+    for name, owner in module.named_modules():
+        if _is_on_meta(owner) and not hasattr(owner, "reset_parameters"):
+            raise ConfigError(
+                f"submodule {name or 'the model itself'!r} ({type(owner).__name__}) is on 'meta' but has no "
+                f"reset_parameters(); add one "
+                "that initializes its parameters and buffers, or build the model on 'cpu'"
+            )
 
 
 def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
@@ -195,8 +202,15 @@ class _Adopted:
 
 
 def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
-    dtype, hook = param.dtype, None
+    dtype = param.dtype
     write_values(slot, param.data, manager)
+    return _Adopted(param, slot, dtype, manage(param, slot))
+
+
+def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
+    """Make ``param`` a managed view of its chunk, with whatever the chunk holds; return the hook that
+    collects its gradient, None where it is frozen."""
+    hook = None
     param.grad = None
     param.data = slot.param_view
     if slot.grad is not None:
@@ -206,7 +220,7 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _A
         for key in [key for key in hooks if key != hook.id]:
             hooks[key] = hooks.pop(key)
     make_managed(param, slot.param_ref, slot)
-    return _Adopted(param, slot, dtype, hook)
+    return hook
 
 
 @torch.no_grad()

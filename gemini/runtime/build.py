@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from gemini.chunk import ChunkLayout, SearchResult, TierBudgets, search_chunk_size
 from gemini.device import default_budget_bytes
 from gemini.placement import ModelDataSize, TierCapacity, make_policy
-from gemini.runtime.adopt import adopt_module, unique_parameters
+from gemini.runtime.adopt import adopt_module, check_can_initialize, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.learned import PlacementContext
@@ -25,6 +26,20 @@ logger = logging.getLogger(__name__)
 _CHUNKS_ON_DEVICE = 10
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """What is decided about a model before any memory is touched."""
+
+    groups: tuple[GroupSpec, ...]
+    search: SearchResult
+    context: PlacementContext
+    budgets: TierBudgets
+
+    def refuse_misfit(self) -> None:
+        """Raise OutOfBudgetError where the policy cannot fit the model into the budgets."""
+        self.context.policy.warmup_plan(self.context.size, self.context.capacity)
+
+
 def build_runtime(
     module: nn.Module, config: GeminiConfig
 ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
@@ -33,6 +48,22 @@ def build_runtime(
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`.
+    """
+    check_can_initialize(module)
+    blueprint = draw_blueprint(module, config)
+    blueprint.refuse_misfit()
+    storage = ModelStorage(blueprint.groups, blueprint.search.chunk_numel, blueprint.budgets)
+    manager = GeminiManager(storage.chunks, blueprint.context, memstats=config.memstats)
+    adopt_module(module, storage, manager)
+    manager.name_parameters(storage.parameter_names())
+    return storage, manager, blueprint.search
+
+
+def draw_blueprint(module: nn.Module, config: GeminiConfig) -> Blueprint:
+    """Lay the module's parameters, on ``cpu`` or ``meta``, out in chunks; change nothing.
+
+    Raises:
+        ConfigError: a parameter cannot be managed, or a size allows no chunk.
     """
     params = list(unique_parameters(module))
     device_bytes = config.device_bytes if config.device_bytes is not None else default_budget_bytes()
@@ -50,16 +81,9 @@ def build_runtime(
     groups = _group(params, config, found.chunk_numel, itemsize)
     size = ModelDataSize(*model_data_sizes(groups, found.chunk_numel), *largest_operator(module, groups))
     capacity = _capacity(config, device_bytes, size)
-    policy = make_policy(config.placement_policy)
-    policy.warmup_plan(size, capacity)  # refuse before anything is touched
-    storage = ModelStorage(groups, found.chunk_numel, _budgets(config, capacity))
     signature = "+".join(spec.layout.signature() for spec in groups)
-    manager = GeminiManager(
-        storage.chunks, PlacementContext(policy, size, capacity, signature), memstats=config.memstats
-    )
-    adopt_module(module, storage, manager)
-    manager.name_parameters({slot.param_ref.tensors[0]: name for name, slot in storage.slots.items()})
-    return storage, manager, found
+    context = PlacementContext(make_policy(config.placement_policy), size, capacity, signature)
+    return Blueprint(tuple(groups), found, context, _budgets(config, capacity))
 
 
 def _dtype(param: nn.Parameter, config: GeminiConfig) -> torch.dtype:

@@ -134,8 +134,9 @@ class GeminiManager:
         self.post_op([tensor for tensor in tensors if tensor in written], True)
         self.post_op([tensor for tensor in tensors if tensor not in written], False)
 
-    def views(self, ref: TensorRef, address: int) -> bool:
-        """Say whether ``address`` lies in the window that the tensor of ``ref`` lies in."""
+    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
+        """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
+        address = tensor.data_ptr()
         if not self._first_address <= address < self._end_address:
             return False
         return self.chunks.chunk_at(address) == self.chunks.table.chunk_of(ref.tensors[0])

@@ -237,9 +237,8 @@ def _adopt(out: Any, operands: list[Any]) -> Any:
     kind = type(out)
     if kind is torch.Tensor:
         if out.layout is torch.strided:
-            address = out.data_ptr()
             for operand in operands:
-                if operand._ref.manager.views(operand._ref, address):
+                if operand._ref.manager.views(operand._ref, out):
                     return as_managed(out, operand._ref)
     elif kind is list or kind is tuple:
         return kind([_adopt(item, operands) for item in out])

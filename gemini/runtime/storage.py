@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,13 +112,20 @@ class ManagedSlot:
 class ModelStorage:
     """Every chunk of one model, by group; builds them and answers which tensors share them."""
 
-    def __init__(self, groups: Sequence[GroupSpec], piece_numel: int, budgets: TierBudgets) -> None:
-        """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements."""
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        piece_numel: int,
+        budgets: TierBudgets,
+        make_chunks: Callable[[Sequence[ChunkSpec], TierBudgets], ChunkManager] = ChunkManager,
+    ) -> None:
+        """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements;
+        ``make_chunks`` gives the chunks their memory."""
         self._plans = [
             _plan_group(spec, numel, piece_numel) for spec in groups for numel in spec.layout.chunk_numels
         ]
         specs = [chunk for plan in self._plans for chunk in plan.specs()]
-        self.chunks = ChunkManager(specs, budgets)
+        self.chunks = make_chunks(specs, budgets)
         self.groups = self._build()
         self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
         self.slots: dict[str, ManagedSlot] = {}
@@ -131,6 +138,10 @@ class ModelStorage:
                 managed = ManagedSlot(manager, group, slot)
                 group.slots.append(managed)
                 self.slots[slot.name] = managed
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return which tensor of the chunk table is which parameter."""
+        return {slot.param_ref.tensors[0]: name for name, slot in self.slots.items()}
 
     def trainable_groups(self) -> Iterator[ChunkGroup]:
         """Yield the groups that an optimizer updates, in forward order."""
