@@ -1,0 +1,77 @@
+"""Attention as the CPU computes it, on tensors without memory.
+
+``scaled_dot_product_attention`` chooses by device, and for ``meta`` it chooses the plain one, which keeps every
+product of queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class AttentionOfCpu(TorchFunctionMode):
+    """Within it, attention on ``meta`` is the operator that the CPU would run."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    operands = tuple(_geometry(tensor) for tensor in (query, key, value, attn_mask))
+    if _choice(operands, dropout_p, is_causal, enable_gqa) != SDPBackend.FLASH_ATTENTION.value:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return out
+
+
+def _geometry(tensor: torch.Tensor | None) -> _Geometry | None:
+    """Return shape, stride and dtype for a batch of one: the choice does not depend on its size."""
+    if tensor is None:
+        return None
+    shape = (min(tensor.shape[0], 1), *tensor.shape[1:]) if tensor.ndim == 4 else tuple(tensor.shape)
+    return shape, tuple(tensor.stride()), tensor.dtype
+
+
+@lru_cache(maxsize=64)
+def _choice(
+    operands: tuple[_Geometry | None, ...], dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> int:
+    """Return which attention torch would take for such tensors on the CPU; their memory is not touched."""
+    with _disable_current_modes():
+        query, key, value, mask = (
+            None if geometry is None else torch.empty_strided(*geometry[:2], dtype=geometry[2], device="cpu")
+            for geometry in operands
+        )
+        return int(
+            torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa)  # type: ignore[attr-defined]
+        )

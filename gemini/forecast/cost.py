@@ -1,0 +1,105 @@
+"""How long an operation takes: timed here on memory of its own, or estimated from a machine's speeds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.measure import free_memory_bytes, seconds_of
+from gemini.forecast.meter import Operation, Period, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+# A sample may take this part of the free memory.
+_MEMORY_SHARE = 0.25
+
+
+class OperationCosts:
+    """Seconds per operation on one machine.
+
+    Operations that were sampled take what they took. Others take the roofline's time (arithmetic or memory,
+    whichever is longer), corrected by how far it was off for samples of the same function.
+    """
+
+    def __init__(self, machine: MachineSpeeds, samples: dict[Operation, float] | None = None) -> None:
+        self._machine = machine
+        self.samples = samples or {}
+        measured: defaultdict[Any, float] = defaultdict(float)
+        expected: defaultdict[Any, float] = defaultdict(float)
+        for operation, seconds in self.samples.items():
+            measured[operation.function] += seconds
+            expected[operation.function] += self._roofline(operation)
+        self._correction = {name: measured[name] / expected[name] for name in measured if expected[name] > 0}
+
+    def seconds(self, operation: Operation) -> float:
+        """Return how long one call takes."""
+        if operation in self.samples:
+            return self.samples[operation]
+        return self._roofline(operation) * self._correction.get(operation.function, 1.0)
+
+    def period_seconds(self, period: Period) -> float:
+        """Return how long the operators of a period take, one after the other."""
+        calls = sum(self.seconds(operation) * count for operation, count in period.operations.items())
+        return calls + self._machine.moment_seconds
+
+    def _roofline(self, operation: Operation) -> float:
+        machine = self._machine
+        if operation.is_update:
+            return operation.moved_bytes / machine.adam_bytes_per_second
+        arithmetic = operation.flops / machine.flops_of(operation.dtype)
+        return max(arithmetic, operation.moved_bytes / machine.memory_bytes_per_second)
+
+
+def sample(periods: Iterable[Period], machine: MachineSpeeds, *, limit_seconds: float) -> dict[Operation, float]:
+    """Time operations on this machine, those first that a step spends most on, until the time is over.
+
+    Each runs on tensors of its shapes and strides; one that needs too much memory, or that values of our own
+    making do not suit, is left out.
+    """
+    calls: Counter[Operation] = Counter()
+    for period in periods:
+        calls.update(period.operations)
+    costs = OperationCosts(machine)
+    total = {operation: costs.seconds(operation) * count for operation, count in calls.items()}
+    room = int(free_memory_bytes() * _MEMORY_SHARE)
+    end = time.perf_counter() + limit_seconds
+    samples: dict[Operation, float] = {}
+    for operation in sorted(total, key=lambda each: -total[each]):
+        left = end - time.perf_counter()
+        if left <= 0:
+            break
+        if operation.is_update or operation.moved_bytes > room or 2 * costs.seconds(operation) > left:
+            continue
+        seconds = _time(operation, left)
+        if seconds is not None:
+            samples[operation] = seconds
+    return samples
+
+
+def _time(operation: Operation, limit_seconds: float) -> float | None:
+    """Return the seconds of one call, or None where it cannot be called like this."""
+    try:
+        args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
+        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+        with torch.no_grad():
+            return seconds_of(
+                lambda: operation.function(*args, **kwargs), repeats=3, limit_seconds=min(0.3, limit_seconds)
+            )
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        logger.info("%s cannot be timed alone: %s", operation.function, error)
+        return None
+
+
+def _materialize(spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 1."""
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    if spec.dtype.is_floating_point:
+        return tensor.fill_(0.5)
+    return tensor.fill_(1) if spec.dtype == torch.bool else tensor.zero_()

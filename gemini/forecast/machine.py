@@ -1,0 +1,103 @@
+"""MachineSpeeds: how fast a machine is and what its tiers hold, as a small JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.memstats import LinkSpeed
+
+_FORMAT = "gemini-machine-1"
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class MachineSpeeds:
+    """What a forecast knows of a machine.
+
+    ``matmul_flops``: per second, of large matrix products, by dtype (``fp32``, ``bf16``, ``fp16``).
+    ``memory_bytes_per_second``: read and written by operators that only pass over tensors.
+    ``adam_bytes_per_second``: read and written by the optimizer's kernel. ``moment_seconds``: what an
+    operator costs besides its arithmetic: Python, autograd, PreOp and PostOp. ``links``: those between the
+    tiers. ``device_bytes``, ``host_bytes``, ``disk_bytes``: budgets where the command line names none.
+
+    Raises:
+        ConfigError: a field that no machine can have.
+    """
+
+    name: str
+    matmul_flops: Mapping[str, float]
+    memory_bytes_per_second: float
+    adam_bytes_per_second: float
+    moment_seconds: float = 0.0
+    links: tuple[LinkSpeed, ...] = field(default=())
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        rates = {f"matmul_flops {dtype}": rate for dtype, rate in self.matmul_flops.items()}
+        rates["memory_bytes_per_second"] = self.memory_bytes_per_second
+        rates["adam_bytes_per_second"] = self.adam_bytes_per_second
+        for name, rate in rates.items():
+            if not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
+                raise ConfigError(f"machine {self.name!r}: {name} is {rate!r}; it must be a positive number")
+        unknown = set(self.matmul_flops) - set(DTYPE_NAMES.values())
+        if unknown or not self.matmul_flops:
+            raise ConfigError(
+                f"machine {self.name!r}: matmul_flops names {sorted(unknown) or 'no dtype'}; "
+                f"it has one or more of {', '.join(DTYPE_NAMES.values())}"
+            )
+        if not 0 <= self.moment_seconds < math.inf:
+            raise ConfigError(f"machine {self.name!r}: moment_seconds is {self.moment_seconds}")
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Return the rate for ``dtype``; of the fastest other where it is not known."""
+        rate = self.matmul_flops.get(DTYPE_NAMES.get(dtype, ""))
+        return rate if rate is not None else max(self.matmul_flops.values())
+
+    def save(self, path: Path) -> None:
+        """Write the file that :meth:`load` reads. Raises ConfigError where it cannot be written."""
+        document = {"format": _FORMAT, **asdict(self)}
+        try:
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="ascii")
+        except OSError as error:
+            raise ConfigError(f"cannot write the machine to {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> MachineSpeeds:
+        """Return what a file describes.
+
+        Raises:
+            ConfigError: it is missing, no such file, or describes no machine.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the machine {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} describes no machine: {error}") from error
+        if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
+            raise ConfigError(
+                f'{path} is no machine description: it needs "format": "{_FORMAT}"; '
+                "gemini plan MODEL --save-machine FILE writes one to start from"
+            )
+        return cls._of(document, path)
+
+    @classmethod
+    def _of(cls, document: dict[str, Any], path: Path) -> MachineSpeeds:
+        unknown = document.keys() - {item.name for item in fields(cls)}
+        if unknown:
+            raise ConfigError(f"{path}: unknown fields {', '.join(sorted(unknown))}")
+        try:
+            links = tuple(LinkSpeed(**link) for link in document.pop("links", []))
+            return cls(**document, links=links)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: {error}; see docs/plan.md for the fields") from error

@@ -1,0 +1,191 @@
+"""What the operators of a step compute and hold, counted while they run on ``meta`` tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Return the description of a strided tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operator call: equal for calls that take equally long.
+
+    ``function`` with ``specs`` in place of its tensors (``None`` for the update of optimizer states);
+    ``flops``: multiplications and additions of matrix products and attention; ``moved_bytes``: read and
+    written at least; ``dtype``: what it computes in.
+    """
+
+    function: Any
+    specs: tuple[Any, ...]
+    flops: int
+    moved_bytes: int
+    dtype: torch.dtype
+    arguments: Any = field(compare=False, default=None, repr=False)  # (args, kwargs) with specs inside
+
+    @property
+    def is_update(self) -> bool:
+        """Whether this is the optimizer's kernel."""
+        return self.function is None
+
+
+@dataclass
+class Period:
+    """What happens between two moments: operators by kind, and the most bytes of non-model data."""
+
+    operations: Counter[Operation] = field(default_factory=Counter)
+    peak_bytes: int = 0
+
+
+class Meter(TorchDispatchMode):
+    """Counts every operator, and every storage that one of them makes for as long as somebody holds it.
+
+    Storages that exist before are no non-model data of the step: inputs, buffers, chunks. Periods begin with
+    :meth:`open_period`; what comes before the first belongs to the last, because the iteration repeats.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.periods: list[Period] = []
+        self._prelude = Period()
+        self._live_bytes = 0
+        self._known: set[int] = set()  # storages that are counted, or that were there before
+        self._operations: dict[Any, Operation] = {}
+
+    def open_period(self) -> None:
+        """Begin the period of the next moment."""
+        self.periods.append(Period(peak_bytes=self._live_bytes))
+
+    def finish(self) -> list[Period]:
+        """Return the periods of the step, which is over."""
+        if self.periods:
+            last = self.periods[-1]
+            last.operations.update(self._prelude.operations)
+            last.peak_bytes = max(last.peak_bytes, self._prelude.peak_bytes)
+        return self.periods
+
+    def count_update(self, numel: int, moved_bytes: int, dtype: torch.dtype) -> None:
+        """Count one call of the optimizer's kernel."""
+        self._period.operations[Operation(None, (numel,), 0, moved_bytes, dtype)] += 1
+
+    @property
+    def _period(self) -> Period:
+        return self.periods[-1] if self.periods else self._prelude
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._know(tensor, new=False)
+        # Some kernels for meta are Python: what they do with a managed tensor is no operator of the step.
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._know(tensor, new=True)
+        if not func.is_view and func not in _FREE:
+            self._period.operations[self._operation(func, args, kwargs, out)] += 1
+        return out
+
+    def _know(self, tensor: torch.Tensor, *, new: bool) -> None:
+        """Count the storage of ``tensor`` from its first sight to its end; an old one counts nothing."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        nbytes = storage.nbytes() if new else 0
+        self._live_bytes += nbytes
+        self._period.peak_bytes = max(self._period.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._live_bytes -= nbytes
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
+        arguments = tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs))
+        specs = tuple(tree_leaves(arguments))
+        key = (func, repr(specs))
+        operation = self._operations.get(key)
+        if operation is None:
+            tensors = [*_tensors((args, kwargs)), *_tensors(out)]
+            operation = self._operations[key] = Operation(
+                func,
+                (repr(specs),),
+                _flops(func, args, kwargs, out),
+                sum(_touched_bytes(tensor) for tensor in tensors),
+                next((t.dtype for t in tensors if t.is_floating_point()), torch.int64),
+                arguments,
+            )
+        return operation
+
+
+# Make memory known and touch none of it.
+_FREE = {
+    _aten.detach.default,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten._unsafe_view.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+def _cpu_attention_flops(args: tuple[Any, ...], _out: Any) -> int:
+    query, key, value = args[:3]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward_flops(args: tuple[Any, ...], _out: Any) -> int:
+    grad_out, query, key, value = args[:4]
+    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
+
+
+# Not in torch's registry.
+_MORE_FLOPS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward_flops,
+}
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    packet = func.overloadpacket
+    if packet in _MORE_FLOPS:
+        return _MORE_FLOPS[packet](args, out)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; an expanded one has fewer in memory."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

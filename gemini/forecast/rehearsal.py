@@ -1,0 +1,210 @@
+"""One step of a managed model with nothing in its memory: the runtime itself on ``meta`` tensors.
+
+Interception, backward hooks, gradients, the chunk table and the optimizer are those of a real step, so what
+is recorded is what a real step would record. Only memory, transfers and kernels are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini import _C
+from gemini.chunk import Chunk, ChunkManager, ChunkSpec, SearchResult, TensorIds, TierBudgets
+from gemini.ddp import GeminiDDP
+from gemini.forecast.attention import AttentionOfCpu
+from gemini.forecast.meter import Meter, Period
+from gemini.memstats import Trace
+from gemini.optim import CPUAdam, GeminiOptimizer
+from gemini.optim.chunk_update import ChunkUpdate
+from gemini.optim.gradients import visit_gradients
+from gemini.optim.kernels import AdamStep, Row
+from gemini.placement import TierCapacity
+from gemini.runtime import GeminiManager, ModelStorage
+from gemini.runtime.adopt import manage
+from gemini.runtime.build import Blueprint
+from gemini.runtime.config import GeminiConfig
+from gemini.runtime.param import TensorRef
+
+_UNLIMITED = 2**62
+_NUMEL_COLUMN = 8
+
+# A scalar to differentiate, from what the model returned and the inputs.
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step trains. ``accumulation``: forward and backward passes per update."""
+
+    loss: LossFunction
+    accumulation: int = 1
+    clips_norm: bool = True
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one step does. ``trace`` has no compute times; ``periods`` say what there is to compute."""
+
+    trace: Trace
+    periods: tuple[Period, ...]
+    chunk_specs: tuple[ChunkSpec, ...]
+
+
+def rehearse(
+    module: nn.Module, inputs: tuple[Any, ...], recipe: Recipe, config: GeminiConfig, blueprint: Blueprint
+) -> Rehearsal:
+    """Run one training step of ``module``, which is on ``meta`` and is managed from then on.
+
+    Raises:
+        ConfigError: the module cannot be managed.
+        RuntimeError, NotImplementedError: of the module: it looks at values, and there are none.
+    """
+    meter = Meter()
+    model = _RehearsedModel(module, config, blueprint, meter)
+    optimizer = _RehearsedOptimizer(model, meter, recipe.clips_norm)
+    with torch.device("meta"), AttentionOfCpu(), meter:
+        for _ in range(recipe.accumulation):
+            loss = recipe.loss(model(*inputs), inputs)
+            optimizer.backward(loss)
+            del loss
+        optimizer.step()
+    recorded = model.manager.trace
+    assert recorded is not None
+    periods = tuple(meter.finish())
+    trace = replace(recorded, non_model_bytes=tuple(period.peak_bytes for period in periods))
+    specs = tuple(chunk.spec for chunk in model.manager.chunks.chunks)
+    return Rehearsal(trace, periods, specs)
+
+
+class _MetaChunk(Chunk):
+    """A chunk whose window is nowhere."""
+
+    __slots__ = ()
+
+    def __init__(self, chunk_id: int, spec: ChunkSpec) -> None:
+        self.id = chunk_id
+        self.spec = spec
+        self.tensor = torch.empty(spec.numel, dtype=spec.dtype, device="meta")
+
+
+class _MetaChunks(ChunkManager):
+    """The chunk table, with room for everything, over chunks without memory.
+
+    Every moment opens a period of the meter.
+    """
+
+    def __init__(self, specs: Sequence[ChunkSpec], meter: Meter) -> None:
+        self.budgets = TierBudgets(_UNLIMITED)
+        self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
+        self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
+        self.stall_seconds = 0.0
+        self.park_limit_bytes = _UNLIMITED
+        self._meter = meter
+        self._in_flight = {}
+        self._sparse = set()
+        self._suspect = self._under_pressure = self._closed = False
+
+    def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
+        if traced:
+            self._meter.open_period()
+        super().acquire(tensors, traced=traced)
+
+    def address_range(self) -> tuple[int, int]:
+        return 0, 0
+
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        return {link: {"bytes": 0, "seconds": 0.0} for link in ("h2d", "d2h", "disk_read", "disk_write")}
+
+    def _execute(self, actions: Sequence[_C.Action]) -> None:
+        """Allocate and drop: there is nothing to map."""
+
+
+class _RehearsedManager(GeminiManager):
+    """Tells views of a chunk by their storage: addresses on ``meta`` are all 0. Is never resident for good:
+    every operator is a moment."""
+
+    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
+        chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
+        return tensor.untyped_storage()._cdata == chunk.tensor.untyped_storage()._cdata
+
+    def _fits_for_good(self) -> bool:
+        return False
+
+
+class _RehearsedModel(GeminiDDP):
+    """A managed model whose chunks hold nothing."""
+
+    def __init__(self, module: nn.Module, config: GeminiConfig, blueprint: Blueprint, meter: Meter) -> None:
+        self._blueprint = blueprint
+        self.meter = meter
+        super().__init__(module, config=config)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+        blueprint = self._blueprint
+        storage = ModelStorage(
+            blueprint.groups,
+            blueprint.search.chunk_numel,
+            blueprint.budgets,
+            lambda specs, _budgets: _MetaChunks(specs, self.meter),
+        )
+        room = TierCapacity(_UNLIMITED, 0, 0, non_model_bytes=0)
+        manager = _RehearsedManager(storage.chunks, replace(blueprint.context, capacity=room))
+        storage.register(manager)
+        params = dict(module.named_parameters())
+        for name, slot in storage.slots.items():
+            params[name].data = slot.param_view
+            manage(params[name], slot)
+            # As wrapping leaves them: with content.
+            with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
+                pass
+        manager.name_parameters(storage.parameter_names())
+        return storage, manager, blueprint.search
+
+
+class _RehearsedUpdate(ChunkUpdate):
+    """An update that counts what the kernel would read and write."""
+
+    meter: Meter
+
+    def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
+        dtype = self._group.param.spec.dtype
+        masters = dtype.itemsize < 4
+        # Parameter (or its master) and two moments, read and written; the gradient; the copy of a master.
+        element_bytes = 3 * 8 + dtype.itemsize * (2 if masters else 1)
+        for row in rows:
+            self.meter.count_update(row[_NUMEL_COLUMN], row[_NUMEL_COLUMN] * element_bytes, dtype)
+
+
+class _RehearsedOptimizer(GeminiOptimizer):
+    """Looks at gradients and updates, and has no numbers to decide anything by."""
+
+    update_type = _RehearsedUpdate
+
+    def __init__(self, model: _RehearsedModel, meter: Meter, clips_norm: bool) -> None:
+        super().__init__(CPUAdam(model.parameters()), model, max_norm=float(clips_norm))
+        self._meter = meter
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        self._start_clipping()
+        return self._global_norm(norm_type or self.norm_type)
+
+    def _all_finite(self) -> bool:
+        visit_gradients(self.model.storage, self.model.manager, lambda _slot, grad: torch.isfinite(grad))
+        return True
+
+    def _chunk_updates(self) -> list[ChunkUpdate]:
+        updates = super()._chunk_updates()
+        for update in updates:
+            assert isinstance(update, _RehearsedUpdate)
+            update.meter = self._meter
+        return updates
