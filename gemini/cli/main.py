@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
-from gemini.cli import bench, check, trace, train
+from gemini.cli import bench, check, plan, trace, train
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -17,6 +17,8 @@ EXIT_INTERRUPTED = 130
 EPILOG = """\
 start here:
   gemini check                         what this machine and this build have, and what is missing
+  gemini plan gpt2 --device-bytes 1GiB --disk-dir .
+                                       will it fit, how long is a step, what bounds it
   gemini train --device-bytes 64MiB --disk-dir .
                                        train a GPT on Python's own sources in 64 MiB of memory
   gemini train --help                  every option, with its unit and default
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, train, trace, bench):
+    for command in (check, plan, train, trace, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -1,7 +1,7 @@
 """Attention as the CPU computes it, on tensors without memory.
 
-``scaled_dot_product_attention`` chooses by device, and for ``meta`` it chooses the plain one, which keeps every
-product of queries and keys.
+``scaled_dot_product_attention`` chooses by device, and for ``meta`` it chooses the plain one, which keeps
+every product of queries and keys.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ def _choice(
 ) -> int:
     """Return which attention torch would take for such tensors on the CPU; their memory is not touched."""
     with _disable_current_modes():
-        query, key, value, mask = (
+        tensors: list[Any] = [
             None if geometry is None else torch.empty_strided(*geometry[:2], dtype=geometry[2], device="cpu")
             for geometry in operands
-        )
-        return int(
-            torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa)  # type: ignore[attr-defined]
-        )
+        ]
+        return torch._fused_sdp_choice(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from gemini.device import free_memory_bytes
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.measure import free_memory_bytes, seconds_of
 from gemini.forecast.meter import Operation, Period, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,14 @@ class OperationCosts:
         return max(arithmetic, operation.moved_bytes / machine.memory_bytes_per_second)
 
 
-def sample(periods: Iterable[Period], machine: MachineSpeeds, *, limit_seconds: float) -> dict[Operation, float]:
-    """Time operations on this machine, those first that a step spends most on, until the time is over.
+def sample(
+    periods: Iterable[Period], machine: MachineSpeeds, *, limit_seconds: float
+) -> dict[Operation, float]:
+    """Time operations on this machine, those first that a step spends most on; return the median of each.
 
-    Each runs on tensors of its shapes and strides; one that needs too much memory, or that values of our own
-    making do not suit, is left out.
+    They take turns until the time is over, so that a moment in which the machine is busy with something else
+    spoils no single one. Each runs on tensors of its shapes and strides; one that would need too much memory
+    or time, or that values of our own making do not suit, is left out.
     """
     calls: Counter[Operation] = Counter()
     for period in periods:
@@ -70,35 +74,47 @@ def sample(periods: Iterable[Period], machine: MachineSpeeds, *, limit_seconds: 
     total = {operation: costs.seconds(operation) * count for operation, count in calls.items()}
     room = int(free_memory_bytes() * _MEMORY_SHARE)
     end = time.perf_counter() + limit_seconds
-    samples: dict[Operation, float] = {}
+    times: dict[Operation, list[float]] = {}
+    turns: list[tuple[Operation, Callable[[], object]]] = []
     for operation in sorted(total, key=lambda each: -total[each]):
-        left = end - time.perf_counter()
-        if left <= 0:
-            break
-        if operation.is_update or operation.moved_bytes > room or 2 * costs.seconds(operation) > left:
+        if operation.is_update or operation.moved_bytes > room:
             continue
-        seconds = _time(operation, left)
-        if seconds is not None:
-            samples[operation] = seconds
-    return samples
+        if 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
+            continue
+        call = _prepare(operation)
+        if call is not None:
+            room -= operation.moved_bytes
+            turns.append((operation, call))
+            times[operation] = []
+    while turns and time.perf_counter() < end:
+        for operation, call in turns:
+            start = time.perf_counter()
+            call()
+            times[operation].append(time.perf_counter() - start)
+            if time.perf_counter() >= end:
+                break
+    return {operation: median(each) for operation, each in times.items() if each}
 
 
-def _time(operation: Operation, limit_seconds: float) -> float | None:
-    """Return the seconds of one call, or None where it cannot be called like this."""
-    try:
-        args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
-        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+def _prepare(operation: Operation) -> Callable[[], object] | None:
+    """Return a call of the operation that has been made once, or None where it cannot be called like this."""
+    args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
+    kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+
+    def call() -> None:
         with torch.no_grad():
-            return seconds_of(
-                lambda: operation.function(*args, **kwargs), repeats=3, limit_seconds=min(0.3, limit_seconds)
-            )
+            operation.function(*args, **kwargs)
+
+    try:
+        call()
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         logger.info("%s cannot be timed alone: %s", operation.function, error)
         return None
+    return call
 
 
 def _materialize(spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 1."""
+    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     if spec.dtype.is_floating_point:
         return tensor.fill_(0.5)

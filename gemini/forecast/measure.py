@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-import psutil
 import torch
 from torch import nn
 
@@ -25,11 +24,13 @@ _TINY_LAYERS = 24
 _KIB = 1024
 
 
-def measure_machine(dtype: torch.dtype, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
+def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
     """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory."""
     return MachineSpeeds(
         name=f"{platform.node() or 'this machine'}, {len(os.sched_getaffinity(0))} cores",
-        matmul_flops={DTYPE_NAMES[kind]: _matmul_flops(kind) for kind in {torch.float32, dtype}},
+        matmul_flops={
+            DTYPE_NAMES[kind]: _matmul_flops(kind) for kind in {torch.float32, dtype or torch.float32}
+        },
         memory_bytes_per_second=_memory_rate(),
         adam_bytes_per_second=_adam_rate(),
         moment_seconds=_moment_seconds(),
@@ -50,11 +51,6 @@ def seconds_of(call: Callable[[], object], *, repeats: int = _REPEATS, limit_sec
         call()
         times.append(time.perf_counter() - start)
     return median(times)
-
-
-def free_memory_bytes() -> int:
-    """Return what a sample may take a part of."""
-    return int(psutil.virtual_memory().available)
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:

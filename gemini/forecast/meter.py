@@ -6,11 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _aten = torch.ops.aten
@@ -34,13 +35,13 @@ class TensorSpec:
 class Operation:
     """One kind of operator call: equal for calls that take equally long.
 
-    ``function`` with ``specs`` in place of its tensors (``None`` for the update of optimizer states);
+    ``function`` of ``signature``, its arguments without memory (``None`` for the update of optimizer states);
     ``flops``: multiplications and additions of matrix products and attention; ``moved_bytes``: read and
     written at least; ``dtype``: what it computes in.
     """
 
     function: Any
-    specs: tuple[Any, ...]
+    signature: tuple[Any, ...]
     flops: int
     moved_bytes: int
     dtype: torch.dtype
@@ -65,11 +66,15 @@ class Meter(TorchDispatchMode):
 
     Storages that exist before are no non-model data of the step: inputs, buffers, chunks. Periods begin with
     :meth:`open_period`; what comes before the first belongs to the last, because the iteration repeats.
+
+    There are no values. A model that asks for a truth value (mostly: is this mask all true) is told yes,
+    counted in ``num_guesses``; any other value cannot be had.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.periods: list[Period] = []
+        self.num_guesses = 0
         self._prelude = Period()
         self._live_bytes = 0
         self._known: set[int] = set()  # storages that are counted, or that were there before
@@ -99,10 +104,13 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.num_guesses += 1
+            return True
+        for tensor in chain(_tensors(args), _tensors(kwargs)):
             self._know(tensor, new=False)
         # Some kernels for meta are Python: what they do with a managed tensor is no operator of the step.
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         for tensor in _tensors(out):
             self._know(tensor, new=True)
@@ -127,19 +135,17 @@ class Meter(TorchDispatchMode):
         self._live_bytes -= nbytes
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
-        arguments = tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs))
-        specs = tuple(tree_leaves(arguments))
-        key = (func, repr(specs))
+        key = (func, _signature(args), _signature(kwargs))
         operation = self._operations.get(key)
         if operation is None:
-            tensors = [*_tensors((args, kwargs)), *_tensors(out)]
+            tensors = [*_tensors(args), *_tensors(kwargs), *_tensors(out)]
             operation = self._operations[key] = Operation(
                 func,
-                (repr(specs),),
+                key[1:],
                 _flops(func, args, kwargs, out),
                 sum(_touched_bytes(tensor) for tensor in tensors),
                 next((t.dtype for t in tensors if t.is_floating_point()), torch.int64),
-                arguments,
+                tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs)),
             )
         return operation
 
@@ -188,4 +194,21 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _signature(value: Any) -> Any:
+    """Return something hashable that is equal for arguments which take equally long."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple([_signature(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, _signature(item)) for name, item in value.items()])
+    return value if isinstance(value, (int, float, str, bool, torch.dtype, type(None))) else repr(value)

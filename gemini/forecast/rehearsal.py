@@ -48,11 +48,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one step does. ``trace`` has no compute times; ``periods`` say what there is to compute."""
+    """What one step does. ``trace`` has no compute times; ``periods`` say what there is to compute.
+    ``num_guesses``: how often the model looked at a value, which was not there."""
 
     trace: Trace
     periods: tuple[Period, ...]
-    chunk_specs: tuple[ChunkSpec, ...]
+    num_guesses: int
 
 
 def rehearse(
@@ -77,8 +78,7 @@ def rehearse(
     assert recorded is not None
     periods = tuple(meter.finish())
     trace = replace(recorded, non_model_bytes=tuple(period.peak_bytes for period in periods))
-    specs = tuple(chunk.spec for chunk in model.manager.chunks.chunks)
-    return Rehearsal(trace, periods, specs)
+    return Rehearsal(trace, periods, meter.num_guesses)
 
 
 class _MetaChunk(Chunk):
@@ -130,7 +130,7 @@ class _RehearsedManager(GeminiManager):
 
     def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
         chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
-        return tensor.untyped_storage()._cdata == chunk.tensor.untyped_storage()._cdata
+        return bool(tensor.untyped_storage()._cdata == chunk.tensor.untyped_storage()._cdata)
 
     def _fits_for_good(self) -> bool:
         return False

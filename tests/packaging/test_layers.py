@@ -21,6 +21,7 @@ PYTHON_LAYERS = [
     {"timeline"},
     {"ddp", "optim", "checkpoint", "simulate", "wrappers"},
     {"parallel"},
+    {"forecast"},
     {"cli", "compat", "train", "bench"},
 ]
 # Neighbours that must not know each other, although they share a layer.

@@ -1,0 +1,208 @@
+"""``gemini plan``: will a model fit, how long is a step, what bounds it; before any of it exists."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gemini.config import parse_bytes
+from gemini.errors import ConfigError
+
+EPILOG = """\
+MODEL is one of
+  gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-6.7b, gpt3-13b, gpt3-175b
+  gpt:layers=12,hidden=768,heads=12    the GPT of gemini train in any shape; also vocab=N (256)
+  DIR or FILE.json                     a Hugging Face config.json (pip install transformers)
+  package.module:function              your factory: returns a module, (module, inputs) or (module, inputs,
+                                       loss); it is called with batch=, seq= and checkpointing= as far as it
+                                       has such parameters, while torch makes everything on 'meta'
+
+examples:
+  gemini plan gpt2 --batch 8 --seq 1024 --device-bytes 4GiB --disk-dir .
+      GPT-2 in 4 GiB of this machine's memory and a file in this directory
+  gemini plan ./llama-70b --dtype bf16 --seq 4096 --checkpointing --machine server.json --disk-bytes 2TiB
+      a model and a machine of which there is nothing but the descriptions
+  gemini plan my_models:build --batch 32 --json > plan.json
+      for scripts: exit code 0 if it fits, 1 if not
+  gemini plan gpt2 --save-machine here.json
+      keep what was measured, to edit it or to plan elsewhere for this machine
+
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. What the numbers mean: docs/plan.md.
+"""
+
+# What makers of common 1 TB drives promise.
+DEFAULT_TBW = "600TB"
+_SAMPLE_SECONDS = 5.0
+_DTYPES = ("fp32", "bf16", "fp16")
+EXIT_MISFIT = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``plan`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say whether a model will fit, how long a step takes and what bounds it",
+        description="Rehearse one training step of a model without its weights, and say: does it fit these "
+        "budgets, the largest batch, peaks per tier, the time of a step and what it is spent on, how many "
+        "tokens hide the transfers, what a drive loses, and the settings to copy.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="what to train: see below")
+    _add_step_options(parser.add_argument_group("the step"))
+    _add_machine_options(parser.add_argument_group("the machine"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def _add_step_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch", type=_count, default=1, metavar="N", help="samples per forward pass (default: 1)"
+    )
+    group.add_argument(
+        "--seq",
+        type=_count,
+        default=1024,
+        metavar="N",
+        help="tokens per sample, where it has any (default: 1024)",
+    )
+    group.add_argument(
+        "--accumulation",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="forward passes per optimizer step (default: 1)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="fp32",
+        help="what operators compute in; bf16 and fp16 keep an fp32 master of every weight (default: fp32)",
+    )
+    group.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")
+    group.add_argument("--no-clipping", action="store_true", help="train without clipping the global norm")
+
+
+def _add_machine_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="budget of DEVICE (default: the free memory, less a margin)",
+    )
+    group.add_argument("--host-bytes", type=_size, metavar="SIZE", help="budget of HOST (default: 0)")
+    group.add_argument("--disk-dir", metavar="DIR", help="directory of the DISK tier; its drive is measured")
+    group.add_argument(
+        "--disk-bytes", type=_size, metavar="SIZE", help="budget of DISK (default: what the model needs)"
+    )
+    group.add_argument(
+        "--machine", type=Path, metavar="FILE", help="a described machine (docs/plan.md) instead of this one"
+    )
+    group.add_argument(
+        "--save-machine", type=Path, metavar="FILE", help="write the description that was used"
+    )
+    group.add_argument(
+        "--tbw",
+        type=_size,
+        default=parse_bytes(DEFAULT_TBW),
+        metavar="SIZE",
+        help="bytes the drive may take in its life, as its maker states "
+        f"(default: {DEFAULT_TBW}, of a 1 TB drive)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the forecast; return 0 where it fits, 1 where it does not."""
+    from rich.console import Console
+
+    from gemini.cli.plan_model import ModelOptions, find_model
+    from gemini.cli.plan_output import render
+    from gemini.forecast.report import make_report
+
+    source = find_model(options.model, ModelOptions(options.seq, options.checkpointing))
+    settings = settings_from(options)
+    if options.save_machine is not None:
+        settings.machine.save(options.save_machine)
+    report = make_report(source, settings, tbw_bytes=options.tbw)
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        render(report, Console())
+    return 0 if report.fits else EXIT_MISFIT
+
+
+def settings_from(options: argparse.Namespace) -> Any:
+    """Return the settings that parsed ``options`` ask for; measures this machine unless another is described.
+
+    Raises:
+        ConfigError: a tier without a place or without measured links.
+    """
+    from gemini.device import default_budget_bytes
+    from gemini.forecast.forecast import Settings
+    from gemini.forecast.machine import MachineSpeeds
+    from gemini.forecast.measure import measure_machine
+    from gemini.placement.probe import probe_links
+    from gemini.runtime.config import GeminiConfig
+
+    here = options.machine is None
+    config = GeminiConfig.from_options(mixed_precision=None if options.dtype == "fp32" else options.dtype)
+    if here:
+        links = probe_links(disk_dir=options.disk_dir, host=bool(options.host_bytes))
+        machine = measure_machine(config.precision, links)
+    else:
+        machine = MachineSpeeds.load(options.machine)
+    if here and options.disk_bytes and options.disk_dir is None:
+        raise ConfigError("--disk-bytes needs --disk-dir, or --machine with the speed of a disk")
+    device_bytes = _first(
+        options.device_bytes, machine.device_bytes, default_budget_bytes() if here else None
+    )
+    if not device_bytes:
+        raise ConfigError(f"{options.machine} has no device_bytes; add them, or give --device-bytes")
+    disk_bytes = _first(options.disk_bytes, machine.disk_bytes)
+    has_disk = options.disk_dir is not None or bool(disk_bytes)
+    host_bytes = _first(options.host_bytes, machine.host_bytes, 0)
+    _require_links(machine, host=bool(host_bytes), disk=has_disk)
+    return Settings(
+        batch=options.batch,
+        config=GeminiConfig(
+            precision=config.precision,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk_dir=(options.disk_dir or "DIR") if has_disk else None,
+            disk_bytes=disk_bytes,
+        ),
+        machine=machine,
+        accumulation=options.accumulation,
+        clips_norm=not options.no_clipping,
+        sample_seconds=_SAMPLE_SECONDS if here else 0.0,
+    )
+
+
+def _require_links(machine: Any, *, host: bool, disk: bool) -> None:
+    needed = (["h2d", "d2h"] if host else []) + (["disk_read", "disk_write"] if disk else [])
+    missing = sorted(set(needed) - {link.name for link in machine.links})
+    if missing:
+        raise ConfigError(
+            f"nothing is known of the links {', '.join(missing)} of machine {machine.name!r}; add them to "
+            'its "links" (docs/plan.md), or choose a directory that can be written for --disk-dir'
+        )
+
+
+def _first(*values: int | None) -> int | None:
+    """Return the first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _size(text: str) -> int | None:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

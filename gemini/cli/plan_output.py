@@ -1,0 +1,129 @@
+"""A forecast for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from gemini.config import format_bytes
+from gemini.forecast.forecast import StepTime
+from gemini.forecast.report import Report, Wear
+
+TIERS = ("device", "host", "disk")
+_WORDS = {
+    "compute": "forward and backward",
+    "Adam": "the optimizer's update",
+    "h2d": "HOST to DEVICE",
+    "d2h": "DEVICE to HOST",
+    "disk_read": "reading from DISK",
+    "disk_write": "writing to DISK",
+    "disk": "DISK, reading and writing",
+}
+
+
+def render(report: Report, console: Console) -> None:
+    """Print the verdict, what stands in the way, and the numbers."""
+    console.print(_verdict(report))
+    console.print(_sizes(report))
+    if report.step is not None:
+        console.print(_times(report, report.step))
+        console.print(_advice(report, report.step))
+        console.print("\nTo train like this:\n")
+        console.print(Syntax(report.code(), "python", background_color="default", word_wrap=True))
+
+
+def _verdict(report: Report) -> Panel:
+    settings = report.settings
+    what = f"{report.source.name}, {report.num_parameters / 1e6:,.1f} M parameters, batch {settings.batch}"
+    lines = Text()
+    if report.fits:
+        lines.append("It fits.", style="bold green")
+        lines.append(f" The largest batch that does: {report.largest_batch}.")
+    else:
+        lines.append("It does not fit.", style="bold red")
+        for obstacle in report.obstacles:
+            lines.append(f"\n- {obstacle}")
+        if not report.largest_batch:
+            lines.append("\nNo batch size fits these budgets.")
+    return Panel(lines, title=what, title_align="left", expand=False)
+
+
+def _sizes(report: Report) -> Table:
+    table = Table(title="memory", title_justify="left", box=None)
+    for name in ("tier", "peak", "budget"):
+        table.add_column(name, justify="left" if name == "tier" else "right")
+    capacity = report.outlook.blueprint.context.capacity
+    budgets = dict(zip(TIERS, (capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes), strict=True))
+    peaks = {} if report.step is None else report.step.plan.simulation.peak_bytes
+    for tier in TIERS:
+        if budgets[tier]:
+            peak = format_bytes(peaks[tier]) if tier in peaks else "-"
+            table.add_row(tier.upper(), peak, format_bytes(budgets[tier]))
+    size = report.outlook.blueprint.context.size
+    table.add_row("model data", format_bytes(size.total_bytes), "")
+    table.add_row("activations", format_bytes(report.outlook.non_model_bytes), "")
+    return table
+
+
+def _times(report: Report, step: StepTime) -> Table:
+    table = Table(title=f"\none step: {_seconds(step.seconds)}", title_justify="left", box=None)
+    table.add_column("busy")
+    table.add_column("time", justify="right")
+    table.add_column("bytes", justify="right")
+    moved = dict(step.plan.simulation.link_bytes)
+    moved["disk"] = moved.get("disk_read", 0) + moved.get("disk_write", 0)
+    for name, seconds in sorted(step.busy_seconds.items(), key=lambda item: -item[1]):
+        style = "bold yellow" if name == step.bound else ""
+        nbytes = format_bytes(moved[name]) if moved.get(name) else ""
+        table.add_row(_WORDS[name], _seconds(seconds), nbytes, style=style)
+    rate = report.units_per_step / step.seconds if step.seconds else 0.0
+    table.add_row("throughput", f"{rate:,.4g} {report.source.unit}/s", "")
+    return table
+
+
+def _advice(report: Report, step: StepTime) -> Text:
+    text = Text("\n")
+    text.append(f"Bound by {_WORDS[step.bound]}", style="bold")
+    text.append(f"; plan {step.plan.name!r}. No plan could be below {_seconds(step.plan.bound_seconds)}.\n")
+    units, unit = report.units_to_compute_bound, report.source.unit
+    if units is not None:
+        now = report.settings.batch * report.source.tokens
+        verb = "already hide" if now >= units else "do not hide"
+        text.append(
+            f"Transfers hide behind computing from about {units:,} {unit} per forward pass; the {now:,} now "
+            f"{verb} them.\n"
+        )
+    if report.wear is not None:
+        text.append(_wear(report.wear))
+    text.append(_sureness(report, step))
+    return text
+
+
+def _wear(wear: Wear) -> str:
+    return (
+        f"{format_bytes(wear.step_bytes)} are written to disk per step: a drive for "
+        f"{wear.tbw_bytes / 1e12:,.0f} TB lasts {wear.steps:,.0f} steps, {wear.days:,.1f} days of training.\n"
+    )
+
+
+def _sureness(report: Report, step: StepTime) -> str:
+    """Say how far the times can be trusted."""
+    if not report.settings.sample_seconds:
+        return (
+            f"Times are estimated from the speeds of {report.settings.machine.name!r}; nothing was timed.\n"
+        )
+    guesses = report.outlook.rehearsal.num_guesses
+    note = f" The model looked at {guesses} truth values; each was taken to be true." if guesses else ""
+    return (
+        f"{step.sampled_share:.0%} of the compute time is of operators timed here just now, one by one; the "
+        f"rest is estimated.{note}\n"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

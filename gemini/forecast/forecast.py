@@ -1,0 +1,207 @@
+"""Forecast: will it fit, how long is a step, what bounds it; from a rehearsal and a machine's speeds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from gemini.config import format_bytes
+from gemini.errors import OutOfBudgetError
+from gemini.forecast.cost import OperationCosts, sample
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
+from gemini.forecast.source import ModelSource
+from gemini.memstats import Trace
+from gemini.placement import TierCapacity
+from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
+from gemini.placement.planner import ChosenPlan, choose_plan
+from gemini.runtime.build import Blueprint, draw_blueprint
+from gemini.runtime.config import GeminiConfig
+from gemini.runtime.phases import OPTIMIZER
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked. ``sample_seconds``: how long operations are timed on this machine; 0 for a machine that
+    is only described."""
+
+    batch: int
+    config: GeminiConfig
+    machine: MachineSpeeds
+    accumulation: int = 1
+    clips_norm: bool = True
+    sample_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One batch size: what it needs, and why it does not fit, if so."""
+
+    batch: int
+    rehearsal: Rehearsal
+    blueprint: Blueprint
+    obstacles: tuple[str, ...]
+
+    @property
+    def non_model_bytes(self) -> int:
+        """The most that a period needs besides model data."""
+        return max(self.rehearsal.trace.non_model_bytes, default=0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where a step's seconds go, as the planner simulates it. ``bound``: the busiest resource, ``"compute"``,
+    ``"Adam"``, a link, or ``"disk"`` where its directions share a channel; ``busy_seconds``: of each.
+    ``sampled_share``: the part of the compute time that was timed on this machine rather than estimated."""
+
+    seconds: float
+    busy_seconds: dict[str, float]
+    bound: str
+    plan: ChosenPlan
+    sampled_share: float
+
+
+def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
+    """Rehearse a step with ``batch`` and see whether it fits the budgets of ``settings``.
+
+    Raises:
+        ConfigError: the model cannot be managed.
+    """
+    example = source.example(batch)
+    blueprint = draw_blueprint(example.module, settings.config)
+    recipe = Recipe(source.loss, settings.accumulation, settings.clips_norm)
+    rehearsal = rehearse(example.module, example.inputs, recipe, settings.config, blueprint)
+    return Outlook(batch, rehearsal, blueprint, tuple(_obstacles(blueprint, rehearsal.trace)))
+
+
+def time_step(outlook: Outlook, settings: Settings) -> StepTime:
+    """Simulate the step within the budgets.
+
+    Raises:
+        OutOfBudgetError: it does not fit.
+    """
+    machine, rehearsal = settings.machine, outlook.rehearsal
+    samples = {}
+    if settings.sample_seconds > 0:
+        samples = sample(rehearsal.periods, machine, limit_seconds=settings.sample_seconds)
+    costs = OperationCosts(machine, samples)
+    trace = replace(
+        rehearsal.trace,
+        seconds=tuple(costs.period_seconds(period) for period in rehearsal.periods),
+        links=machine.links,
+    )
+    capacity = outlook.blueprint.context.capacity
+    budgets = Machine(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, machine.links)
+    plan = choose_plan(Iteration.of_trace(trace, overlap=True), budgets)
+    busy = _busy_seconds(trace, plan, budgets.disk_shared)
+    calls = Counter[bool]()
+    for period in rehearsal.periods:
+        for operation, count in period.operations.items():
+            calls[operation in samples or operation.is_update] += int(1e9 * costs.seconds(operation) * count)
+    return StepTime(
+        seconds=plan.simulation.step_seconds,
+        busy_seconds=busy,
+        bound=max(busy, key=lambda name: busy[name]),
+        plan=plan,
+        sampled_share=calls[True] / max(calls.total(), 1) if samples else 0.0,
+    )
+
+
+def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> int:
+    """Return the largest batch that fits, 0 where not even one sample does.
+
+    What activations take grows nearly evenly with the batch, so two rehearsals say about where the limit is;
+    the rest is bisection between what was seen to fit and what was seen not to.
+    """
+    fits, fails = (known.batch, 0) if not known.obstacles else (0, known.batch)
+    other = look(source, settings, 1 if known.batch > 1 else 2)
+    if other.obstacles:
+        fails = min(fails or other.batch, other.batch)
+    else:
+        fits = max(fits, other.batch)
+    guess = _extrapolated(known, other)
+    while not fails or fails - fits > 1:
+        if not fits < guess < (fails or math.inf):
+            guess = (fits + fails) // 2 if fails else max(2 * fits, 1)
+        if look(source, settings, guess).obstacles:
+            fails, guess = guess, guess - 1
+        else:
+            fits, guess = guess, guess + 1
+        if fits >= _LARGEST:
+            break
+    return fits
+
+
+# A batch beyond this is limited by something else than memory.
+_LARGEST = 1 << 20
+
+
+def samples_to_compute_bound(step: StepTime, samples: int) -> int | None:
+    """Return how many samples a forward pass needs until computing takes as long as the busiest link, which
+    moves the same bytes for any number of them; ``samples`` are those of ``step``. None: nothing is moved."""
+    links = [seconds for name, seconds in step.busy_seconds.items() if name not in ("compute", "Adam")]
+    slowest = max(links, default=0.0)
+    if slowest == 0 or step.busy_seconds["compute"] == 0:
+        return None
+    return math.ceil(samples * slowest / step.busy_seconds["compute"])
+
+
+def _extrapolated(first: Outlook, second: Outlook) -> int:
+    """Return the batch at which the memory of the tightest moment is used up, if each grows evenly."""
+    device_bytes = first.blueprint.context.capacity.device_bytes
+    limit = math.inf
+    pairs = zip(_moment_needs(first), _moment_needs(second), strict=False)
+    for need, other in pairs:
+        slope = (other - need) / (second.batch - first.batch)
+        if slope > 0:
+            limit = min(limit, first.batch + (device_bytes - need) / slope)
+    return 0 if limit is math.inf or limit < 0 else int(limit)
+
+
+def _moment_needs(outlook: Outlook) -> list[int]:
+    trace = outlook.rehearsal.trace
+    return [
+        sum(trace.chunk_bytes[chunk] for chunk in chunks) + reserve
+        for chunks, reserve in zip(trace.accesses, trace.non_model_bytes, strict=True)
+    ]
+
+
+def _obstacles(blueprint: Blueprint, trace: Trace) -> list[str]:
+    """Return why a step cannot run within the budgets, each with the numbers and the way out."""
+    obstacles = []
+    try:
+        blueprint.refuse_misfit()
+    except OutOfBudgetError as error:
+        obstacles.append(str(error))
+    capacity = blueprint.context.capacity
+    needs = [
+        (sum(trace.chunk_bytes[chunk] for chunk in chunks), reserve, phase)
+        for chunks, reserve, phase in zip(trace.accesses, trace.non_model_bytes, trace.phases, strict=True)
+    ]
+    pinned, reserve, phase = max(needs, key=lambda need: need[0] + need[1], default=(0, 0, ""))
+    missing = pinned + reserve - capacity.device_bytes
+    if missing > 0:
+        obstacles.append(_activation_text(pinned, reserve, phase, capacity, missing))
+    return obstacles
+
+
+def _activation_text(pinned: int, reserve: int, phase: str, capacity: TierCapacity, missing: int) -> str:
+    return (
+        f"an operator of {phase} needs {format_bytes(pinned)} of model data beside "
+        f"{format_bytes(reserve)} of activations and temporaries, {format_bytes(missing)} more than the "
+        f"{format_bytes(capacity.device_bytes)} of DEVICE; raise device_bytes to at least "
+        f"{format_bytes(pinned + reserve)}, lower the batch or the sequence length, or recompute activations "
+        "(--checkpointing)"
+    )
+
+
+def _busy_seconds(trace: Trace, plan: ChosenPlan, disk_shared: bool) -> dict[str, float]:
+    """Return for how long each resource works in a step."""
+    update = sum(s for s, phase in zip(trace.seconds, trace.phases, strict=True) if phase == OPTIMIZER)
+    busy = {"compute": sum(trace.seconds) - update, "Adam": update}
+    links = {name: seconds for name, seconds in plan.simulation.link_seconds.items() if seconds > 0}
+    if disk_shared and "disk_read" in links and "disk_write" in links:
+        links["disk"] = links.pop("disk_read") + links.pop("disk_write")
+    return busy | links

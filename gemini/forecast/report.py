@@ -1,0 +1,168 @@
+"""Report: a forecast as plain data, for people and for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gemini.errors import OutOfBudgetError
+from gemini.forecast.forecast import (
+    Outlook,
+    Settings,
+    StepTime,
+    largest_batch,
+    look,
+    samples_to_compute_bound,
+    time_step,
+)
+from gemini.forecast.machine import DTYPE_NAMES
+from gemini.forecast.source import ModelSource
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Wear:
+    """What a step writes to a drive whose maker promises ``tbw_bytes``, and for how many steps that lasts."""
+
+    step_bytes: int
+    tbw_bytes: int
+    steps: float
+    days: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything ``gemini plan`` says. ``step`` is None where the model does not fit; ``largest_batch`` is 0
+    where no batch does."""
+
+    source: ModelSource
+    settings: Settings
+    outlook: Outlook
+    step: StepTime | None
+    obstacles: tuple[str, ...]
+    largest_batch: int
+    wear: Wear | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step can run within the budgets."""
+        return not self.obstacles
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens, or samples, that one optimizer step learns from."""
+        return self.settings.batch * self.settings.accumulation * self.source.tokens
+
+    @property
+    def units_to_compute_bound(self) -> int | None:
+        """Tokens, or samples, that one forward pass needs to hide what is moved; None: nothing is."""
+        if self.step is None:
+            return None
+        samples = samples_to_compute_bound(self.step, self.settings.batch)
+        return None if samples is None else samples * self.source.tokens
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(spec.layout.used_numel for spec in self.outlook.blueprint.groups)
+
+    def code(self) -> str:
+        """Return the Python lines that build what was forecast."""
+        config, accumulation = self.settings.config, self.settings.accumulation
+        options = []
+        if config.precision is not None:
+            options.append(f"mixed_precision={DTYPE_NAMES[config.precision]!r}")
+        capacity = self.outlook.blueprint.context.capacity
+        options.append(f"device_bytes={capacity.device_bytes}")
+        if capacity.host_bytes:
+            options.append(f"host_bytes={capacity.host_bytes}")
+        if capacity.disk_bytes:
+            options += [f"disk_dir={config.disk_dir!r}", f"disk_bytes={capacity.disk_bytes}"]
+        clip = "max_norm=1.0" if self.settings.clips_norm else ""
+        lines = [
+            f"model = gemini.GeminiDDP(module, {', '.join(options)})",
+            f"optimizer = gemini.GeminiAdamOptimizer(model, lr=1e-4{', ' + clip if clip else ''})",
+        ]
+        if accumulation > 1:
+            lines.append(
+                f"# {accumulation} times forward and optimizer.backward(loss), then optimizer.step()"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report for ``--json``; sizes in bytes, times in seconds."""
+        context = self.outlook.blueprint.context
+        capacity = context.capacity
+        trace = self.outlook.rehearsal.trace
+        return {
+            "model": self.source.name,
+            "machine": self.settings.machine.name,
+            "parameters": self.num_parameters,
+            "batch": self.settings.batch,
+            "accumulation": self.settings.accumulation,
+            "unit": self.source.unit,
+            "units_per_step": self.units_per_step,
+            "fits": self.fits,
+            "obstacles": list(self.obstacles),
+            "largest_batch": self.largest_batch,
+            "model_data_bytes": context.size.total_bytes,
+            "non_model_bytes": self.outlook.non_model_bytes,
+            "budgets": {
+                "device": capacity.device_bytes,
+                "host": capacity.host_bytes,
+                "disk": capacity.disk_bytes,
+            },
+            "moments": trace.num_moments,
+            "chunks": len(trace.chunk_bytes),
+            "guessed_values": self.outlook.rehearsal.num_guesses,
+            "step": _step_dict(self.step),
+            "units_to_compute_bound": self.units_to_compute_bound,
+            "wear": None if self.wear is None else vars(self.wear),
+            "code": self.code(),
+        }
+
+
+def make_report(source: ModelSource, settings: Settings, *, tbw_bytes: int) -> Report:
+    """Forecast a step of ``source`` under ``settings``.
+
+    Raises:
+        ConfigError: the model cannot be built or managed without values.
+    """
+    outlook = look(source, settings, settings.batch)
+    obstacles, step = list(outlook.obstacles), None
+    if not obstacles:
+        try:
+            step = time_step(outlook, settings)
+        except OutOfBudgetError as error:
+            obstacles.append(str(error))
+    largest = largest_batch(source, settings, outlook)
+    if obstacles and largest:
+        obstacles[-1] += f"; batch {largest} fits"
+    return Report(source, settings, outlook, step, tuple(obstacles), largest, _wear(step, tbw_bytes))
+
+
+def _wear(step: StepTime | None, tbw_bytes: int) -> Wear | None:
+    written = 0 if step is None else step.plan.simulation.link_bytes.get("disk_write", 0)
+    if step is None or not written:
+        return None
+    steps = tbw_bytes / written
+    return Wear(written, tbw_bytes, steps, steps * step.seconds / SECONDS_PER_DAY)
+
+
+def _step_dict(step: StepTime | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    simulation = step.plan.simulation
+    return {
+        "seconds": step.seconds,
+        "busy_seconds": step.busy_seconds,
+        "bound": step.bound,
+        "stall_seconds": sum(simulation.stall_seconds),
+        "peak_bytes": dict(simulation.peak_bytes),
+        "link_bytes": dict(simulation.link_bytes),
+        "plan": step.plan.name,
+        "candidates": dict(step.plan.candidates),
+        "bound_seconds": step.plan.bound_seconds,
+        "sampled_share": step.sampled_share,
+    }
