@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.runtime import init_on
+from gemini.runtime.nested import map_tensors
 from gemini.train.model import GPT, GPTConfig, language_loss
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
@@ -112,14 +115,9 @@ def _factory(name: str, options: ModelOptions) -> ModelSource:
         inputs = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
         return Example(module, inputs if "batch" in accepted else _with_batch(inputs, batch))
 
-    def loss(outputs: Any, inputs: Any) -> torch.Tensor:
-        return chosen(outputs, inputs)
-
-    from gemini.runtime import init_on
-
     with init_on("meta"):
         first = made(1)
-    chosen: Callable[[Any, Any], torch.Tensor] = first[2] if len(first) == 3 else mean_of_outputs
+    loss: LossFunction = first[2] if len(first) == 3 else mean_of_outputs
     sequences = len(first) == 1 or "seq" in accepted
     return ModelSource(
         name, build, loss, options.seq if sequences else 1, "tokens" if sequences else "samples"
@@ -147,7 +145,6 @@ def _import(name: str) -> Callable[..., Any]:
 
 def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
     """Give every input another first dimension."""
-    from gemini.runtime.nested import map_tensors
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
@@ -171,8 +168,10 @@ def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
     except ImportError as error:
         raise ConfigError(
             f"{path} describes a {fields['model_type']!r} model, which the package transformers builds: "
-            "pip install transformers"
+            f"pip install transformers ({error})"
         ) from error
+    for name in ("dtype", "torch_dtype"):  # --dtype says what to compute in; masters are fp32
+        fields.pop(name, None)
     config = transformers.AutoConfig.for_model(**fields)
     wanted = [getattr(transformers, each, None) for each in fields.get("architectures") or ()]
     classes: list[Any] = [each for each in wanted if each is not None]

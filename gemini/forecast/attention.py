@@ -72,4 +72,5 @@ def _choice(
             None if geometry is None else torch.empty_strided(*geometry[:2], dtype=geometry[2], device="cpu")
             for geometry in operands
         ]
-        return torch._fused_sdp_choice(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa)
+        choose: Any = torch._fused_sdp_choice
+        return int(choose(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa))

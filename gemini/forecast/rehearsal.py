@@ -6,7 +6,8 @@ is recorded is what a real step would record. Only memory, transfers and kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from gemini import _C
 from gemini.chunk import Chunk, ChunkManager, ChunkSpec, SearchResult, TensorIds, TierBudgets
 from gemini.ddp import GeminiDDP
+from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
@@ -62,16 +64,16 @@ def rehearse(
     """Run one training step of ``module``, which is on ``meta`` and is managed from then on.
 
     Raises:
-        ConfigError: the module cannot be managed.
-        RuntimeError, NotImplementedError: of the module: it looks at values, and there are none.
+        ConfigError: the module cannot be managed, or looks at values, which are not there.
     """
     meter = Meter()
     model = _RehearsedModel(module, config, blueprint, meter)
     optimizer = _RehearsedOptimizer(model, meter, recipe.clips_norm)
     with torch.device("meta"), AttentionOfCpu(), meter:
         for _ in range(recipe.accumulation):
-            loss = recipe.loss(model(*inputs), inputs)
-            optimizer.backward(loss)
+            with _as_refusal():
+                loss = recipe.loss(model(*inputs), inputs)
+                optimizer.backward(loss)
             del loss
         optimizer.step()
     recorded = model.manager.trace
@@ -79,6 +81,21 @@ def rehearse(
     periods = tuple(meter.finish())
     trace = replace(recorded, non_model_bytes=tuple(period.peak_bytes for period in periods))
     return Rehearsal(trace, periods, meter.num_guesses)
+
+
+@contextmanager
+def _as_refusal() -> Iterator[None]:
+    """Turn what a module raises on ``meta`` into a ConfigError that says what may be wrong."""
+    try:
+        yield
+    except GeminiError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the step cannot be rehearsed without values: {first_line}; leave out what depends "
+            "on the values of tensors (.item(), float(tensor), the routing of experts), or check the inputs"
+        ) from error
 
 
 class _MetaChunk(Chunk):

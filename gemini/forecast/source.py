@@ -26,7 +26,7 @@ class Example:
 @dataclass(frozen=True)
 class ModelSource:
     """``build(batch)`` makes the model anew, with inputs of that batch size; it runs while torch makes
-    everything on ``meta``. ``tokens`` is what one sample of a batch counts in the report; ``unit`` says what that is."""
+    everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``."""
 
     name: str
     build: Callable[[int], Example]

@@ -1,0 +1,155 @@
+"""What a forecast says follows from the rehearsal and the machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from forecast_models import KIB, MIB, config, machine, source
+
+from gemini.errors import ConfigError
+from gemini.forecast.cost import OperationCosts, sample
+from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.measure import measure_machine
+from gemini.forecast.meter import Meter, Operation, Period
+from gemini.forecast.report import make_report
+
+
+def settings(device_bytes: int, **options: object) -> Settings:
+    return replace(Settings(2, config(device_bytes), machine()), **options)  # type: ignore[arg-type]
+
+
+def test_a_model_that_fits_moves_nothing_and_is_bound_by_computing() -> None:
+    given = settings(64 * MIB)
+    step = time_step(look(source(), given, 2), given)
+    assert sum(step.plan.simulation.link_bytes.values()) == 0
+    assert step.seconds == pytest.approx(step.busy_seconds["compute"] + step.busy_seconds["Adam"])
+    assert samples_to_compute_bound(step, 2) is None
+
+
+def test_a_slow_disk_bounds_a_model_that_does_not_fit() -> None:
+    slow = settings(1536 * KIB, machine=machine(1e6))
+    step = time_step(look(source(), slow, 2), slow)
+    assert step.bound == "disk"
+    assert step.seconds >= step.busy_seconds["disk"] > step.busy_seconds["compute"]
+    needed = samples_to_compute_bound(step, 2)
+    assert needed is not None
+    assert needed > 2
+
+
+@pytest.mark.parametrize("device_bytes", [1536 * KIB, 3 * MIB, 7 * MIB])
+def test_the_largest_batch_fits_and_the_next_does_not(device_bytes: int) -> None:
+    given = settings(device_bytes)
+    found = largest_batch(source(), given, look(source(), given, 2))
+    assert found >= 1
+    assert not look(source(), given, found).obstacles
+    assert look(source(), given, found + 1).obstacles
+
+
+def test_the_largest_batch_does_not_depend_on_the_one_that_was_asked_for() -> None:
+    given = settings(3 * MIB)
+    assert len({largest_batch(source(), given, look(source(), given, batch)) for batch in (1, 2, 50)}) == 1
+
+
+def test_without_room_for_one_sample_there_is_no_batch_and_a_way_out() -> None:
+    report = make_report(source(), settings(300 * KIB), tbw_bytes=10**12)
+    assert not report.fits
+    assert report.step is None
+    assert report.largest_batch == 0
+    assert "raise device_bytes" in report.obstacles[-1]
+
+
+def test_wear_is_what_the_step_writes() -> None:
+    report = make_report(source(), settings(1536 * KIB), tbw_bytes=10**12)
+    assert report.step is not None
+    assert report.wear is not None
+    assert report.wear.step_bytes == report.step.plan.simulation.link_bytes["disk_write"] > 0
+    assert report.wear.steps == 10**12 / report.wear.step_bytes
+
+
+def test_the_code_of_a_report_is_python_with_its_budgets() -> None:
+    report = make_report(source(), settings(1536 * KIB), tbw_bytes=10**12)
+    compile(report.code(), "code", "exec")
+    assert f"device_bytes={1536 * KIB}" in report.code()
+
+
+# -- costs ----------------------------------------------------------------------------------------
+
+
+def operation(function: str, moved_bytes: int, flops: int = 0) -> Operation:
+    return Operation(function, (moved_bytes, flops), flops, moved_bytes, torch.float32)
+
+
+def test_the_slower_of_arithmetic_and_memory_counts() -> None:
+    costs = OperationCosts(machine())
+    assert costs.seconds(operation("mm", 10**7, 10**11)) == pytest.approx(1.0)
+    assert costs.seconds(operation("add", 10**10)) == pytest.approx(1.0)
+    period = Period(Counter({operation("add", 10**10): 2}))
+    assert costs.period_seconds(period) == pytest.approx(2.0 + 1e-5)
+
+
+def test_a_sample_counts_as_it_is_and_corrects_others_of_its_function() -> None:
+    known, like, other = operation("add", 10**9), operation("add", 2 * 10**9), operation("mul", 10**9)
+    costs = OperationCosts(machine(), {known: 0.3})
+    assert costs.seconds(known) == 0.3
+    assert costs.seconds(like) == pytest.approx(0.6)
+    assert costs.seconds(other) == pytest.approx(0.1)
+
+
+def test_operations_of_a_step_can_be_timed_on_real_memory() -> None:
+    given = settings(64 * MIB)
+    periods = look(source(), given, 2).rehearsal.periods
+    samples = sample(periods, machine(), limit_seconds=0.5)
+    kinds = {each for period in periods for each in period.operations if not each.is_update}
+    assert len(samples) > 0.9 * len(kinds)
+    assert all(seconds > 0 for seconds in samples.values())
+
+
+def test_sampling_needs_no_time_that_it_was_not_given() -> None:
+    with Meter() as meter:
+        torch.empty(1 << 14, 1 << 14, device="meta") @ torch.empty(1 << 14, 1 << 14, device="meta")
+    assert sample([meter._period], machine(), limit_seconds=0.1) == {}
+
+
+# -- machines -------------------------------------------------------------------------------------
+
+
+def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    given = replace(machine(), device_bytes=MIB, host_bytes=0)
+    given.save(path)
+    assert MachineSpeeds.load(path) == given
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{}", "format"),
+        ("nonsense", "describes no machine"),
+        ('{"format": "gemini-machine-1", "name": "x"}', "matmul_flops"),
+        ('{"format": "gemini-machine-1", "wheels": 4}', "wheels"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        MachineSpeeds.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("memory_bytes_per_second", 0.0), ("matmul_flops", {"fp8": 1.0})]
+)
+def test_a_rate_that_no_machine_has_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(machine(), **{field: value})  # type: ignore[arg-type]
+
+
+def test_this_machine_can_be_measured() -> None:
+    here = measure_machine(torch.bfloat16, ())
+    assert set(here.matmul_flops) == {"fp32", "bf16"}
+    assert here.moment_seconds > 0

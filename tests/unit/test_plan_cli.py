@@ -1,0 +1,226 @@
+"""``gemini plan`` says what it found, and what is wrong with what it was given."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forecast_models import KIB, MIB, machine
+
+from gemini.cli.main import build_parser, main
+from gemini.cli.plan_model import PRESETS, ModelOptions, find_model
+from gemini.errors import ConfigError
+from gemini.forecast.machine import MachineSpeeds
+
+GPT = "gpt:layers=2,hidden=64,heads=4"
+FACTORY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+    def forward(self, x):
+        return {"logits": self.second(self.first(x).relu())}
+
+def plain(): return Net(), torch.ones(1, 32)
+def sized(batch): return Net(), (torch.ones(batch, 32),), lambda out, inputs: out["logits"].square().mean()
+def real():
+    with torch.device("cpu"): return Net(), torch.ones(1, 32)
+def wrong(): return 3
+def deciding():
+    class Deciding(Net):
+        def forward(self, x): return super().forward(x * float(x.sum()))
+    return Deciding(), torch.ones(1, 32)
+"""
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> list[str]:
+    """Options that name a machine in a file."""
+    path = tmp_path / "machine.json"
+    machine().save(path)
+    return ["--machine", str(path), "--seq", "32"]
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "plan_factories.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "plan_factories", raising=False)
+    return "plan_factories"
+
+
+def plan(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_verdict_and_the_numbers(
+    described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--device-bytes", "8MiB", "--disk-bytes", "16MiB"]
+    code, found = plan([GPT, *described, *sizes, "--batch", "2"], capsys)
+    assert code == 0
+    assert found["fits"]
+    assert found["largest_batch"] >= 2
+    assert found["units_per_step"] == 2 * 32
+    assert found["step"]["seconds"] >= found["step"]["bound_seconds"] > 0
+
+
+def test_what_does_not_fit_is_exit_code_one_and_says_why(
+    described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = plan([GPT, *described, "--device-bytes", str(300 * KIB), "--batch", "64"], capsys)
+    assert code == 1
+    assert not found["fits"]
+    assert found["step"] is None
+    assert "device_bytes" in found["obstacles"][0]
+
+
+@pytest.mark.parametrize("device_bytes", ["300KiB", "2MiB", "1GiB"])
+def test_people_get_the_verdict_in_words(
+    device_bytes: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", GPT, *described, "--device-bytes", device_bytes, "--disk-bytes", "1GiB"])
+    out = capsys.readouterr().out
+    assert ("It fits." in out) != ("It does not fit." in out)
+    assert ("gemini.GeminiDDP" in out) == ("It fits." in out)
+
+
+def test_this_machine_is_measured_and_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "here.json"
+    options = [
+        "--seq",
+        "32",
+        "--device-bytes",
+        "3MiB",
+        "--disk-dir",
+        str(tmp_path),
+        "--save-machine",
+        str(kept),
+    ]
+    code, found = plan([GPT, *options], capsys)
+    assert code == 0
+    assert found["step"]["sampled_share"] > 0.5
+    assert {link.name for link in MachineSpeeds.load(kept).links} == {"disk_read", "disk_write"}
+
+
+@pytest.mark.parametrize("function", ["plain", "sized"])
+def test_a_factory_may_return_inputs_and_a_loss(
+    function: str, factories: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{factories}:{function}"
+    code, found = plan([name, *described, "--device-bytes", "4MiB", "--batch", "16"], capsys)
+    assert code == 0
+    assert found["parameters"] == 32 * 64 + 64 + 64 * 8 + 8
+    assert found["units_per_step"] == 16
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("real", "made with memory"),
+        ("wrong", "must be a module"),
+        ("missing", "cannot import"),
+        ("deciding", "values"),
+    ],
+)
+def test_a_factory_that_will_not_do_is_one_line(
+    function: str, what: str, factories: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{factories}:{function}", *described, "--device-bytes", str(MIB)]) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert error.startswith("gemini: error: ")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "gpt:layers=x", "gpt:wheels=4"])
+def test_an_unknown_model_is_refused_with_what_there_is(name: str) -> None:
+    with pytest.raises(ConfigError, match="gpt"):
+        find_model(name, ModelOptions(32, checkpointing=False))
+
+
+def test_presets_have_the_published_sizes() -> None:
+    published = {
+        "gpt2": 124e6,
+        "gpt2-medium": 355e6,
+        "gpt2-large": 774e6,
+        "gpt2-xl": 1558e6,
+        "gpt3-13b": 13e9,
+    }
+    for name, parameters in published.items():
+        module = find_model(name, ModelOptions(1024, checkpointing=False)).example(1).module
+        assert sum(each.numel() for each in module.parameters()) == pytest.approx(parameters, rel=0.02)
+    assert published.keys() < PRESETS.keys()
+
+
+def test_a_hugging_face_config_needs_transformers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize("options", [[], ["--checkpointing"]])
+def test_a_hugging_face_config_is_built_and_rehearsed(
+    options: list[str], tmp_path: Path, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="optional: builds models from a config.json")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code, found = plan([str(tmp_path), *described, *options, "--device-bytes", "8MiB"], capsys)
+    assert code == 0
+    assert found["units_per_step"] == 32
+
+
+def test_help_teaches_by_examples() -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["plan", "--help"])
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--disk-bytes", "1GiB"], "--disk-dir"),
+        (["--machine", "/nonexistent"], "cannot read"),
+    ],
+)
+def test_a_machine_that_cannot_be_known_is_refused(
+    options: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", GPT, "--device-bytes", "8MiB", *options]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_a_described_machine_needs_the_links_of_its_tiers(
+    described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", GPT, *described, "--device-bytes", "8MiB", "--host-bytes", "8MiB"]) == 2
+    assert "d2h, h2d" in capsys.readouterr().err
