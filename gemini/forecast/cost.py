@@ -81,7 +81,7 @@ def sample(
             continue
         if 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
             continue
-        call = _prepare(operation)
+        call = prepare(operation)
         if call is not None:
             room -= operation.moved_bytes
             turns.append((operation, call))
@@ -96,7 +96,7 @@ def sample(
     return {operation: median(each) for operation, each in times.items() if each}
 
 
-def _prepare(operation: Operation) -> Callable[[], object] | None:
+def prepare(operation: Operation) -> Callable[[], object] | None:
     """Return a call of the operation that has been made once, or None where it cannot be called like this."""
     args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
     kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}

@@ -92,8 +92,7 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
         seconds=tuple(costs.period_seconds(period) for period in rehearsal.periods),
         links=machine.links,
     )
-    capacity = outlook.blueprint.context.capacity
-    budgets = Machine(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, machine.links)
+    budgets = _budgets(outlook, machine)
     plan = choose_plan(Iteration.of_trace(trace, overlap=True), budgets)
     busy = _busy_seconds(trace, plan, budgets.disk_shared)
     calls = Counter[bool]()
@@ -109,6 +108,16 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
     )
 
 
+def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
+    """Return what the planner may use: the lower tiers only where DEVICE cannot keep everything for good, as
+    the runtime does."""
+    context = outlook.blueprint.context
+    capacity = context.capacity
+    if context.size.total_bytes + outlook.non_model_bytes <= capacity.device_bytes:
+        return Machine(capacity.device_bytes, 0, 0, ())
+    return Machine(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, machine.links)
+
+
 def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> int:
     """Return the largest batch that fits, 0 where not even one sample does.
 
@@ -122,15 +131,15 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
     else:
         fits = max(fits, other.batch)
     guess = _extrapolated(known, other)
-    while not fails or fails - fits > 1:
-        if not fits < guess < (fails or math.inf):
-            guess = (fits + fails) // 2 if fails else max(2 * fits, 1)
-        if look(source, settings, guess).obstacles:
-            fails, guess = guess, guess - 1
+    tries = [guess - 1, guess + 1, guess]
+    while (not fails or fails - fits > 1) and fits < _LARGEST:
+        batch = tries.pop() if tries else (fits + fails) // 2 if fails else 2 * max(fits, 1)
+        if not fits < batch < (fails or math.inf):
+            continue
+        if look(source, settings, batch).obstacles:
+            fails = batch
         else:
-            fits, guess = guess, guess + 1
-        if fits >= _LARGEST:
-            break
+            fits = batch
     return fits
 
 

@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
             out = func(*args, **kwargs)
         for tensor in _tensors(out):
             self._know(tensor, new=True)
-        if not func.is_view and func not in _FREE:
+        if not func.is_view and func not in _FREE and func.namespace == "aten":
             self._period.operations[self._operation(func, args, kwargs, out)] += 1
         return out
 

@@ -11,7 +11,7 @@ import torch
 from forecast_models import KIB, MIB, config, machine, source
 
 from gemini.errors import ConfigError
-from gemini.forecast.cost import OperationCosts, sample
+from gemini.forecast.cost import OperationCosts, prepare, sample
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.measure import measure_machine
@@ -100,19 +100,33 @@ def test_a_sample_counts_as_it_is_and_corrects_others_of_its_function() -> None:
     assert costs.seconds(other) == pytest.approx(0.1)
 
 
-def test_operations_of_a_step_can_be_timed_on_real_memory() -> None:
+def test_operations_of_a_step_can_be_called_on_real_memory() -> None:
     given = settings(64 * MIB)
     periods = look(source(), given, 2).rehearsal.periods
-    samples = sample(periods, machine(), limit_seconds=0.5)
     kinds = {each for period in periods for each in period.operations if not each.is_update}
-    assert len(samples) > 0.9 * len(kinds)
+    assert [str(each.function) for each in kinds if prepare(each) is None] == []
+
+
+def test_what_a_step_spends_most_on_is_timed_first() -> None:
+    large, small = (Period(Counter({_addition(numel): 1})) for numel in (1 << 20, 1 << 4))
+    samples = sample([small, large], machine(), limit_seconds=0.05)
+    assert next(iter(samples)) == next(iter(large.operations))
     assert all(seconds > 0 for seconds in samples.values())
+
+
+def _addition(numel: int) -> Operation:
+    given = torch.empty(numel, device="meta")
+    with Meter() as meter:
+        meter.open_period()
+        given + 1
+    return next(iter(meter.finish()[0].operations))
 
 
 def test_sampling_needs_no_time_that_it_was_not_given() -> None:
     with Meter() as meter:
+        meter.open_period()
         torch.empty(1 << 14, 1 << 14, device="meta") @ torch.empty(1 << 14, 1 << 14, device="meta")
-    assert sample([meter._period], machine(), limit_seconds=0.1) == {}
+    assert sample(meter.finish(), machine(), limit_seconds=0.1) == {}
 
 
 # -- machines -------------------------------------------------------------------------------------

@@ -200,9 +200,10 @@ def test_a_hugging_face_config_is_built_and_rehearsed(
     assert found["units_per_step"] == 32
 
 
-def test_help_teaches_by_examples() -> None:
+def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["plan", "--help"])
+    assert capsys.readouterr().out.count("  gemini plan ") >= 4
 
 
 @pytest.mark.parametrize(
