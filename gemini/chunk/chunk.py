@@ -19,6 +19,7 @@ class ChunkKind(Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    ACTIVATION = "activation"
 
     @property
     def starts_at_zero(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemini import _C
+from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.chunk import Chunk, ChunkSpec
 from gemini.chunk.observer import ChunkObserver
 from gemini.errors import IoError, StateError
@@ -23,13 +24,14 @@ TensorIds = tuple[int, ...] | list[int]
 
 @dataclass(frozen=True)
 class TierBudgets:
-    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked
-    file."""
+    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked file,
+    ``spare_disk_bytes`` its places for chunks that come later: they take no space before they are used."""
 
     device_bytes: int
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: str | None = None
+    spare_disk_bytes: int = 0
 
 
 class ChunkManager:
@@ -50,12 +52,18 @@ class ChunkManager:
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
         self._space = _C.WindowSpace(total)
         self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
+        self._later = GrowingSpace()
+        self._host_later = GrowingSpace()
         self._arena = _C.Arena(budgets.device_bytes)
         self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
-        self._file_bytes = total
-        self._file = self._open_file(total)
+        self._file_bytes = total + budgets.spare_disk_bytes
+        self._places_bytes = 0  # of the file, that chunks have
+        self._file = self._open_file()
         self._engine = _C.TransferEngine(self._file.native if self._file is not None else None)
-        self.chunks = self._build(specs)
+        self.chunks: list[Chunk] = []
+        for spec in specs:
+            host_window = self._host_space.create(spec.nbytes) if self._host_space is not None else None
+            self._append(spec, self._space.create(spec.nbytes), host_window)
         self._in_flight: dict[int, _C.Action] = {}  # engine ticket -> action
         self._sparse: set[int] = set()  # chunks that took disk space in a file that does not reserve it
         self.stall_seconds = 0.0
@@ -65,23 +73,37 @@ class ChunkManager:
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
         self._closed = False
 
-    def _open_file(self, total: int) -> AsyncFile | None:
-        if self.budgets.disk_dir is None or self.budgets.disk_bytes == 0:
+    def _open_file(self) -> AsyncFile | None:
+        disk_bytes = self.budgets.disk_bytes
+        if self.budgets.disk_dir is None or disk_bytes == 0:
             return None
         # With a smaller budget each chunk still has its place; only what the table admits takes disk space.
-        return AsyncFile(self.budgets.disk_dir, total, reserve=self.budgets.disk_bytes >= total)
+        reserve = not self.budgets.spare_disk_bytes and disk_bytes >= self._file_bytes
+        return AsyncFile(self.budgets.disk_dir, self._file_bytes, reserve=reserve)
 
-    def _build(self, specs: Sequence[ChunkSpec]) -> list[Chunk]:
-        chunks = []
-        offset = 0
-        for spec in specs:
-            host_window = self._host_space.create(spec.nbytes) if self._host_space is not None else None
-            chunk_id = self.table.add_chunk(spec.nbytes)
-            chunks.append(Chunk(chunk_id, spec, self._space.create(spec.nbytes), host_window, offset))
-            offset += spec.nbytes
-        return chunks
+    def _append(self, spec: ChunkSpec, window: _C.Window, host_window: _C.Window | None) -> Chunk:
+        chunk_id = self.table.add_chunk(spec.nbytes)
+        chunk = Chunk(chunk_id, spec, window, host_window, self._places_bytes)
+        self.chunks.append(chunk)
+        self._places_bytes += spec.nbytes
+        return chunk
 
     # -- what the runtime calls ------------------------------------------------------------------
+
+    def has_place(self, nbytes: int) -> bool:
+        """Say whether one more chunk of this size has a place in the DISK file, where there is one."""
+        return self._file is None or self._places_bytes + nbytes <= self._file_bytes
+
+    def add_chunk(self, spec: ChunkSpec) -> Chunk:
+        """Add a chunk without content, for which the caller knows that there is a place."""
+        host_window = self._host_later.create(spec.nbytes) if self._host_space is not None else None
+        fitted = self._places_bytes <= self.budgets.disk_bytes
+        chunk = self._append(spec, self._later.create(spec.nbytes), host_window)
+        if fitted and self._places_bytes > self.budgets.disk_bytes and self._file is not None:
+            # What is given up has to be given back from now on, whichever was written before.
+            self._sparse.update(range(len(self.chunks)))
+            self._discard_unheld(set(self._sparse))
+        return chunk
 
     def add_tensor(self, chunk: Chunk) -> int:
         """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""
@@ -301,7 +323,7 @@ class ChunkManager:
         if action.kind == _C.ActionKind.EVICT:
             self._host_arena.map(chunk.host)
             return int(engine.copy(chunk.host.address, window.address, nbytes, _C.Link.D2H))
-        if self.budgets.disk_bytes < self._file_bytes:
+        if self.budgets.disk_bytes < self._places_bytes:
             self._sparse.add(chunk.id)
         source = window if action.from_tier == _C.Tier.DEVICE else chunk.host
         return int(engine.write(source.address, nbytes, chunk.disk_offset, _C.Link.DISK_WRITE))
