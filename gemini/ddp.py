@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class GeminiDDP(nn.Module):
         disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
         non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
+        activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
+            is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
         strict_ddp_mode: every rank runs the same operators in the same order; true of one process, so it
             changes nothing here.
         process_group: ``None``: one process.
@@ -89,6 +91,7 @@ class GeminiDDP(nn.Module):
         disk_bytes: int | str | None = None,
         non_model_bytes: int | str | None = None,
         force_outputs_fp32: bool = False,
+        activation_offload: bool | str = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
         memstats: Trace | None = None,
@@ -114,6 +117,7 @@ class GeminiDDP(nn.Module):
             disk_bytes=disk_bytes,
             non_model_bytes=non_model_bytes,
             force_outputs_fp32=force_outputs_fp32,
+            activation_offload=activation_offload,
             memstats=memstats,
             verbose=verbose,
         )
@@ -137,7 +141,10 @@ class GeminiDDP(nn.Module):
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: _cast(tensor, precision))
-        with self.manager.forward_pass(torch.is_grad_enabled()):
+        training = torch.is_grad_enabled()
+        activations = self.manager.activations if training else None
+        saving = activations.saving(self.module) if activations is not None else nullcontext()
+        with self.manager.forward_pass(training), saving:
             outputs = self.module(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: _cast(tensor, torch.float32))

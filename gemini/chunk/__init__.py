@@ -1,9 +1,10 @@
 """Chunks: layout, size search, memory windows and the manager that moves them between tiers."""
 
+from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.build import init_chunk_manager
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.layout import ChunkLayout, TensorSlot
-from gemini.chunk.manager import ChunkManager, TensorIds, TierBudgets
+from gemini.chunk.manager import ChunkManager, TensorIds
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.search import SearchResult, search_chunk_size
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import ChunkKind, ChunkSpec
 from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.manager import ChunkManager, TierBudgets
+from gemini.chunk.manager import ChunkManager
 from gemini.chunk.search import search_chunk_size
 from gemini.device import default_budget_bytes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gemini import _C
 from gemini.chunk.addresses import GrowingSpace
+from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkSpec
 from gemini.chunk.observer import ChunkObserver
 from gemini.errors import IoError, StateError
@@ -20,18 +20,6 @@ _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.
 
 # What the table takes cheaply: no other sequence.
 TensorIds = tuple[int, ...] | list[int]
-
-
-@dataclass(frozen=True)
-class TierBudgets:
-    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked file,
-    ``spare_disk_bytes`` its places for chunks that come later: they take no space before they are used."""
-
-    device_bytes: int
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    disk_dir: str | None = None
-    spare_disk_bytes: int = 0
 
 
 class ChunkManager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from torch import nn
 
 from gemini.chunk import ChunkLayout, SearchResult, TierBudgets, search_chunk_size
 from gemini.device import default_budget_bytes
-from gemini.placement import ModelDataSize, TierCapacity, make_policy
+from gemini.offload.async_file import checked_directory
+from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
+from gemini.runtime.activations import ActivationOffload, check_offload
 from gemini.runtime.adopt import adopt_module, check_can_initialize, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.keep_plan import KeepPlan
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.storage import GroupSpec, ModelStorage, largest_operator, model_data_sizes
 
@@ -24,6 +28,9 @@ logger = logging.getLogger(__name__)
 # DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
 # the next.
 _CHUNKS_ON_DEVICE = 10
+
+# Chunks of activations keep their places in the DISK file, used or not: as many times what it may hold.
+_SPARE_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,10 @@ class Blueprint:
     context: PlacementContext
     budgets: TierBudgets
 
-    def refuse_misfit(self) -> None:
-        """Raise OutOfBudgetError where the policy cannot fit the model into the budgets."""
-        self.context.policy.warmup_plan(self.context.size, self.context.capacity)
+    def refuse_misfit(self) -> PlacementPlan:
+        """Return the plan of the warmup. Raises OutOfBudgetError where the policy cannot fit the model into
+        the budgets."""
+        return self.context.policy.warmup_plan(self.context.size, self.context.capacity)
 
 
 def build_runtime(
@@ -51,10 +59,15 @@ def build_runtime(
     """
     check_can_initialize(module)
     blueprint = draw_blueprint(module, config)
-    blueprint.refuse_misfit()
+    plan = blueprint.refuse_misfit()
+    offload = config.activation_offload
+    check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
     storage = ModelStorage(blueprint.groups, blueprint.search.chunk_numel, blueprint.budgets)
-    manager = GeminiManager(storage.chunks, blueprint.context, memstats=config.memstats)
+    # The chunks of activations are made by the first step: no trace can name them before.
+    manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     adopt_module(module, storage, manager)
+    if offload:
+        manager.activations = ActivationOffload(manager, KeepPlan() if offload == "auto" else None)
     manager.name_parameters(storage.parameter_names())
     return storage, manager, blueprint.search
 
@@ -82,6 +95,7 @@ def draw_blueprint(module: nn.Module, config: GeminiConfig) -> Blueprint:
     size = ModelDataSize(*model_data_sizes(groups, found.chunk_numel), *largest_operator(module, groups))
     capacity = _capacity(config, device_bytes, size)
     signature = "+".join(spec.layout.signature() for spec in groups)
+    signature += "+activations" if config.activation_offload else ""
     context = PlacementContext(make_policy(config.placement_policy), size, capacity, signature)
     return Blueprint(tuple(groups), found, context, _budgets(config, capacity))
 
@@ -120,7 +134,12 @@ def _capacity(config: GeminiConfig, device_bytes: int, size: ModelDataSize) -> T
     if host_bytes is None:
         # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
         host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0
-    disk_bytes = config.disk_bytes if config.disk_bytes is not None else size.total_bytes
+    disk_bytes = config.disk_bytes
+    if disk_bytes is None:
+        disk_bytes = size.total_bytes
+        if config.activation_offload and config.disk_dir is not None:
+            # Taken only as far as it is used.
+            disk_bytes += shutil.disk_usage(checked_directory(config.disk_dir)).free // 2
     return TierCapacity(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -131,4 +150,5 @@ def _capacity(config: GeminiConfig, device_bytes: int, size: ModelDataSize) -> T
 
 def _budgets(config: GeminiConfig, capacity: TierCapacity) -> TierBudgets:
     disk_dir = os.fspath(config.disk_dir) if config.disk_dir is not None else None
-    return TierBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, disk_dir)
+    spare_bytes = _SPARE_PLACES * capacity.disk_bytes if config.activation_offload else 0
+    return TierBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, disk_dir, spare_bytes)

@@ -41,6 +41,7 @@ class GeminiConfig:
     disk_bytes: int | None = None
     non_model_bytes: int | None = None
     force_outputs_fp32: bool = False
+    activation_offload: bool | str = False
     memstats: Trace | None = None
     verbose: bool = False
 
@@ -92,6 +93,10 @@ class GeminiConfig:
         )
         if config.disk_bytes and config.disk_dir is None:
             raise ConfigError("disk_bytes is given without disk_dir; name the directory for the DISK tier")
+        if config.activation_offload not in (False, True, "auto"):
+            raise ConfigError(
+                f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
+            )
         if config.device_bytes is not None and config.device_bytes <= 0:
             raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")
         return config

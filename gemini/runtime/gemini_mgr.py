@@ -15,6 +15,7 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPlan, PlanReport
+from gemini.runtime import unusable
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
@@ -27,6 +28,7 @@ from gemini.runtime.strays import STRAYS
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
 
 if TYPE_CHECKING:
+    from gemini.runtime.activations import ActivationOffload
     from gemini.runtime.param import TensorRef
 
 
@@ -39,10 +41,8 @@ class GeminiManager:
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
     ) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout.
-
-        A trace of an evaluation spares the warmup of evaluations, one of a step that of steps.
-        """
+        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout; a trace
+        of an evaluation is for evaluations alone."""
         self.chunks = chunks
         self.tensors = StatefulTensorMgr(chunks)
         self.context = context
@@ -56,9 +56,9 @@ class GeminiManager:
         self._due = self.pending.by_tensor  # one look per PreOp
         self._written: set[int] = set()
         self.backward_pins = BackwardPins(self)
+        self.activations: ActivationOffload | None = None
         self._first_address, self._end_address = chunks.address_range()
-        # Gradients outside chunks, in bytes: now, and the most of them together with the table's DEVICE
-        # bytes.
+        # Bytes of gradients outside chunks: now, and the most of them together with the table's DEVICE bytes.
         self.loose_bytes = 0
         self.peak_device_bytes = 0
         self.num_gradients = 0  # that arrived since the model was wrapped
@@ -82,6 +82,8 @@ class GeminiManager:
             STRAYS.report(manager.chunks for manager in _live_managers)
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
+        if self.activations is not None:
+            self._settle_activations()
         if self._due:
             self.run_due(tensors)
         following = self._following
@@ -114,6 +116,7 @@ class GeminiManager:
         """Do as :meth:`operator` for a pending update: it waits for no update, and its moment counts to the
         step that left it."""
         self.backward_pins.settle()
+        self._settle_activations()
         tracing = self._following is self._order
         if tracing:
             try:
@@ -137,9 +140,13 @@ class GeminiManager:
     def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
         address = tensor.data_ptr()
-        if not self._first_address <= address < self._end_address:
+        if not self.in_windows(address):
             return False
         return self.chunks.chunk_at(address) == self.chunks.table.chunk_of(ref.tensors[0])
+
+    def in_windows(self, address: int) -> bool:
+        """Say whether ``address`` lies where the model data's windows are."""
+        return self._first_address <= address < self._end_address
 
     def note_written(self, tensors: TensorIds) -> None:
         """Remember that user code wrote to ``tensors``; see :meth:`take_written`."""
@@ -291,7 +298,10 @@ class GeminiManager:
             self.backward_pins.forget()
             if held is not None:
                 self.chunks.release(held, dirty=False)
+            self._settle_activations()
             self.chunks.recover()
+            if self.activations is not None:
+                self.activations.repin()
 
     def end_step(self) -> None:
         """Close the iteration after the optimizer's update; learn from it when it was the first or a new
@@ -300,12 +310,14 @@ class GeminiManager:
         self.phase = FORWARD
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
+        self._settle_activations()
         if self._in_step:
             self._in_step = False
             self._following = None
+            on_trace = not self.is_warmup and not self.chunks.table.diverged()
             self._order.end(self.pending.all())
             self.chunks.end_step()
-            self.resident = not self.pending and self.observer is None and self._fits_for_good()
+            self._end_activations(on_trace=on_trace)
         if self.observer is not None:
             self.observer.step_ended()
 
@@ -342,10 +354,23 @@ class GeminiManager:
             self._following = None
             self._order.close()
             self._evaluations.close()
-            self.pre_op = _closed  # type: ignore[method-assign]
+            self.pre_op = unusable.closed  # type: ignore[method-assign]
             self.chunks.close()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _settle_activations(self) -> None:
+        if self.activations is not None and self.activations.waiting:
+            self.activations.settle()
+
+    def _end_activations(self, *, on_trace: bool) -> None:
+        activations = self.activations
+        if activations is not None and activations.end_step(on_trace=on_trace):
+            self.run_pending()
+            self._order.record_again()
+            return
+        may_be_resident = (activations is None or activations.keeps_all) and self.observer is None
+        self.resident = may_be_resident and not self.pending and self._fits_for_good()
 
     def _abandon(self) -> None:
         """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
@@ -365,23 +390,11 @@ class GeminiManager:
 _live_managers: weakref.WeakSet[GeminiManager] = weakref.WeakSet()
 
 
-def _closed(tensors: TensorIds) -> None:
-    STRAYS.settle()  # of a backward pass that ran on after close(): this error is the report
-    raise StateError("the managed model was closed; its parameters hold no memory any more")
-
-
-def _in_child(tensors: TensorIds) -> None:
-    raise StateError(
-        "managed parameters cannot be used in a forked process: their memory stays with the parent; "
-        "pass copies, for example param.detach().clone(), or start the process with 'spawn'"
-    )
-
-
 def _after_fork_in_child() -> None:
     for manager in _live_managers:
         manager.resident = False
         manager.pending.clear()
-        manager.pre_op = _in_child  # type: ignore[method-assign]
+        manager.pre_op = unusable.in_child  # type: ignore[method-assign]
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

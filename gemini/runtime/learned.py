@@ -122,6 +122,12 @@ class Learned:
         self._rival = accesses
         return repeated
 
+    def forget(self) -> None:
+        """Go back to before the warmup."""
+        self.plan = self._context.policy.warmup_plan(self._context.size, self._context.capacity)
+        self.planner.forget()
+        self.trace, self.timed, self._rival = None, False, None
+
     def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> _C.Schedule:
         """Return what the table follows; planned if the order is ``steady``, to be repeated."""
         return self.planner.schedule(trace, places, self.plan, final=steady and self.timed)

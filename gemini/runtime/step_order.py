@@ -89,6 +89,12 @@ class StepOrder(Learned):
             self._updates_inside = not pending
         self.resume(pending)
 
+    def record_again(self) -> None:
+        """Forget the trace: the next step is a warmup. Nothing may be pending."""
+        self._schedules.clear()
+        self.forget()
+        self.resume(())
+
     def abandon(self) -> None:
         """Forget the step: what it recorded does not say what an iteration does."""
         super().abandon()

@@ -1,0 +1,237 @@
+"""ActivationOffload: what autograd saves in forward becomes chunks, given back for backward.
+
+See docs/notes/activations.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gemini import _C
+from gemini.chunk import Chunk
+from gemini.errors import ConfigError
+from gemini.placement import TierCapacity
+from gemini.runtime.chunk_pool import ChunkPool
+from gemini.runtime.keep_plan import Fate, KeepPlan
+from gemini.runtime.leases import Leases
+from gemini.runtime.param import ManagedParameter, ManagedTensor
+from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_bytes
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+# Below this a tensor stays where it is: its PreOps cost more than it is worth.
+_SMALLEST_BYTES = 64 * 1024
+
+# Bytes begin in a chunk as far after a multiple of this as they did in their own memory: kernels may sum in
+# another order where the alignment differs.
+_ALIGN_BYTES = 64
+
+# The share of DEVICE that stored tensors may leave behind in the allocator's heap before it is trimmed: their
+# memory is free but, between smaller pieces in use, still resident. Trimming costs page faults.
+_SLACK_SHARE = 8
+
+_ORDINARY = frozenset((torch.Tensor, nn.Parameter))
+_MANAGED = frozenset((ManagedTensor, ManagedParameter))
+
+
+class Parcel:
+    """Bytes ``[start, stop)`` of a storage in a chunk of their own, for as long as somebody holds this."""
+
+    __slots__ = (
+        "__weakref__",
+        "_gone",
+        "_source",
+        "_version",
+        "chunk",
+        "fate",
+        "pad",
+        "start",
+        "stop",
+        "tensor",
+    )
+
+    def __init__(self, saved: torch.Tensor, place: tuple[Chunk, int], gone: deque[Chunk]) -> None:
+        self._gone = gone
+        self.chunk, self.tensor = place
+        self.start = int(saved.storage_offset()) * saved.itemsize
+        self.stop = self.start + span_bytes(saved)
+        self.pad = saved.data_ptr() % _ALIGN_BYTES
+        self._source = StorageWeakRef(saved.untyped_storage())  # no other storage gets its id meanwhile
+        self._version = Version(saved)
+        self.fate = Fate()
+
+    def __del__(self) -> None:
+        # At any moment and on any thread: the next PreOp gives the chunk back.
+        self._gone.append(self.chunk)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Return where a tensor of the same storage begins in the chunk; None: not all of it is there, or
+        it was written since."""
+        start = int(tensor.storage_offset()) * tensor.itemsize - self.start
+        inside = start >= 0 and start + span_bytes(tensor) <= self.stop - self.start
+        return self.pad + start if inside and self._version.is_current else None
+
+    def fill(self, saved: torch.Tensor) -> None:
+        """Copy the bytes from where they are into the window, which is mapped."""
+        nbytes = self.stop - self.start
+        source = torch.empty(0, dtype=torch.uint8)
+        source.set_(saved.untyped_storage(), self.start, (nbytes,), (1,))
+        self.chunk.tensor[self.pad : self.pad + nbytes].copy_(source)
+
+
+class ActivationOffload:
+    """Puts what autograd saves during forward passes into chunks of one model's manager."""
+
+    def __init__(self, manager: GeminiManager, keep: KeepPlan | None) -> None:
+        """``keep`` decides what stays where it is; None: nothing does."""
+        self._manager = manager
+        self._keep = keep
+        self._pool = ChunkPool(manager.chunks)
+        self._leases = Leases(manager)
+        self._gone: deque[Chunk] = deque()  # of parcels that nobody holds any more
+        self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}  # by the id of their storage
+        self._buffers: set[int] = set()  # ids of storages that stay anyway
+        self._slack_bytes = manager.chunks.budgets.device_bytes // _SLACK_SHARE
+        self._untrimmed_bytes = 0  # stored since the allocator returned what it had free
+
+    @contextmanager
+    def saving(self, module: nn.Module) -> Iterator[None]:
+        """Put what autograd saves within the block, a forward pass of ``module``, into chunks."""
+        self._parcels = {key: refs for key, refs in self._parcels.items() if any(ref() for ref in refs)}
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+        with saved_tensors_hooks(self._pack, _restore):
+            yield
+        self._trim()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to settle."""
+        return bool(self._gone or self._leases.ended)
+
+    def settle(self) -> None:
+        """Unpin what backward is done with, and free what nobody can ask for any more."""
+        self._leases.settle()
+        while self._gone:
+            self._leases.settle()  # the pin of a parcel ended before it was gone
+            self._pool.give_back(self._gone[0])
+            self._gone.popleft()
+
+    def end_step(self, *, on_trace: bool) -> bool:
+        """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether the
+        next will save otherwise."""
+        return self._keep is not None and self._keep.end_step(on_trace=on_trace)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all that a step saves stays where it is."""
+        return self._keep is not None and self._keep.keeps_all
+
+    def repin(self) -> None:
+        """Pin again what is in use, after everything was unpinned."""
+        self._leases.repin()
+
+    # -- what autograd calls ---------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        called_by_operator = not torch._C._is_torch_function_enabled()
+        with PlainTensors():
+            if type(tensor) in _MANAGED and not called_by_operator:
+                return self._weight(tensor)
+            if not self._worth_storing(tensor):
+                return Kept(tensor)
+            nbytes = span_bytes(tensor)
+            if self._keep is not None and (self._manager.resident or self._keep.next_stays(nbytes)):
+                return Kept(tensor)
+            parcel, offset = self._find(tensor) or self._store(tensor)
+            if self._keep is not None:
+                self._keep.note(nbytes, parcel.fate)
+            return Stored(tensor, self._leases, parcel, offset)
+
+    def _weight(self, tensor: torch.Tensor) -> Saved:
+        """Save a managed tensor for a custom function, whose backward no hook brackets."""
+        ref = tensor._ref  # type: ignore[attr-defined]
+        if ref.manager is not self._manager:
+            return Kept(tensor)
+        chunks = self._manager.chunks
+        chunk = chunks.chunks[chunks.table.chunk_of(ref.tensors[0])]
+        owner = Weight(chunk, ref.tensors[0])
+        return Stored(tensor, self._leases, owner, tensor.data_ptr() - chunk.window.address)
+
+    def _worth_storing(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor is ordinary memory that the graph keeps, and enough of it."""
+        return (
+            type(tensor) in _ORDINARY
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and not (tensor.is_neg() or tensor.is_conj())
+            and span_bytes(tensor) >= _SMALLEST_BYTES
+            and tensor.data_ptr() % tensor.itemsize == 0
+            and not self._manager.in_windows(tensor.data_ptr())
+            and tensor.untyped_storage()._cdata not in self._buffers
+        )
+
+    def _find(self, tensor: torch.Tensor) -> tuple[Parcel, int] | None:
+        for ref in self._parcels.get(tensor.untyped_storage()._cdata, ()):
+            parcel = ref()
+            offset = parcel.offset_of(tensor) if parcel is not None else None
+            if parcel is not None and offset is not None:
+                return parcel, offset
+        return None
+
+    def _store(self, tensor: torch.Tensor) -> tuple[Parcel, int]:
+        """Copy a tensor into a chunk.
+
+        Raises:
+            OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is stored.
+        """
+        manager = self._manager
+        if self.waiting:
+            self.settle()
+        place = self._pool.take(span_bytes(tensor) + tensor.data_ptr() % _ALIGN_BYTES)
+        parcel = Parcel(tensor, place, self._gone)
+        with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
+            parcel.fill(tensor)
+        self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
+        self._untrimmed_bytes += place[0].spec.nbytes
+        if self._untrimmed_bytes > self._slack_bytes:
+            self._trim()
+        return parcel, parcel.pad
+
+    def _trim(self) -> None:
+        """Return to the system what tensors have left behind that are in chunks now."""
+        if self._untrimmed_bytes:
+            self._untrimmed_bytes = 0
+            _C.malloc_trim()
+
+
+def _restore(saved: Saved) -> torch.Tensor:
+    return saved.restore()
+
+
+def check_offload(offload: bool | str, capacity: TierCapacity, *, measured: bool) -> None:
+    """Refuse what ``activation_offload`` could not do; ``measured``: the first step shows non-model memory.
+
+    Raises:
+        ConfigError: there is no tier below DEVICE, or what stays there would not be counted.
+    """
+    if offload and not (capacity.host_bytes or capacity.disk_bytes):
+        raise ConfigError(
+            "activation_offload needs a tier below DEVICE but HOST and DISK are absent; "
+            "give disk_dir, or host_bytes"
+        )
+    if offload == "auto" and not measured:
+        raise ConfigError(
+            "activation_offload='auto' keeps on DEVICE what a recorded step shows to fit there: it needs "
+            "placement_policy='auto' and no non_model_bytes; or choose activation_offload=True"
+        )

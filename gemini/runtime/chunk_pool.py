@@ -1,0 +1,66 @@
+"""ChunkPool: chunks for tensors whose sizes show only while a model runs."""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+
+from gemini.chunk import Chunk, ChunkKind, ChunkManager, ChunkSpec
+from gemini.errors import OutOfBudgetError
+
+_PAGE_BYTES = 4096
+_SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
+
+
+class ChunkPool:
+    """Chunks of a few sizes, made when they are needed first and used again and again.
+
+    Of the free chunks of a size the one made first is taken: steps that take and give back alike use the same
+    chunks for the same tensors, which is what a trace records.
+    """
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self._chunks = chunks
+        self._free: dict[int, list[int]] = {}  # size in bytes -> heap of chunk ids
+        self._tensors: dict[int, int] = {}  # chunk id -> its tensor in the table
+
+    def take(self, nbytes: int) -> tuple[Chunk, int]:
+        """Return a chunk of at least ``nbytes`` without content, and its tensor in the table.
+
+        Raises:
+            OutOfBudgetError: the DISK file has no place for another one.
+        """
+        size = rounded_bytes(nbytes)
+        if not self._free.get(size) and not self._chunks.has_place(size):
+            size = self._larger(size)
+        free = self._free.setdefault(size, [])
+        if free:
+            chunk = self._chunks.chunks[heapq.heappop(free)]
+            return chunk, self._tensors[chunk.id]
+        chunk = self._chunks.add_chunk(ChunkSpec(ChunkKind.ACTIVATION, size, torch.uint8))
+        tensor = self._tensors[chunk.id] = self._chunks.add_tensor(chunk)
+        return chunk, tensor
+
+    def _larger(self, nbytes: int) -> int:
+        """Return the smallest size above ``nbytes`` of which a chunk is free: after batches of many shapes
+        there may be no place for further chunks."""
+        larger = [size for size, free in self._free.items() if free and size > nbytes]
+        if not larger:
+            raise OutOfBudgetError(
+                f"no place on DISK for a further chunk of {nbytes} bytes of activations; raise disk_bytes "
+                "or use fewer different batch shapes"
+            )
+        return min(larger)
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Give up the content of ``chunk``, which no operator uses; it may be taken again."""
+        self._chunks.free((self._tensors[chunk.id],))
+        heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """Return the size of the chunk for ``nbytes``: whole pages, ``_SIZES_PER_OCTAVE`` sizes to a doubling."""
+    octave: int = 1 << max(nbytes - 1, 1).bit_length() - 1
+    step = max(_PAGE_BYTES, octave // _SIZES_PER_OCTAVE)
+    return -(-nbytes // step) * step

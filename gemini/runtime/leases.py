@@ -1,0 +1,83 @@
+"""Leases: tensors over windows, which whoever gets them may keep as long as he likes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gemini.chunk import Chunk
+from gemini.runtime.keep_plan import Fate
+from gemini.runtime.phases import BACKWARD
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+
+class Tenant(Protocol):
+    """What a lease keeps alive: ``tensor`` is its id in the chunk table, ``fate`` what to note before it is
+    fetched."""
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def chunk(self) -> Chunk: ...
+
+    @property
+    def fate(self) -> Fate | None: ...
+
+
+class Leases:
+    """Pins that last as long as a storage does.
+
+    Who gets a saved tensor may keep it: checkpointing runs a whole block again from one, a graph of second
+    derivatives saves it anew. So the pin is not the node's but the storage's: it ends when the last tensor
+    over it is gone. That may be at any moment and on any thread; it is only noted then, and the next PreOp
+    unpins.
+    """
+
+    def __init__(self, manager: GeminiManager) -> None:
+        self._manager = manager
+        self._living: dict[int, tuple[weakref.ref[memoryview], Tenant]] = {}  # by the id of the reference
+        self.ended: deque[int] = deque()  # tensors to unpin, once per entry
+
+    def storage(self, tenant: Tenant) -> torch.UntypedStorage:
+        """Fetch the tenant's chunk and pin it for the life of the storage that is returned, its window.
+
+        Raises:
+            OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
+        """
+        manager = self._manager
+        if torch._C._current_graph_task_id() != -1:
+            manager.phase = BACKWARD
+        if tenant.fate is not None:
+            tenant.fate.settle(manager.chunks.table, tenant.chunk.id)
+        manager.pre_op((tenant.tensor,))
+        try:
+            view = memoryview(tenant.chunk.window)
+            lease = weakref.ref(view, self._end)
+            storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+            self._living[id(lease)] = lease, tenant
+        except BaseException:
+            manager.post_op((tenant.tensor,), False)
+            raise
+        return storage
+
+    def settle(self) -> None:
+        """Unpin what nobody looks at any more."""
+        while self.ended:
+            self._manager.chunks.release((self.ended.popleft(),), dirty=False)
+
+    def repin(self) -> None:
+        """Pin again after everything was unpinned; nothing may have been evicted meanwhile."""
+        self.ended.clear()
+        living = [tenant.tensor for _, tenant in list(self._living.values())]
+        if living:
+            self._manager.chunks.acquire(living, traced=False)
+
+    def _end(self, lease: weakref.ref[memoryview]) -> None:
+        _, tenant = self._living.pop(id(lease))
+        self.ended.append(tenant.tensor)

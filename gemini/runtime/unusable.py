@@ -1,0 +1,21 @@
+"""What a PreOp is replaced by where managed memory is gone: after close(), and in a forked process."""
+
+from __future__ import annotations
+
+from gemini.chunk import TensorIds
+from gemini.errors import StateError
+from gemini.runtime.strays import STRAYS
+
+
+def closed(tensors: TensorIds) -> None:
+    """Raise StateError: the model was closed."""
+    STRAYS.settle()  # of a backward pass that ran on after close(): this error is the report
+    raise StateError("the managed model was closed; its parameters hold no memory any more")
+
+
+def in_child(tensors: TensorIds) -> None:
+    """Raise StateError: the memory is the parent's."""
+    raise StateError(
+        "managed parameters cannot be used in a forked process: their memory stays with the parent; "
+        "pass copies, for example param.detach().clone(), or start the process with 'spawn'"
+    )

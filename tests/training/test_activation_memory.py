@@ -1,0 +1,149 @@
+"""What saved tensors hold is given back by itself, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from activation_harness import Net, activation_bytes, net_loss, offloaded, store_small_tensors
+from torch import Tensor, nn
+from training_harness import (
+    KIB,
+    assert_within_budgets,
+    managed_optimizer,
+    random_batch,
+    seeded,
+    tight,
+)
+
+from gemini import GeminiDDP
+from gemini.errors import ConfigError, OutOfBudgetError
+
+pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
+
+
+class Keeps(torch.autograd.Function):
+    """Saves a view, an expanded tensor and one that is not contiguous; leaves what it got in ``seen``."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Save three tensors over the memory of one."""
+        ctx.save_for_backward(x.t(), x[1:3], x[:1].expand(5, 32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Hand out what was saved."""
+        Keeps.seen = list(ctx.saved_tensors)
+        return grad
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Save views of one tensor."""
+        out: Tensor = Keeps.apply(self.fc(x))
+        return out
+
+
+def test_views_keep_their_strides_and_share_one_chunk(tmp_path: Path) -> None:
+    x = random_batch(0, 4, 32)
+    with GeminiDDP(seeded(Views), **offloaded(tmp_path)) as model:
+        before = len(model.manager.chunks.chunks)
+        loss = model(x).sum()
+        stored = len(model.manager.chunks.chunks) - before
+        loss.backward()
+        turned, row, wide = Keeps.seen
+        assert (row.stride(), wide.stride(), turned.stride()) == ((32, 1), (0, 1), (1, 32))
+        assert torch.equal(row, turned.t()[1:3])
+        assert torch.equal(wide[4], turned.t()[0])
+        assert stored == 2  # the input of the layer, and its result once for all three
+        Keeps.seen = row = wide = turned = None  # type: ignore[assignment]
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fail after half of the work."""
+        x = self.net(x)
+        if self.fails:
+            raise ValueError("half-way")
+        out: Tensor = self.net(x)
+        return out
+
+
+def test_a_forward_that_raises_gives_everything_back(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Fails), **offloaded(tmp_path, 300 * KIB)) as model:
+        with pytest.raises(ValueError, match="half-way"):
+            model(random_batch(0, 8, 16, 32))
+        gc.collect()
+        assert activation_bytes(model) == 0
+
+
+def test_a_graph_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Net), **offloaded(tmp_path, 300 * KIB)) as model:
+        loss = net_loss(model, 0)
+        assert activation_bytes(model) > 100 * KIB
+        del loss
+        assert activation_bytes(model) == 0
+
+
+def test_backward_frees_what_it_has_used(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Net), **offloaded(tmp_path, 300 * KIB)) as model:
+        loss = net_loss(model, 0)
+        loss.backward()
+        assert activation_bytes(model) == 0
+
+
+def test_nothing_is_stored_without_gradients(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Net), **offloaded(tmp_path, 300 * KIB)) as model, torch.no_grad():
+        before = len(model.manager.chunks.chunks)
+        model(random_batch(0, 8, 16, 32))
+        assert len(model.manager.chunks.chunks) == before
+
+
+def test_a_tensor_kept_beyond_backward_stays_readable(tmp_path: Path) -> None:
+    x = random_batch(0, 4, 32)
+    with GeminiDDP(seeded(Views), **offloaded(tmp_path)) as model:
+        optimizer = managed_optimizer(model)
+        model(x).sum().backward()
+        kept, want = Keeps.seen[0], Keeps.seen[0].clone()
+        optimizer.step()
+        for step in range(3):
+            model(random_batch(step, 4, 32)).sum().backward()
+            optimizer.step()
+        assert torch.equal(kept, want)
+        del kept
+        Keeps.seen = []
+
+
+def test_activations_that_fit_no_tier_are_refused(tmp_path: Path) -> None:
+    options = tight(tmp_path, 200 * KIB, disk_bytes=600 * KIB, activation_offload=True)
+    with GeminiDDP(seeded(Net), **options) as model:
+        with pytest.raises(OutOfBudgetError, match="disk_bytes"):
+            net_loss(model, 0)
+        gc.collect()
+        assert activation_bytes(model) == 0
+        assert_within_budgets(model.stats())
+
+
+def test_offload_needs_a_tier_below_device() -> None:
+    with pytest.raises(ConfigError, match="disk_dir"):
+        GeminiDDP(nn.Linear(4, 4), device_bytes="1MiB", activation_offload=True)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose False, True or 'auto'"):
+        GeminiDDP(nn.Linear(4, 4), activation_offload="always")

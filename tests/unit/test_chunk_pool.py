@@ -1,0 +1,65 @@
+"""Chunks whose sizes show only while a model runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini.chunk import ChunkManager, TierBudgets
+from gemini.errors import OutOfBudgetError
+from gemini.runtime.chunk_pool import ChunkPool, rounded_bytes
+
+PAGE = 4096
+
+
+@given(st.integers(1, 2**40))
+def test_a_size_is_whole_pages_and_an_eighth_too_large_at_most(nbytes: int) -> None:
+    size = rounded_bytes(nbytes)
+    assert size % PAGE == 0
+    assert nbytes <= size < nbytes + max(PAGE, nbytes / 8 + 1)
+    assert rounded_bytes(size) == size
+
+
+@pytest.fixture
+def chunks(tmp_path: Path) -> ChunkManager:
+    """Return a manager without chunks whose DISK file has places for 16 pages of them."""
+    return ChunkManager([], TierBudgets(8 * PAGE, 0, 8 * PAGE, str(tmp_path), 16 * PAGE))
+
+
+def test_the_chunk_made_first_is_taken_first(chunks: ChunkManager) -> None:
+    pool = ChunkPool(chunks)
+    first, second = pool.take(PAGE)[0], pool.take(PAGE)[0]
+    pool.give_back(second)
+    pool.give_back(first)
+    assert [pool.take(PAGE)[0].id, pool.take(PAGE)[0].id] == [first.id, second.id]
+    chunks.close()
+
+
+def test_without_a_place_a_larger_chunk_serves_and_then_none(chunks: ChunkManager) -> None:
+    pool = ChunkPool(chunks)
+    large, _ = pool.take(14 * PAGE)
+    pool.take(2 * PAGE)
+    pool.give_back(large)
+    assert pool.take(PAGE)[0] is large
+    with pytest.raises(OutOfBudgetError, match="batch shapes"):
+        pool.take(PAGE)
+    chunks.close()
+
+
+def test_content_that_leaves_device_comes_back(chunks: ChunkManager) -> None:
+    pool = ChunkPool(chunks)
+    taken = [pool.take(4 * PAGE) for _ in range(3)]  # DEVICE holds two of them
+    for value, (chunk, tensor) in enumerate(taken):
+        chunks.acquire([tensor], traced=False)
+        chunk.tensor.fill_(value)
+        chunks.release([tensor], dirty=True)
+    for value, (chunk, tensor) in enumerate(taken):
+        chunks.acquire([tensor], traced=False)
+        assert bool((chunk.tensor == value).all())
+        chunks.release([tensor], dirty=False)
+        pool.give_back(chunk)
+    assert chunks.table.usages() == (0, 0, 0)
+    chunks.close()
