@@ -20,7 +20,9 @@ from training_harness import (
 )
 
 from gemini import GeminiDDP
+from gemini._C import malloc_trim
 from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.memstats import ProcessMonitor
 
 pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
@@ -127,6 +129,32 @@ def test_a_tensor_kept_beyond_backward_stays_readable(tmp_path: Path) -> None:
         assert torch.equal(kept, want)
         del kept
         Keeps.seen = []
+
+
+def peak_bytes_of_a_step(offload: bool, tmp_path: Path) -> int:
+    """Return how much resident memory the second step of a deep model adds to what was there before."""
+    layers = [module for _ in range(24) for module in (nn.Linear(256, 256), nn.GELU())]
+    options = {**tight(tmp_path, "32MiB", disk_bytes="1GiB"), "min_chunk_size_mb": 1}
+    with GeminiDDP(nn.Sequential(*layers), activation_offload=offload, **options) as model:
+        optimizer = managed_optimizer(model)
+        for step in range(2):
+            monitor = ProcessMonitor()
+            malloc_trim()  # what earlier tests have left there would be used first
+            before = monitor.resident_bytes()
+            monitor.start_period()
+            loss = model(random_batch(step, 2048, 256)).square().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            peak = monitor.end_period() - before
+            monitor.close()
+        return peak
+
+
+def test_resident_memory_falls_by_what_leaves_device(tmp_path: Path) -> None:
+    saved_bytes = 24 * 2 * 2 * 2**20  # the inputs of every linear layer and every GELU
+    plain, offloaded_peak = (peak_bytes_of_a_step(offload, tmp_path) for offload in (False, True))
+    assert plain > saved_bytes
+    assert offloaded_peak < plain - saved_bytes // 2
 
 
 def test_activations_that_fit_no_tier_are_refused(tmp_path: Path) -> None:
