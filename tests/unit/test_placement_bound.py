@@ -1,0 +1,121 @@
+"""The lower bound of a step: below every plan, and equal to computing where nothing has to wait."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini import _C
+from gemini.memstats import LINKS, LinkSpeed
+from gemini.placement.bound import lower_bound
+from gemini.placement.hints import Hints, make_hints, make_schedule
+from gemini.placement.intervals import find_intervals
+from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
+from gemini.placement.problem import PlanProblem
+
+_CHUNKS, _UNIT = 5, 100
+_STEPS, _MEASURED = 36, 24  # long enough for plans whose period is several steps
+
+
+def links(read: float, write: float) -> tuple[LinkSpeed, ...]:
+    """Return links that carry so many units per second."""
+    return tuple(
+        LinkSpeed(name, _UNIT * (write if name in ("d2h", "disk_write") else read), 0.0) for name in LINKS
+    )
+
+
+@st.composite
+def iterations(draw: st.DrawFn) -> Iteration:
+    """Steps of up to 10 moments, each with one or two of five chunks, some of which die and come again."""
+    moments = draw(st.integers(2, 10))
+    chunk = st.integers(0, _CHUNKS - 1)
+    accesses = [sorted(draw(st.sets(chunk, min_size=1, max_size=2))) for _ in range(moments)]
+    modes = ["".join(draw(st.sampled_from("rrm")) for _ in chunks) for chunks in accesses]
+    frees: list[list[int]] = [[] for _ in range(moments)]
+    for dies in draw(st.sets(chunk, max_size=2)):
+        uses = [moment for moment, chunks in enumerate(accesses) if dies in chunks]
+        if uses:
+            slot = accesses[uses[0]].index(dies)
+            modes[uses[0]] = modes[uses[0]][:slot] + "w" + modes[uses[0]][slot + 1 :]
+            frees[uses[-1]].append(dies)
+    seconds = draw(st.lists(st.sampled_from((0.0, 0.5, 1.0)), min_size=moments, max_size=moments))
+    return Iteration(
+        chunk_bytes=tuple(_UNIT * draw(st.integers(1, 2)) for _ in range(_CHUNKS)),
+        accesses=tuple(map(tuple, accesses)),
+        modes=tuple(modes),
+        frees=tuple(tuple(sorted(chunks)) for chunks in frees),
+        seconds=tuple(seconds),
+        reserve_bytes=(0,) * moments,
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Room for two to five chunks of two units, and either tier below."""
+    speeds = links(draw(st.sampled_from((1.0, 2.0))), draw(st.sampled_from((0.5, 1.0))))
+    device = _UNIT * draw(st.integers(4, 2 * _CHUNKS))
+    below = 4 * _UNIT * _CHUNKS
+    host, disk = draw(st.sampled_from(((below, 0), (0, below))))
+    return Machine(device, host, disk, speeds, disk_shared=draw(st.booleans()))
+
+
+def long_run(iteration: Iteration, machine: Machine, hints: Hints | None) -> float:
+    """Return the mean seconds of many steps."""
+    simulator = _C.Simulator(
+        chunk_bytes=iteration.chunk_bytes,
+        modes=iteration.modes,
+        frees=iteration.frees,
+        seconds=iteration.seconds,
+        budgets=machine.budgets,
+        links=[machine.speed(name) for name in LINKS],
+        disk_shared=machine.disk_shared,
+    )
+    return simulator.run(make_schedule(iteration, hints), _STEPS, _MEASURED).seconds
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(iterations(), machines(), st.randoms(use_true_random=False), st.integers(2, 10))
+def test_no_plan_is_faster_than_the_bound(iteration, machine, chance, buckets):
+    them = find_intervals(iteration)
+    problem = PlanProblem.of(iteration, machine)
+    keep = them.nbytes < 0
+    for i in chance.sample(range(len(them)), len(them)):
+        keep[i] = chance.random() < 0.7
+        keep[i] = keep[i] and problem.fits(keep)
+    hints = make_hints(iteration, them, keep, problem.flushed_at(0.0))
+    bound = lower_bound(iteration, machine, buckets=buckets)
+    for plan in (None, hints):
+        assert long_run(iteration, machine, plan) >= bound - 1e-6
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(iterations(), st.integers(1, 10))
+def test_where_everything_fits_the_bound_is_computing(iteration, buckets):
+    machine = Machine(2 * _UNIT * _CHUNKS, 4 * _UNIT * _CHUNKS, 0, links(0.1, 0.1))
+    assert lower_bound(iteration, machine, buckets=buckets) == sum(iteration.seconds)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(iterations(), machines())
+def test_the_bound_does_not_fall_with_faster_links(iteration, machine):
+    faster = Machine(*machine.budgets, links(8.0, 8.0), machine.disk_shared)
+    compute = sum(iteration.seconds)
+    bounds = [lower_bound(iteration, given) for given in (machine, faster)]
+    assert bounds[0] >= bounds[1] - 1e-9
+    assert bounds[1] >= compute - 1e-9
+
+
+def test_without_room_beside_the_operands_every_use_is_a_fetch():
+    iteration = Iteration((_UNIT,) * 3, ((0,), (1,), (2,)), ("r",) * 3, ((),) * 3, (0.0,) * 3, (0,) * 3)
+    machine = Machine(_UNIT, 3 * _UNIT, 0, links(1.0, 1.0))
+    assert lower_bound(iteration, machine) == pytest.approx(3.0)
+    assert long_run(iteration, machine, None) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("shared", "seconds"), [(True, 6.0), (False, 4.0)])
+def test_reads_and_writes_of_a_shared_disk_add_up(shared, seconds):
+    iteration = Iteration((_UNIT,) * 2, ((0,), (1,)), ("m",) * 2, ((),) * 2, (0.0,) * 2, (0,) * 2)
+    machine = Machine(_UNIT, 0, 2 * _UNIT, links(1.0, 0.5), disk_shared=shared)
+    assert lower_bound(iteration, machine) == pytest.approx(seconds)
