@@ -9,6 +9,7 @@ from typing import Any
 
 from gemini.cli.bench_disk import add_io, add_nvme
 from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
+from gemini.cli.bench_placement import add_placement
 from gemini.config import parse_bytes
 
 RUNTIME_HELP = f"""\
@@ -72,6 +73,7 @@ def add_parser(subparsers: Any) -> None:
     _add_adam(kinds)
     add_io(kinds)
     add_nvme(kinds)
+    add_placement(kinds)
 
 
 def _add_runtime(kinds: Any) -> None:

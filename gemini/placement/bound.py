@@ -206,7 +206,7 @@ class _Fluid:
                 self._rows.add([*flow, (stall, -1.0)], float(compute[bucket]))
 
     def _add_deadlines(self) -> None:
-        """What is fetched within the bucket of its use is there before it; what is copied was written first."""
+        """What is fetched in the bucket of its use is there before it; what is copied was written first."""
         moments = range(self._iteration.num_moments)
         for order, flows in ((moments, self._due), (reversed(moments), self._ready)):
             bucket, passed, due = -1, 0.0, list[tuple[int, float]]()

@@ -48,9 +48,9 @@ class Simulator:
             disk_shared=machine.disk_shared,
         )
 
-    def seconds(self, hints: Hints | None) -> float:
-        """Return the time of a step after two others; to compare plans. Raises OutOfBudgetError."""
-        return self._native.run(make_schedule(self._iteration, hints), 3, 1).seconds
+    def seconds(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> float:
+        """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
+        return self._native.run(make_schedule(self._iteration, hints), after + steps, steps).seconds
 
     def run(self, hints: Hints | None) -> Simulation:
         """Return the mean of two steps after two others.

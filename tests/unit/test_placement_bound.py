@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini import _C
 from gemini.memstats import LINKS, LinkSpeed
 from gemini.placement.bound import lower_bound
-from gemini.placement.hints import Hints, make_hints, make_schedule
+from gemini.placement.hints import Hints, make_hints
 from gemini.placement.intervals import find_intervals
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.problem import PlanProblem
+from gemini.placement.simulator import Simulator
 
 _CHUNKS, _UNIT = 5, 100
-_STEPS, _MEASURED = 36, 24  # long enough for plans whose period is several steps
 
 
 def links(read: float, write: float) -> tuple[LinkSpeed, ...]:
@@ -62,17 +61,8 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 def long_run(iteration: Iteration, machine: Machine, hints: Hints | None) -> float:
-    """Return the mean seconds of many steps."""
-    simulator = _C.Simulator(
-        chunk_bytes=iteration.chunk_bytes,
-        modes=iteration.modes,
-        frees=iteration.frees,
-        seconds=iteration.seconds,
-        budgets=machine.budgets,
-        links=[machine.speed(name) for name in LINKS],
-        disk_shared=machine.disk_shared,
-    )
-    return simulator.run(make_schedule(iteration, hints), _STEPS, _MEASURED).seconds
+    """Return the mean seconds of so many steps that those of a plan with a long period are among them."""
+    return Simulator(iteration, machine).seconds(hints, after=12, steps=24)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
