@@ -47,7 +47,7 @@ void bind_simulate(py::module_& m) {
            py::kw_only(), py::arg("chunk_bytes"), py::arg("modes"), py::arg("frees"),
            py::arg("seconds"), py::arg("budgets"), py::arg("links"), py::arg("disk_shared"))
       .def("run", &Simulator::run, py::arg("schedule"), py::arg("steps"), py::arg("measured"),
-           py::call_guard<py::gil_scoped_release>());
+           py::arg("told") = true, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace gemini

@@ -32,7 +32,7 @@ SimulatedLink link_of(const Action& action) {
 class Run {
  public:
   Run(const Workload& workload, const SimulatedMachine& machine,
-      const std::shared_ptr<const Schedule>& schedule)
+      const std::shared_ptr<const Schedule>& schedule, bool told)
       : workload_(workload),
         machine_(machine),
         schedule_(*schedule),
@@ -42,7 +42,8 @@ class Run {
       table_.add_tensor(table_.add_chunk(nbytes));
     }
     fill();
-    table_.set_schedule(schedule);
+    if (told) table_.set_schedule(schedule);
+    if (!told) table_.set_limit(std::max(machine.budgets[0] - schedule->max_reserve(), int64_t{0}));
   }
 
   void step(std::vector<double>& stall_seconds) {
@@ -136,10 +137,10 @@ void Simulator::check(const Schedule& schedule) const {
 }
 
 SimulatedStep Simulator::run(const std::shared_ptr<const Schedule>& schedule, int32_t steps,
-                             int32_t measured) const {
+                             int32_t measured, bool told) const {
   if (measured < 1 || steps < measured) throw StateError("measure at least one of the steps");
   check(*schedule);
-  Run run(workload_, machine_, schedule);
+  Run run(workload_, machine_, schedule, told);
   const size_t moments = workload_.modes.size();
   std::vector<double> ignored(moments, 0.0);
   for (int32_t i = measured; i < steps; ++i) run.step(ignored);

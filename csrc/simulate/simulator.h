@@ -44,9 +44,10 @@ class Simulator {
   Simulator(Workload workload, const SimulatedMachine& machine);
 
   // Repeats the step until it is steady and returns the mean of the last `measured` of `steps`
-  // steps. Throws OutOfBudget where the table would.
+  // steps. The table follows the schedule, or, not `told` of it, leaves room for the largest
+  // reserve and evicts what was used least recently. Throws OutOfBudget where the table would.
   [[nodiscard]] SimulatedStep run(const std::shared_ptr<const Schedule>& schedule, int32_t steps,
-                                  int32_t measured) const;
+                                  int32_t measured, bool told = true) const;
 
  private:
   void check(const Schedule& schedule) const;

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
-from gemini.cli import bench, check, plan, trace, train
+from gemini.cli import bench, check, plan, simulate, trace, train
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -25,6 +25,7 @@ start here:
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
   gemini bench --help                  measure on this machine
+  gemini simulate --help               what a recorded step would take elsewhere
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, plan, train, trace, bench):
+    for command in (check, plan, train, trace, simulate, bench):
         command.add_parser(subparsers)
     return parser
 

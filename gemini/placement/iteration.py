@@ -59,13 +59,14 @@ class Iteration:
     def of_trace(cls, trace: Trace, *, overlap: bool) -> Iteration:
         """Return the step of ``trace``; with ``overlap`` each update runs right before the next use of what
         it changes, as the runtime's schedule has it (docs/notes/overlap.md)."""
-        places = [(moment, moment) for moment in range(trace.num_moments)]
-        order = _overlapped(trace) if overlap else places
-        return cls.of_order(trace, order, trace.reserve_bytes())
+        return cls.of_order(trace, order_of(trace, overlap=overlap), trace.reserve_bytes())
 
 
-def _overlapped(trace: Trace) -> list[tuple[int, int]]:
-    """Return the order in which each group's update comes before the first moment that uses its chunks."""
+def order_of(trace: Trace, *, overlap: bool) -> list[tuple[int, int]]:
+    """Return the places of :meth:`Iteration.of_order`: those of the program, or, with ``overlap``, those in
+    which each group's update comes before the first moment that uses its chunks."""
+    if not overlap:
+        return [(moment, moment) for moment in range(trace.num_moments)]
     updates = update_groups(trace)
     waiting = {
         chunk: group

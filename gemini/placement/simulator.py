@@ -52,13 +52,14 @@ class Simulator:
         """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
         return self._native.run(make_schedule(self._iteration, hints), after + steps, steps).seconds
 
-    def run(self, hints: Hints | None) -> Simulation:
-        """Return the mean of two steps after two others.
+    def run(self, hints: Hints | None, *, told: bool = True) -> Simulation:
+        """Return the mean of two steps after two others. Without ``told`` the order is not known either: what
+        was used least recently leaves first, and nothing is prefetched.
 
         Raises:
             OutOfBudgetError: the step does not fit the machine.
         """
-        step = self._native.run(make_schedule(self._iteration, hints), 4, 2)
+        step = self._native.run(make_schedule(self._iteration, hints), 4, 2, told)
         return Simulation(
             step_seconds=step.seconds,
             compute_seconds=sum(self._iteration.seconds),
