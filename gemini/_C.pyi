@@ -32,6 +32,8 @@ def cuda_problem() -> str: ...
 
 _Ids: TypeAlias = tuple[int, ...] | list[int]  # parsed by hand, any other sequence is refused
 
+PREFETCHES_IN_FLIGHT: int
+
 class Tier(Enum):
     DEVICE = 0
     HOST = 1

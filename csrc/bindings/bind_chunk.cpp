@@ -14,6 +14,7 @@
 
 #include "bindings/bind.h"
 #include "chunk/chunk_table.h"
+#include "chunk/prefetch.h"
 #include "chunk/schedule.h"
 #include "chunk/state.h"
 
@@ -301,6 +302,7 @@ void bind_queries(Table& table) {
 }  // namespace
 
 void bind_chunk(py::module_& m) {
+  m.attr("PREFETCHES_IN_FLIGHT") = kPrefetchesInFlight;
   bind_words(m);
   bind_schedule(m);
   Table table(m, "ChunkTable");

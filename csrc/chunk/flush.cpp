@@ -7,7 +7,7 @@ namespace gemini {
 
 namespace {
 
-constexpr int64_t kMaxOutgoing = 2;  // as many as keep a link busy
+constexpr int64_t kMaxOutgoing = 4;  // as many as keep a link busy between two operators
 
 int64_t num_outgoing(const Residency& chunks) {
   return std::ranges::count_if(

@@ -10,6 +10,10 @@
 
 namespace gemini {
 
+// Incoming transfers under way at most: a link works on one at a time and must find the next one
+// waiting, also while an operator computes for as long as several take.
+inline constexpr int32_t kPrefetchesInFlight = 4;
+
 // Where the step is: the next operator's moment and the limit of the period under way.
 struct PrefetchWindow {
   int64_t moment = 0;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "chunk/chunk_table.h"
+#include "chunk/prefetch.h"
 #include "chunk/schedule.h"
 #include "chunk/state.h"
 #include "simulate/link_clock.h"
@@ -27,7 +28,7 @@ struct SimulatedMachine {
   std::array<int64_t, kNumTiers> budgets{};
   LinkModels links;
   bool disk_shared = true;
-  int32_t prefetches = 2;  // incoming transfers under way at most
+  int32_t prefetches = kPrefetchesInFlight;
 };
 
 struct SimulatedStep {

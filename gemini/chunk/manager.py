@@ -14,7 +14,6 @@ from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
-_PREFETCHES_IN_FLIGHT = 2
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
 
@@ -155,7 +154,7 @@ class ChunkManager:
         try:
             if self._in_flight:
                 self._reap()
-            actions = self.table.prefetch(_PREFETCHES_IN_FLIGHT)
+            actions = self.table.prefetch(_C.PREFETCHES_IN_FLIGHT)
             if actions:
                 self._execute(actions)
         except BaseException:
