@@ -14,6 +14,8 @@ cases:
              GPU-CPU and a DRAM-NVMe machine: simulated steps against OPT with prefetch, and the bound
   exact      60 tiny random iterations: plans against the shortest step that any decisions lead to
   plan-time  planning 1,000 chunks and 1,000 moments
+  predicted  GPT-2 124M with three budgets and two other GPTs, the rest on DISK: steps and peaks against those
+             that the plan in force promised
 
 examples:
   gemini bench placement --out benchmarks/results/placement.json
@@ -21,7 +23,8 @@ examples:
   gemini bench placement --quick --json
 
 {EXIT_CODES.format(tiny="with --quick")}
-'plan-time' needs a machine that does nothing else. A full run takes 10 to 20 minutes, most of it for bounds.
+'plan-time' and 'predicted' need a machine that does nothing else. A full run takes 20 to 30 minutes, most of it
+for bounds, and for a while 4 GB of disk.
 """
 
 
@@ -30,7 +33,7 @@ def add_placement(kinds: Any) -> None:
     parser = kinds.add_parser(
         "placement",
         help="the planner: against OPT, a lower bound and exhaustive search",
-        description="Measure the planner on recorded and random iterations.",
+        description="Measure the planner on recorded and random iterations and on real steps.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
