@@ -23,8 +23,8 @@ examples:
   gemini bench placement --quick --json
 
 {EXIT_CODES.format(tiny="with --quick")}
-'plan-time' and 'predicted' need a machine that does nothing else. A full run takes 20 to 30 minutes, most of it
-for bounds, and for a while 4 GB of disk.
+'plan-time' and 'predicted' need a machine that does nothing else. A full run takes 20 to 30 minutes, most of
+it for bounds, and for a while 4 GB of disk.
 """
 
 
