@@ -49,6 +49,11 @@ class PlanProblem:
         )
 
     @property
+    def writes_share_the_link(self) -> bool:
+        """Whether what is written takes time from what is read: one disk does both."""
+        return self.machine.disk_shared and not self.machine.host_bytes
+
+    @property
     def num_moments(self) -> int:
         """How many operators a step has."""
         return self.iteration.num_moments

@@ -29,8 +29,8 @@ _TIE_BREAK = 1e-3  # of the objective: among plans of equal time, the one that m
 
 @dataclass(frozen=True, eq=False)
 class Retention:
-    """A solution: ``share`` of each interval that stays, the seconds that the busier link needs for the rest,
-    and what the rounding has to respect."""
+    """A solution: ``share`` of each interval that stays, the seconds that the busier link needs for the rest
+    (a shared disk: both directions together), and what the rounding has to respect."""
 
     share: Floats
     link_seconds: float
@@ -39,18 +39,18 @@ class Retention:
     room: Floats
 
 
-def solve_retention(problem: PlanProblem, *, lead: float, lag: float, balance: bool) -> Retention | None:
-    """Return the best shares; None if the solver finds none.
+def solve_retention(problem: PlanProblem, *, lead: float, lag: float) -> Retention | None:
+    """Return the shares with which the busier link is done soonest; None if the solver finds none.
 
     A chunk that leaves takes room until ``lag`` times its flush has passed, and from ``lead`` times its fetch
-    before its next use. ``balance``: minimize the time of the busier link, else the sum over links.
+    before its next use.
     """
     them = problem.intervals
     last = problem.fetched_from(lead)
     first = np.minimum(problem.flushed_at(lag), last)
     transit = them.occupied(them.begin + 1, first) + them.occupied(last, them.end)
     room = np.maximum(problem.limit_bytes - them.operand_bytes - transit, 0).astype(np.float64)
-    program = _Program(problem, first, last, balance=balance)
+    program = _Program(problem, first, last)
     solution = linprog(
         program.objective,
         A_ub=program.at_most[0],
@@ -63,11 +63,7 @@ def solve_retention(problem: PlanProblem, *, lead: float, lag: float, balance: b
     if solution.status != 0:
         return None
     share = solution.x[: len(them)]
-    written = solution.x[len(them) : len(them) + len(problem.run_seconds)]
-    reads = float(((1 - share) * problem.read_seconds).sum())
-    writes = float((written * problem.run_seconds).sum())
-    shared = problem.machine.disk_shared and not problem.machine.host_bytes
-    return Retention(share, reads + writes if shared else max(reads, writes), first, last, room)
+    return Retention(share, float(solution.x[-1]), first, last, room)
 
 
 def round_retention(problem: PlanProblem, found: Retention) -> Flags:
@@ -81,13 +77,12 @@ def round_retention(problem: PlanProblem, found: Retention) -> Flags:
 class _Program:
     """The matrices. Columns: shares, runs, bytes kept at each moment, and the time of the busier link."""
 
-    def __init__(self, problem: PlanProblem, first: Ints, last: Ints, *, balance: bool) -> None:
+    def __init__(self, problem: PlanProblem, first: Ints, last: Ints) -> None:
         self._problem = problem
         self._first, self._last = first, last
-        self._balance = balance
         self._shares = len(problem.intervals)
         self._runs = len(problem.run_seconds)
-        self._columns = self._shares + self._runs + problem.num_moments + int(balance)
+        self._columns = self._shares + self._runs + problem.num_moments + 1
         self.equal = self._kept_bytes()
         self.at_most = self._writes_and_links()
         self.objective = self._costs()
@@ -97,8 +92,7 @@ class _Program:
         upper = np.ones(self._columns)
         start = self._shares + self._runs
         upper[start : start + len(room)] = room
-        if self._balance:
-            upper[-1] = np.inf
+        upper[-1] = np.inf
         return np.stack([np.zeros(self._columns), upper], axis=1)
 
     def _kept_bytes(self) -> tuple[sparse.csr_matrix, Floats]:
@@ -135,26 +129,23 @@ class _Program:
         at = np.arange(len(in_run))
         columns = [in_run, self._shares + problem.intervals.run[in_run]]
         writes = self._matrix(len(in_run), [at, at], columns, [-np.ones(len(at)), -np.ones(len(at))])
-        limits = -np.ones(len(in_run))
-        if not self._balance:
-            return writes, limits
-        reads = np.arange(self._shares)
-        runs = self._shares + np.arange(self._runs)
+        reads, runs = np.arange(self._shares), self._shares + np.arange(self._runs)
+        link_of_writes = 0 if problem.writes_share_the_link else 1
         links = self._matrix(
             2,
-            [np.zeros(self._shares + 1), np.ones(self._runs + 1)],
-            [np.append(reads, self._columns - 1), np.append(runs, self._columns - 1)],
-            [np.append(-problem.read_seconds, -1.0), np.append(problem.run_seconds, -1.0)],
+            [np.zeros(self._shares), np.full(self._runs, link_of_writes), np.arange(2)],
+            [reads, runs, np.full(2, self._columns - 1)],
+            [-problem.read_seconds, problem.run_seconds, -np.ones(2)],
         )
-        return sparse.vstack([writes, links]).tocsr(), np.append(limits, [-problem.read_seconds.sum(), 0.0])
+        limits = np.append(-np.ones(len(in_run)), [-problem.read_seconds.sum(), 0.0])
+        return sparse.vstack([writes, links]).tocsr(), limits
 
     def _costs(self) -> Floats:
         costs = np.zeros(self._columns)
         costs[: self._shares] = -self._problem.read_seconds
         costs[self._shares : self._shares + self._runs] = self._problem.run_seconds
-        if self._balance:
-            costs *= _TIE_BREAK
-            costs[-1] = 1.0
+        costs *= _TIE_BREAK
+        costs[-1] = 1.0
         return costs
 
     def _matrix(
