@@ -217,7 +217,7 @@ void bind_operators(Table& table) {
           [](ChunkTable& self, int32_t max_in_flight) {
             return to_tuple(self.prefetch(max_in_flight));
           },
-          py::arg("max_in_flight"))
+          py::arg("max_in_flight") = kPrefetchesInFlight)
       .def("complete", &ChunkTable::complete, py::arg("action_id"))
       .def("abort", &ChunkTable::abort, py::arg("action_id"));
 }
@@ -302,7 +302,6 @@ void bind_queries(Table& table) {
 }  // namespace
 
 void bind_chunk(py::module_& m) {
-  m.attr("PREFETCHES_IN_FLIGHT") = kPrefetchesInFlight;
   bind_words(m);
   bind_schedule(m);
   Table table(m, "ChunkTable");

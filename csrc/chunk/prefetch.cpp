@@ -17,6 +17,11 @@ namespace {
 // no room to hold what is fetched.
 constexpr int64_t kLookaheadMoments = 256;
 
+// Transfers under way take room from what could stay: beyond two of them, no more than this part of
+// the limit.
+constexpr int64_t kAlwaysInFlight = 2;
+constexpr int64_t kPartInFlight = 8;
+
 // What a plan leaves free in each period ahead, beside its operands, what it keeps and what is
 // there ahead of its use. Everything fits where there is no plan.
 class Reservations {
@@ -69,6 +74,11 @@ class Prefetcher {
         slots_(window.max_in_flight - chunks.num_incoming()),
         lowest_limit_(window.limit_now),
         seen_(static_cast<size_t>(chunks.size()), false) {
+    for (const ChunkId id : chunks.in_flight()) {
+      if (!chunks[id].arriving()) continue;
+      ++incoming_;
+      incoming_bytes_ += chunks[id].nbytes;
+    }
     for (const Chunk& chunk : chunks.all()) {
       if (chunk.pins > 0 && !chunk.resident() && !chunk.arriving()) claimed_ += chunk.nbytes;
     }
@@ -102,10 +112,15 @@ class Prefetcher {
       if (!schedule_.planned()) claimed_ += chunk.nbytes;
       return true;
     }
-    if (slots_ <= 0 || !reserved_.fits(chunk.nbytes, moment) || !make_room(chunk.nbytes, moment)) {
+    const bool enough = incoming_ >= kAlwaysInFlight &&
+                        (incoming_bytes_ + chunk.nbytes) * kPartInFlight > lowest_limit_;
+    if (slots_ <= 0 || enough || !reserved_.fits(chunk.nbytes, moment) ||
+        !make_room(chunk.nbytes, moment)) {
       return false;
     }
     --slots_;
+    ++incoming_;
+    incoming_bytes_ += chunk.nbytes;
     reserved_.take(chunk.nbytes, moment);
     if (usage() + claimed_ + chunk.nbytes <= lowest_limit_) {
       actions_.push_back(start_incoming(chunks_, id));
@@ -143,6 +158,8 @@ class Prefetcher {
   int64_t moment_;
   int32_t slots_;
   int64_t lowest_limit_;
+  int64_t incoming_ = 0;  // transfers to DEVICE, and their bytes
+  int64_t incoming_bytes_ = 0;
   int64_t claimed_ = 0;  // bytes that chunks not yet started will need
   std::vector<bool> seen_;
   Actions actions_;

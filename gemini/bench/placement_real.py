@@ -50,13 +50,14 @@ def predicted(session: Session) -> CaseResult:
     """Train every run in a process of its own and compare."""
     rows: list[Row] = []
     measured: dict[str, Any] = {}
-    for name, settings in (QUICK if session.quick else RUNS).items():
+    runs = QUICK if session.quick else RUNS
+    for name, settings in runs.items():
         session.progress(f"predicted: {name}")
         options = {**asdict(settings), "disk_dir": os.fspath(session.disk_dir)}
         found = session.run("placement_real.train", options, sample_seconds=TIMING_SAMPLE_SECONDS).data()
         measured[name] = found
         rows += _rows(name, found)
-    return CaseResult(rows, {name: asdict(settings) for name, settings in RUNS.items()}, measured)
+    return CaseResult(rows, {name: asdict(settings) for name, settings in runs.items()}, measured)
 
 
 def _rows(name: str, found: dict[str, Any]) -> list[Row]:

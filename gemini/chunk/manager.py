@@ -154,7 +154,7 @@ class ChunkManager:
         try:
             if self._in_flight:
                 self._reap()
-            actions = self.table.prefetch(_C.PREFETCHES_IN_FLIGHT)
+            actions = self.table.prefetch()
             if actions:
                 self._execute(actions)
         except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from gemini.placement.intervals import Flags
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.problem import PlanProblem
-from gemini.placement.retention import Retention, round_retention, solve_retention
 from gemini.placement.simulator import Simulation, Simulator
+
+if TYPE_CHECKING:
+    from gemini.placement.retention import Retention
 
 OPT = "opt"
 
@@ -139,6 +142,8 @@ class _Search:
             self.tried.append((self.name, self._seconds))
 
     def _candidates(self) -> Iterator[tuple[str, Flags, float]]:
+        from gemini.placement.retention import round_retention  # brings scipy, which takes a while
+
         solved: dict[tuple[float, float], Retention | None] = {}
         for number, (lead, lag, room) in enumerate(_PROGRAMS):
             if number == _GREEDY_AFTER:
@@ -152,11 +157,14 @@ class _Search:
                 yield name, round_retention(self._problem, found), room
 
     def _solve(self, lead: float, lag: float) -> Retention | None:
+        from gemini.placement.retention import solve_retention
+
         if not self._afford(self._solve_cost):
             return None
         found = solve_retention(self._problem, lead=lead, lag=lag)
-        if found is not None and lead == lag == 0:
-            self.bound = found.link_seconds
+        one_tier_below = not (self._problem.machine.host_bytes and self._problem.machine.disk_bytes)
+        if found is not None and lead == lag == 0 and one_tier_below:  # with two, prices are blended
+            self.bound = (1 - _WORTH_IT) * found.link_seconds  # less what the program's tie-break may cost
         return found
 
     def _try(self, name: str, keep: Flags, lag: float) -> float:

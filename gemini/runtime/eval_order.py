@@ -47,17 +47,17 @@ class EvalOrder(Learned):
         elif diverged:
             self._reconsider(self._recorder.end(), self.trace)
         elif not self.timed:
-            self.complete(completed(self.trace, self._recorder.end()))
+            self.complete(completed(self.grown(self.trace), self._recorder.end()))
         self._recorder.stop()
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         super()._adopt(trace, timed=timed)
         places = [Place(chunks, moment, moment) for moment, chunks in enumerate(trace.accesses)]
-        self._schedule = self.schedule_of(trace, places, steady=True)
+        self._schedule = self.schedule_of(trace, places, steady=True).schedule
 
     def _reconsider(self, recorded: Recorded, trace: Trace) -> None:
         """A pass left the trace: adopt the new order once it repeats."""
         if self.repeats(recorded.accesses):
-            self._adopt(reordered(trace, recorded, keep_reserve=False), timed=False)
+            self._adopt(reordered(self.grown(trace), recorded, keep_reserve=False), timed=False)
         else:
             logger.info("an evaluation left the recorded order; it ran with least-recently-used eviction")

@@ -113,8 +113,7 @@ class GeminiManager:
 
     @contextmanager
     def late_operator(self, tensors: TensorIds, dirty: TensorIds) -> Iterator[None]:
-        """Do as :meth:`operator` for a pending update: it waits for no update, and its moment counts to the
-        step that left it."""
+        """Do as :meth:`operator` for a pending update: it waits for none, and counts to the step before."""
         self.backward_pins.settle()
         self._settle_activations()
         tracing = self._following is self._order
@@ -229,8 +228,8 @@ class GeminiManager:
         return self._order.plan
 
     def report(self) -> PlanReport:
-        """Return the plan in force, and that of the steady step."""
-        return PlanReport(self._order.plan, self._order.planner.latest)
+        """Return the plans in force."""
+        return PlanReport(self._order.plan, self._order.planned)
 
     @property
     def trace(self) -> Trace | None:
@@ -304,8 +303,7 @@ class GeminiManager:
                 self.activations.repin()
 
     def end_step(self) -> None:
-        """Close the iteration after the optimizer's update; learn from it when it was the first or a new
-        one."""
+        """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1
         self.phase = FORWARD
         if self.backward_pins.held is not None:
@@ -315,9 +313,11 @@ class GeminiManager:
             self._in_step = False
             self._following = None
             on_trace = not self.is_warmup and not self.chunks.table.diverged()
-            self._order.end(self.pending.all())
-            self.chunks.end_step()
-            self._end_activations(on_trace=on_trace)
+            try:
+                self._order.end(self.pending.all())
+            finally:
+                self.chunks.end_step()
+                self._end_activations(on_trace=on_trace)
         if self.observer is not None:
             self.observer.step_ended()
 

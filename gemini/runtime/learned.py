@@ -10,7 +10,7 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.runtime.link_meter import LinkMeter
-from gemini.runtime.planned import Place, StepPlanner
+from gemini.runtime.planned import Place, Planned, StepPlanner
 from gemini.runtime.recorder import Accesses, Recorded, Recorder
 from gemini.runtime.trace_order import steady_modes
 
@@ -116,6 +116,15 @@ class Learned:
         if trace is not None:
             self._adopt(self._with_links(trace), timed=True)
 
+    def grown(self, trace: Trace) -> Trace:
+        """Return ``trace`` with the chunks that were made since it was recorded: those of activations."""
+        specs = [chunk.spec for chunk in self._chunks.chunks]
+        return replace(
+            trace,
+            chunk_bytes=tuple(spec.nbytes for spec in specs),
+            chunk_kinds=tuple(spec.kind.value for spec in specs),
+        )
+
     def repeats(self, accesses: Accesses) -> bool:
         """Say whether the last iteration that left the trace did the same; remember what this one did."""
         repeated = accesses == self._rival
@@ -128,7 +137,7 @@ class Learned:
         self.planner.forget()
         self.trace, self.timed, self._rival = None, False, None
 
-    def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> _C.Schedule:
+    def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> Planned:
         """Return what the table follows; planned if the order is ``steady``, to be repeated."""
         return self.planner.schedule(trace, places, self.plan, final=steady and self.timed)
 

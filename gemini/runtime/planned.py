@@ -29,22 +29,27 @@ class Place(NamedTuple):
     moment: int | None
 
 
+class Planned(NamedTuple):
+    """What the chunk table follows, and the plan behind it; None for the order alone, unplanned."""
+
+    schedule: _C.Schedule
+    step: PlannedStep | None
+
+
 class StepPlanner:
-    """Plans each steady order of one trace once; remembers the plan made last."""
+    """Plans each steady order of one trace once."""
 
     def __init__(self, capacity: TierCapacity) -> None:
-        self.latest: PlannedStep | None = None
         self._capacity = capacity
         self._chosen: dict[tuple[tuple[int, int], ...], ChosenPlan | None] = {}
 
     def forget(self) -> None:
         """Forget all plans: the trace has changed."""
-        self.latest = None
         self._chosen.clear()
 
     def schedule(
         self, trace: Trace, places: Sequence[Place], placement: PlacementPlan, *, final: bool
-    ) -> _C.Schedule:
+    ) -> Planned:
         """Return what the chunk table follows.
 
         A plan is part of it if the policy asks for one, the times of the trace are ``final`` and the step is
@@ -55,10 +60,14 @@ class StepPlanner:
         whole = sorted(moment for moment, _ in order) == list(range(trace.num_moments))
         if not (placement.retention and final and trace.links and whole and len(order) == len(places)):
             periods = [reserve[place.period] for place in places] if reserve else []
-            return _C.Schedule([place.chunks for place in places], periods, len(trace.chunk_bytes))
+            accesses = [place.chunks for place in places]
+            return Planned(_C.Schedule(accesses, periods, len(trace.chunk_bytes)), None)
         iteration = Iteration.of_order(trace, order, reserve)
         chosen = self._choose(trace, iteration, tuple(order), placement)
-        return make_schedule(iteration, chosen.hints if chosen is not None else None)
+        if chosen is None:
+            return Planned(make_schedule(iteration, None), None)
+        step = PlannedStep(iteration, chosen, trace.chunk_kinds)
+        return Planned(make_schedule(iteration, chosen.hints), step)
 
     def _choose(
         self, trace: Trace, iteration: Iteration, order: tuple[tuple[int, int], ...], plan: PlacementPlan
@@ -87,6 +96,4 @@ class StepPlanner:
                     chosen.name,
                     chosen.simulation.step_seconds,
                 )
-        found = self._chosen[order]
-        self.latest = PlannedStep(iteration, found, trace.chunk_kinds) if found is not None else None
-        return found
+        return self._chosen[order]

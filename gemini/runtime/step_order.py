@@ -16,7 +16,8 @@ from gemini.memstats import Trace
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import OPTIMIZER
-from gemini.runtime.planned import Place
+from gemini.placement.report import PlannedStep
+from gemini.runtime.planned import Place, Planned
 from gemini.runtime.recorder import Accesses, Moment, Recorded
 from gemini.runtime.trace_order import completed, reordered
 
@@ -35,7 +36,8 @@ class StepOrder(Learned):
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
         self._late: set[int] = set()  # moments of the log that belong to the step before
         self._updates_inside = True  # whether steps end with their own update
-        self._schedules: dict[object, _C.Schedule] = {}
+        self._schedules: dict[object, Planned] = {}
+        self.planned: PlannedStep | None = None  # the steady step that was planned and followed last
         super().__init__("train", chunks, context, memstats)
         self.enforce()
         self.expect(())
@@ -75,23 +77,26 @@ class StepOrder(Learned):
         log = self._recorder.log
         own = [index for index in range(len(log)) if index not in self._late]
         num_updates = sum(1 for index in own if log[index][0] == OPTIMIZER)
-        if self.trace is None:
-            self.learn(self._recorder.end())
-        elif diverged or (pending and OPTIMIZER not in self.trace.phases):
-            self._reconsider(self._recorder.end().moments(own), pending, self.trace)
-        elif not self.timed:
-            self.complete(completed(self.trace, self._recorder.end()))
-        self._recorder.stop()
-        self.timeline = [log[index] for index in own]
-        self._recorder.log = []
-        self._late.clear()
-        if pending or num_updates:  # else a step that was skipped: the next one may be like the one before
-            self._updates_inside = not pending
-        self.resume(pending)
+        try:
+            if self.trace is None:
+                self.learn(self._recorder.end())
+            elif diverged or (pending and OPTIMIZER not in self.trace.phases):
+                self._reconsider(self._recorder.end().moments(own), pending, self.grown(self.trace))
+            elif not self.timed:
+                self.complete(completed(self.grown(self.trace), self._recorder.end()))
+        finally:  # a policy may raise
+            self._recorder.stop()
+            self.timeline = [log[index] for index in own]
+            self._recorder.log = []
+            self._late.clear()
+            if pending or num_updates:  # else a skipped step: the next one may be like the one before
+                self._updates_inside = not pending
+            self.resume(pending)
 
     def record_again(self) -> None:
         """Forget the trace: the next step is a warmup. Nothing may be pending."""
         self._schedules.clear()
+        self.planned = None
         self.forget()
         self.resume(())
 
@@ -105,6 +110,7 @@ class StepOrder(Learned):
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         self._schedules.clear()
+        self.planned = None
         super()._adopt(trace, timed=timed)
         context = self._context
         peak = max(self.plan.reserve_bytes, default=0)
@@ -121,14 +127,16 @@ class StepOrder(Learned):
 
     def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> _C.Schedule:
         key = (tuple((update.order, update.accesses) for update in pending), first, self._updates_inside)
-        schedule = self._schedules.get(key)
-        if schedule is None:
+        found = self._schedules.get(key)
+        if found is None:
             if len(self._schedules) == _SCHEDULES_KEPT:
                 self._schedules.clear()
             places = place_updates(trace, pending, first=first, inside=self._updates_inside)
-            schedule = self.schedule_of(trace, places, steady=not first)
-            self._schedules[key] = schedule
-        return schedule
+            found = self.schedule_of(trace, places, steady=not first)
+            self._schedules[key] = found
+        if found.step is not None:
+            self.planned = found.step
+        return found.schedule
 
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it

@@ -51,7 +51,7 @@ TEST(Flush, KeepsTheCopyOnDeviceAndMakesItClean) {
   EXPECT_FALSE(world.table.chunk(0).dirty());
 }
 
-TEST(Flush, GoesToDiskWhereHostIsFull) {
+TEST(Flush, GoesToDiskWhereThereIsNoHost) {
   World world({40, 0, 100}, {10, 10});
   begin(world);
   EXPECT_EQ(text(write_first(world)), "SPILL 0");
@@ -118,18 +118,19 @@ TEST(Flush, AnAbortLeavesTheChunkDirtyOnDevice) {
   EXPECT_EQ(world.table.usage(Tier::kHost), 10);  // chunk 1
 }
 
-TEST(Flush, TwoAreUnderWayAtATimeAndTheOthersFollow) {
-  World world({60, 100, 0}, {10, 10, 10});
-  Retention plan{{{kFlush, kFlush, kFlush}, {0, 0, 0}}, {30, 30}};
-  const std::vector<std::vector<ChunkId>> accesses{{0, 1, 2}, {0, 1, 2}};
+TEST(Flush, FourAreUnderWayAtATimeAndTheOthersFollow) {
+  World world({60, 100, 0}, {10, 10, 10, 10, 10});
+  const uint8_t flush = kFlush;
+  Retention plan{{{flush, flush, flush, flush, flush}, {0, 0, 0, 0, 0}}, {50, 50}};
+  const std::vector<std::vector<ChunkId>> accesses{{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}};
   world.table.set_schedule(
-      std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, 3, std::move(plan)));
+      std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, 5, std::move(plan)));
   world.table.begin_step();
-  world.access({0, 1, 2});
-  EXPECT_EQ(text(world.release({0, 1, 2}, true)), "EVICT 0, EVICT 1");
+  world.access({0, 1, 2, 3, 4});
+  EXPECT_EQ(text(world.release({0, 1, 2, 3, 4}, true)), "EVICT 0, EVICT 1, EVICT 2, EVICT 3");
   EXPECT_EQ(text(world.prefetch(2)), "");
   world.complete_next();
-  EXPECT_EQ(text(world.prefetch(2)), "EVICT 2");
+  EXPECT_EQ(text(world.prefetch(2)), "EVICT 4");
 }
 
 TEST(Flush, WithoutRoomBelowNothingIsStartedAndNothingLost) {
