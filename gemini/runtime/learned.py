@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity

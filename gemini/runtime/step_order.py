@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
+from gemini.placement.report import PlannedStep
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import OPTIMIZER
-from gemini.placement.report import PlannedStep
 from gemini.runtime.planned import Place, Planned
 from gemini.runtime.recorder import Accesses, Moment, Recorded
 from gemini.runtime.trace_order import completed, reordered
