@@ -32,8 +32,8 @@ class Simulator:
     """Runs steps of one iteration on one machine.
 
     The model: a link carries one transfer at a time, first in, first out, each for its latency and its bytes
-    over the bandwidth; reads and writes of a shared disk get half of it each; computing takes the recorded time and
-    is not slowed by transfers.
+    over the bandwidth; reads and writes of a shared disk get half of it each; computing takes the recorded
+    time and is not slowed by transfers.
     """
 
     def __init__(self, iteration: Iteration, machine: Machine) -> None:
