@@ -120,6 +120,7 @@ class _MetaChunks(ChunkManager):
         self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
         self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
         self.stall_seconds = 0.0
+        self.observer = None
         self.park_limit_bytes = _UNLIMITED
         self._meter = meter
         self._in_flight = {}

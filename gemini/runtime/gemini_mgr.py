@@ -394,7 +394,7 @@ def _after_fork_in_child() -> None:
     for manager in _live_managers:
         manager.resident = False
         manager.pending.clear()
-        manager.pre_op = unusable.in_child  # type: ignore[method-assign]
+        manager.pre_op = manager.recover = unusable.in_child  # type: ignore[method-assign, assignment]
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

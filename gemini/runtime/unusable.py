@@ -13,7 +13,7 @@ def closed(tensors: TensorIds) -> None:
     raise StateError("the managed model was closed; its parameters hold no memory any more")
 
 
-def in_child(tensors: TensorIds) -> None:
+def in_child(_tensors: TensorIds = ()) -> None:
     """Raise StateError: the memory is the parent's."""
     raise StateError(
         "managed parameters cannot be used in a forked process: their memory stays with the parent; "
