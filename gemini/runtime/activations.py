@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,7 +110,8 @@ class ActivationOffload:
         """Put what autograd saves within the block, a forward pass of ``module``, into chunks."""
         self._parcels = {key: refs for key, refs in self._parcels.items() if any(ref() for ref in refs)}
         self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
-        with saved_tensors_hooks(self._pack, _restore):
+        forward = self._keep.forward() if self._keep is not None else nullcontext()
+        with forward, saved_tensors_hooks(self._pack, _restore):
             yield
         self._trim()
 

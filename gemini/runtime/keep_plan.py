@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gemini import _C
 
 
@@ -53,6 +56,17 @@ class KeepPlan:
         """Say what the fate of the tensor is that the last call asked for."""
         if self._plan is None:
             self._fates.append((nbytes, fate))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward pass; one that raises will be repeated, so what it has saved does not count."""
+        fates, place = len(self._fates), self._next
+        try:
+            yield
+        except BaseException:
+            del self._fates[fates:]
+            self._next = place
+            raise
 
     def end_step(self, *, on_trace: bool) -> bool:
         """Begin the next step; make the plan if this one followed a recorded order. Return whether that

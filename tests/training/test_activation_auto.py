@@ -52,6 +52,26 @@ def test_auto_keeps_everything_where_everything_fits(tmp_path: Path) -> None:
         assert activation_bytes(model) == 0
 
 
+def test_what_a_forward_pass_that_raised_has_saved_does_not_count() -> None:
+    plan, fate = KeepPlan(), Fate()
+
+    def interrupted() -> None:
+        with plan.forward():
+            plan.next_stays(8)
+            plan.note(8, Fate())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with plan.forward():
+        plan.next_stays(40)
+        plan.note(40, fate)
+    fate.stayed = True
+    assert plan.end_step(on_trace=True)
+    assert plan.next_stays(40)
+    assert not plan.next_stays(8)
+
+
 def test_auto_stores_what_is_saved_first_and_keeps_what_is_used_first() -> None:
     table = ChunkTable(100, 0, 1000)
     chunks = [table.add_chunk(40) for _ in range(4)]
