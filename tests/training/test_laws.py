@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -157,8 +158,9 @@ def test_a_budget_below_the_measured_non_model_memory_warns_and_trains_on(
 
     def loss_with_large_temporary(model: torch.nn.Module, index: int) -> torch.Tensor:
         loss = gpt_loss(model, index)
-        # 40 MiB that the budget cannot hold; malloc gives so much back to the system at once.
-        return loss + torch.ones(10 * 2**20).sum() * 0
+        # 40 MiB that the budget cannot hold; malloc could take them from what earlier tests left resident.
+        fresh = mmap.mmap(-1, 40 * 2**20)
+        return loss + torch.frombuffer(fresh, dtype=torch.float32).fill_(1).sum() * 0
 
     with caplog.at_level(logging.WARNING, logger="gemini"):
         got = assert_trains_alike(TinyGPT, loss_with_large_temporary, options, Recipe(steps=5))

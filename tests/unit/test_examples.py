@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,21 @@ def run(arguments: list[str], directory: Path) -> str:
     return done.stdout
 
 
+Runs = Callable[[str], tuple[str, Path]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return a function that runs an example, once for all tests; it returns the output and the directory."""
+
+    @functools.cache
+    def run_once(name: str) -> tuple[str, Path]:
+        directory = tmp_path_factory.mktemp("example")
+        return run([str(ROOT / "examples" / name), *EXAMPLES[name]], directory), directory
+
+    return run_once
+
+
 def readme_programs() -> list[str]:
     """Return the README's Python blocks: the runtime, an optimizer alone."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -60,13 +77,14 @@ def test_every_example_is_run_here() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
-    assert run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_example_runs_and_leaves_nothing_behind(name: str, ran: Runs) -> None:
+    output, directory = ran(name)
+    assert output
+    assert list(directory.iterdir()) == []
 
 
-def test_wrapped_model_is_larger_than_its_memory(tmp_path: Path) -> None:
-    output = run([str(ROOT / "examples" / "wrap_a_model.py"), *EXAMPLES["wrap_a_model.py"]], tmp_path)
+def test_wrapped_model_is_larger_than_its_memory(ran: Runs) -> None:
+    output, _ = ran("wrap_a_model.py")
     numbers = {
         match[1]: int(match[2].replace(",", ""))
         for match in re.finditer(r"(model data|device  peak)\s+([\d,]+)", output)
@@ -75,12 +93,12 @@ def test_wrapped_model_is_larger_than_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py", "gpt2_on_disk.py"])
-def test_example_proves_what_it_says(name: str, tmp_path: Path) -> None:
-    assert "identical" in run([str(ROOT / "examples" / name), *EXAMPLES[name]], tmp_path)
+def test_example_proves_what_it_says(name: str, ran: Runs) -> None:
+    assert "identical" in ran(name)[0]
 
 
-def test_compact_states_hold_as_few_bytes_as_promised(tmp_path: Path) -> None:
-    output = run([str(ROOT / "examples" / "compact_states.py"), *EXAMPLES["compact_states.py"]], tmp_path)
+def test_compact_states_hold_as_few_bytes_as_promised(ran: Runs) -> None:
+    output, _ = ran("compact_states.py")
     held = [float(number) for number in re.findall(r"states: +([\d.]+) bytes", output)]
     assert held == [14.0, 8.03]
 
