@@ -51,7 +51,7 @@ class CMakeBuild(build_ext):
         build_dir = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
         configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-Dpybind11_DIR={pybind11_dir}"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DGEMINI_TESTS=OFF"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
         # An option that is not set goes back to its default; it does not stay what an earlier build was told.
         configure += [
             f"-D{name}={os.environ[name]}" if os.environ.get(name) else f"-U{name}" for name in OPTIONS

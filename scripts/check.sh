@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {py|cpp|lint|format|package|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {py|cpp|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
 # `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -8,6 +8,7 @@ ROOT=$PWD
 BIN=$ROOT/.venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 MAX_LINES=400
+MAX_WORKERS=4  # each takes up to 1 GiB, and so does what it starts
 
 say() { printf '[check] %s\n' "$*" >&2; }
 
@@ -67,9 +68,14 @@ format() {
 }
 
 # ------------------------------------------------------------------------------------------------- tests
-py() { check "pytest" "$BIN/python" -m pytest "$@"; }
+# All tests are spread over processes; those that arguments choose run in one, where -s and --pdb work and times compare.
+py() {
+  local spread=()
+  [ $# -gt 0 ] || spread=(-n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal)
+  check "pytest" env ${spread[0]+OMP_NUM_THREADS=1} "$BIN/python" -m pytest "${spread[@]}" "$@"
+}
 
-# build_tests FOLDER TARGETS|all [cmake options]: configure and build the C++ tests.
+# build_tests FOLDER TARGETS [cmake options]: configure and build C++ tests; the target cpp_tests is all of them.
 build_tests() {
   local dir=$1 targets=$2
   shift 2
@@ -78,7 +84,7 @@ build_tests() {
   local log
   log=$(mktemp)
   # shellcheck disable=SC2086
-  if "${configure[@]}" -DGEMINI_BINDINGS=OFF -DGEMINI_TESTS=ON -DGEMINI_CUDA=OFF "$@" > "$log" 2>&1 \
+  if "${configure[@]}" -DGEMINI_TESTS=ON "$@" > "$log" 2>&1 \
     && "$BIN/cmake" --build "$dir" -j "$JOBS" --target $targets >> "$log" 2>&1; then
     rm -f "$log"
     return 0
@@ -88,7 +94,7 @@ build_tests() {
   return 1
 }
 
-run_tests() { "$BIN/ctest" --test-dir "$1" --output-on-failure --no-tests=error "${@:2}"; }
+run_tests() { "$BIN/ctest" --test-dir "$1" -j "$JOBS" --output-on-failure --no-tests=error "${@:2}"; }
 
 has_gtest() {
   printf '#include <gtest/gtest.h>\n' | c++ -x c++ -std=c++20 -E - > /dev/null 2>&1 && return 0
@@ -96,22 +102,32 @@ has_gtest() {
   return 1
 }
 
+# In the folder of the extension, whose core is then compiled once; with what setup.py tells it about Python.
 cpp() {
   has_gtest || return 0
-  check "build C++ tests" build_tests build/cpp-tests all
-  check "C++ tests" run_tests build/cpp-tests
+  local dir
+  dir=build/cmake-$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')
+  check "build C++ tests" build_tests "$dir" cpp_tests "-DPython_EXECUTABLE=$BIN/python" \
+    "-Dpybind11_DIR=$("$BIN/python" -m pybind11 --cmakedir)"
+  check "C++ tests" run_tests "$dir"
 }
 
 # The thread sanitizer looks at the parts that own threads.
+readonly THREADED=(arena_test engine_test async_file_test async_file_extents_test async_file_faults_test)
+
+build_sanitized() {
+  local core_only=(-DGEMINI_BINDINGS=OFF -DGEMINI_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1)
+  has_gtest || return 0
+  check "build with address,undefined" build_tests build/cpp-asan cpp_tests "${core_only[@]}" \
+    -DGEMINI_SANITIZE=address,undefined
+  check "build with thread" build_tests build/cpp-tsan "${THREADED[*]}" "${core_only[@]}" -DGEMINI_SANITIZE=thread
+}
+
 sanitize() {
   has_gtest || return 0
-  local threaded=(arena_test engine_test async_file_test async_file_extents_test async_file_faults_test)
-  check "build with address,undefined" build_tests build/cpp-asan all -DGEMINI_SANITIZE=address,undefined \
-    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+  build_sanitized
   check "C++ tests with address,undefined" run_tests build/cpp-asan
-  check "build with thread" build_tests build/cpp-tsan "${threaded[*]}" -DGEMINI_SANITIZE=thread \
-    -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
-  check "C++ tests with thread" run_tests build/cpp-tsan -R "^($(IFS='|'; echo "${threaded[*]}"))$"
+  check "C++ tests with thread" run_tests build/cpp-tsan -R "^($(IFS='|'; echo "${THREADED[*]}"))$"
 }
 
 # ------------------------------------------------------------------------------------------------- package
@@ -121,7 +137,8 @@ package_round_trip() (
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   "$BIN/python" -c 'import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1
-  "$BIN/python" -m pip wheel -q --no-build-isolation --no-deps -w "$work/wheel" "$work"/*.tar.gz
+  # What is checked is what the archives hold: the optimizer of the compiler is left to the build of the set-up.
+  CMAKE_BUILD_TYPE=Debug "$BIN/python" -m pip wheel -q --no-build-isolation --no-deps -w "$work/wheel" "$work"/*.tar.gz
   "$BIN/python" -m pip install -q --no-deps --target "$work/site" "$work"/wheel/*.whl
   stray=$(cd "$work/site" && find . -mindepth 1 -maxdepth 1 ! -name gemini ! -name '*.dist-info' ! -name bin)
   [ -z "$stray" ] || { echo "the wheel also installs: $stray" >&2; exit 1; }
@@ -135,7 +152,7 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  lint | format | cpp | sanitize | package) "$1" ;;
+  lint | format | cpp | build_sanitized | sanitize | package) "$1" ;;
   all) lint; py; cpp; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac

@@ -28,7 +28,7 @@ set_source_files_properties(${GEMINI_ADAM_DIR}/adam.cpp PROPERTIES
   COMPILE_OPTIONS "-ffp-contract=off")
 # The GPU's bits are the CPU's: the arithmetic of element.inc as it stands, in its test on the CPU too.
 set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp/adam_cuda_block_test.cpp PROPERTIES
-  COMPILE_OPTIONS "-ffp-contract=off" OBJECT_DEPENDS "${GEMINI_ADAM_TEXT}")
+  COMPILE_OPTIONS "-ffp-contract=off" SKIP_PRECOMPILE_HEADERS ON OBJECT_DEPENDS "${GEMINI_ADAM_TEXT}")
 if(GEMINI_HAVE_CUDA)
   if("${CMAKE_CUDA_FLAGS} $ENV{NVCC_PREPEND_FLAGS} $ENV{NVCC_APPEND_FLAGS}" MATCHES
      "fast.math|fmad=true|ftz=true|prec-(div|sqrt)=false")
