@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from gemini import _C
 from gemini.chunk import SearchResult
+from gemini.collectives import agreed, make_peers
 from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
@@ -60,9 +61,13 @@ class GeminiDDP(nn.Module):
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
         activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
             is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
-        strict_ddp_mode: every rank runs the same operators in the same order; true of one process, so it
+        strict_ddp_mode: every rank runs the same operators in the same order. No rank relies on it, so it
             changes nothing here.
-        process_group: ``None``: one process.
+        process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
+            dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
+            alone. The first rank's weights and buffers are taken.
+        gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
+            more; ``None``: a quarter of ``device_bytes``.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
@@ -94,14 +99,13 @@ class GeminiDDP(nn.Module):
         activation_offload: bool | str = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
+        gather_bytes: int | str | None = None,
         memstats: Trace | None = None,
         config: GeminiConfig | None = None,
         verbose: bool = False,
     ) -> None:
         super().__init__()
         resolve_device(device)
-        if process_group is not None:
-            raise ConfigError("process_group: this release manages one process; leave it out")
         if pin_memory:
             logger.info("pin_memory=True has no effect: there is no GPU to pin HOST memory for")
         self.config = GeminiConfig.choose(
@@ -116,11 +120,15 @@ class GeminiDDP(nn.Module):
             disk_dir=disk_dir,
             disk_bytes=disk_bytes,
             non_model_bytes=non_model_bytes,
+            gather_bytes=gather_bytes,
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             memstats=memstats,
             verbose=verbose,
         )
+        self.peers = make_peers(process_group)
+        if self.peers is not None:
+            self.config = agreed(self.config, self.peers)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self._times_given_up = 0
@@ -132,7 +140,7 @@ class GeminiDDP(nn.Module):
 
     def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return build_runtime(module, self.config)
+        return build_runtime(module, self.config, self.peers)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -164,9 +172,12 @@ class GeminiDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without synchronizing them; with one process there is nothing to
-        synchronize."""
-        yield
+        """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
+        exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
+        nothing."""
+        sharding = self.manager.sharding
+        with sharding.local_gradients() if sharding is not None else nullcontext():
+            yield
 
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were given up, and how many have arrived: whoever scales them
@@ -178,6 +189,8 @@ class GeminiDDP(nn.Module):
         that raised, before repeating it."""
         self._times_given_up += 1
         self.manager.recover()
+        if self.manager.sharding is not None:
+            self.manager.sharding.forget_gradients()
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
             for param in self.module.parameters():
                 param.grad = None

@@ -20,6 +20,9 @@ class ChunkKind(Enum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     ACTIVATION = "activation"
+    SHARD = "shard"
+    GRAD_SHARD = "grad_shard"
+    EXCHANGE = "exchange"
 
     @property
     def starts_at_zero(self) -> bool:

@@ -17,7 +17,17 @@ from gemini.memstats.trace_file import damaged, digest, read_trace, write_trace
 
 KINDS = ("train", "eval")
 PHASES = ("forward", "backward", "optimizer")
-CHUNK_KINDS = ("param", "grad", "master", "exp_avg", "exp_avg_sq", "activation")
+CHUNK_KINDS = (
+    "param",
+    "grad",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "activation",
+    "shard",
+    "grad_shard",
+    "exchange",
+)
 READ, MODIFIED, WRITTEN = MODES = "rmw"
 
 _PER_MOMENT = ("accesses", "modes", "frees", "seconds", "non_model_bytes", "phases")

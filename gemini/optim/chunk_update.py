@@ -57,7 +57,9 @@ class ChunkUpdate:
         self._completeness = completeness
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
         self._left = [
-            _Piece(piece, touched, chunk_of) for piece in group.pieces if (touched := _touched(piece, steps))
+            _Piece(group, piece, touched, chunk_of)
+            for piece in group.pieces
+            if (touched := _touched(piece, steps))
         ]
 
     @property
@@ -116,11 +118,15 @@ class _Piece:
     """A state piece still to be updated, the parameters that have elements in it, and what they need."""
 
     def __init__(
-        self, piece: StatePiece, slots: Sequence[ManagedSlot], chunk_of: Callable[[int], int]
+        self,
+        group: ChunkGroup,
+        piece: StatePiece,
+        slots: Sequence[ManagedSlot],
+        chunk_of: Callable[[int], int],
     ) -> None:
         self.piece = piece
         self.slots = slots
-        self.written = [slot.param_ref.tensors[0] for slot in slots] + list(piece.tensors.values())
+        self.written = group.value_tensors(slots) + list(piece.tensors.values())
         self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
 
@@ -132,8 +138,10 @@ def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, AdamStep]) -> list[M
 def _tensors(group: ChunkGroup) -> tuple[int, ...]:
     """Return every tensor that lies in a chunk of the group."""
     params = [slot.param_ref.tensors[0] for slot in group.slots]
-    grads = [slot.grad.ref.tensors[0] for slot in group.slots if slot.grad is not None]
-    return (*params, *grads, *(tensor for piece in group.pieces for tensor in piece.tensors.values()))
+    values = [tensor for tensor in group.value_tensors(group.slots) if tensor not in params]
+    grads = [slot.grad.update_tensor for slot in group.slots if slot.grad is not None]
+    states = [tensor for piece in group.pieces for tensor in piece.tensors.values()]
+    return (*params, *values, *grads, *states)
 
 
 def _operands(
@@ -143,7 +151,7 @@ def _operands(
 
     ``rewritten``: the master follows the parameter first, which user code wrote to.
     """
-    param = group.param.tensor[start:stop]
+    param = group.values(start, stop)
     if not piece.has(ChunkKind.MASTER):
         return param, None
     master = piece.flat(ChunkKind.MASTER, start, stop)

@@ -161,6 +161,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.require_complete("step")
+        self._finish_gradients()
         self._check_clipping()
         if self.max_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.max_norm)
@@ -218,11 +219,17 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _start_clipping(self) -> None:
         """Take the loss scale out of gradients that are clipped for the first time."""
+        self._finish_gradients()
         self._check_clipping()
         if not self._clipped:
             self._scale = self._unscaled()
             self._clipped = True
             self._clipped_at = self.model.gradient_state()
+
+    def _finish_gradients(self) -> None:
+        sharding = self.model.manager.sharding
+        if sharding is not None:
+            sharding.finish_gradients()
 
     def _check_clipping(self) -> None:
         """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
@@ -255,6 +262,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update everything that has a gradient, now or when it is needed."""
         manager = self.model.manager
+        if manager.sharding is not None:
+            manager.sharding.close_all()
         updates = self._chunk_updates()
         updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
         with self._completeness.change():

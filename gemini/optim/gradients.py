@@ -59,6 +59,10 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
         finite = finite and math.isfinite(sum_of_squares(grad))
 
     visit_gradients(storage, manager, look)
+    if manager.sharding is not None:
+        overflowed = torch.tensor([0.0 if finite else 1.0])
+        manager.sharding.peers.largest(overflowed)
+        finite = not overflowed.item()
     return finite
 
 
@@ -73,8 +77,10 @@ def total_norm(
     ``torch.nn.utils.get_total_norm``.
 
     ``order`` is the order in which the per-parameter norms are combined. Extra memory: one parameter in fp32
-    where the gradient is 16-bit or scaled.
+    where the gradient is 16-bit or scaled. Over several ranks it is the norm of all shards.
     """
+    if manager.sharding is not None:
+        return _norm_of_shards(storage, manager, norm_type, scale)
     norms: dict[ManagedSlot, torch.Tensor] = {}
 
     def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
@@ -86,3 +92,28 @@ def total_norm(
     each = torch.stack([norms[slot] for slot in order if slot in norms])
     norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
     return norm
+
+
+def _norm_of_shards(
+    storage: ModelStorage, manager: GeminiManager, norm_type: float, scale: GradScale
+) -> torch.Tensor:
+    assert manager.sharding is not None
+    peers = manager.sharding.peers
+    found = torch.zeros(1, dtype=torch.float64)
+
+    def measure(_slot: ManagedSlot, grad: torch.Tensor) -> None:
+        nonlocal found
+        if grad.numel() == 0:
+            return
+        values = scaled(grad, scale)
+        if norm_type == math.inf:
+            found = torch.maximum(found, values.abs().max().double())
+        else:
+            found += torch.linalg.vector_norm(values, norm_type, dtype=torch.float64) ** norm_type
+
+    visit_gradients(storage, manager, measure)
+    if norm_type == math.inf:
+        peers.largest(found)
+        return found[0].float()
+    peers.sum(found)
+    return (found[0] ** (1.0 / norm_type)).float()

@@ -13,24 +13,12 @@ from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
-from gemini.runtime import ManagedSlot
+from gemini.runtime import ManagedSlot, read_state
 
 if TYPE_CHECKING:
     from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 _MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
-
-
-def read_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind) -> torch.Tensor:
-    """Return a copy of one state of a parameter, in the parameter's shape, fp32."""
-    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
-    flat = torch.as_strided(full, (full.numel(),), (1,))
-    for piece in slot.group.pieces:
-        start, stop = slot.overlapping(piece)
-        if start < stop:
-            with optimizer.model.manager.operator((piece.tensors[kind],)):
-                flat[start - slot.start : stop - slot.start] = piece.flat(kind, start, stop)
-    return full
 
 
 def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, values: torch.Tensor) -> None:
@@ -58,7 +46,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
             continue
         state[index] = {"step": torch.tensor(float(optimizer.steps[slot]))}
         for name, kind in _MOMENTS.items():
-            value = read_state(optimizer, slot, kind)
+            value = read_state(slot, kind, optimizer.model.manager)
             state[index][name] = export.copy(value) if export is not None else value
     groups, first = [], 0
     for group in optimizer.param_groups:

@@ -1,6 +1,13 @@
 """The runtime: managed parameters, the memory manager of a model, and the move of a module into chunks."""
 
-from gemini.runtime.adopt import adopt_module, read_values, refresh_master, unique_parameters, write_values
+from gemini.runtime.adopt import (
+    adopt_module,
+    read_state,
+    read_values,
+    refresh_master,
+    unique_parameters,
+    write_values,
+)
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.init import init_on
 from gemini.runtime.learned import PlacementContext
@@ -30,6 +37,7 @@ __all__ = [
     "adopt_module",
     "init_on",
     "model_data_sizes",
+    "read_state",
     "read_values",
     "refresh_master",
     "unique_parameters",

@@ -68,7 +68,6 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
             initialized where they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast
             values.
     """
-    storage.register(manager)
     adopted: list[_Adopted] = []
     try:
         with torch.no_grad():
@@ -104,17 +103,28 @@ def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager
 def read_values(slot: ManagedSlot, manager: GeminiManager) -> torch.Tensor:
     """Return a copy of the parameter, of its fp32 master where it has one, in the parameter's own memory
     layout."""
-    pieces = _master_pieces(slot)
-    if not pieces:
+    if not slot.group.has_master:
         with manager.operator(slot.param_ref.tensors):
             return slot.param_view.clone()
     refresh_master(slot, manager)
+    return read_state(slot, ChunkKind.MASTER, manager)
+
+
+@torch.no_grad()
+def read_state(slot: ManagedSlot, kind: ChunkKind, manager: GeminiManager) -> torch.Tensor:
+    """Return a copy of one optimizer state of a parameter, whole, fp32, in the parameter's own memory
+    layout. Over several ranks all of them call it."""
     full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
     flat = torch.as_strided(full, (full.numel(),), (1,))
-    for piece in pieces:
+    if manager.sharding is not None:
+        flat.zero_()
+    for piece in slot.group.pieces:
         start, stop = slot.overlapping(piece)
-        with manager.operator((piece.tensors[ChunkKind.MASTER],)):
-            flat[start - slot.start : stop - slot.start] = piece.flat(ChunkKind.MASTER, start, stop)
+        if start < stop:
+            with manager.operator((piece.tensors[kind],)):
+                flat[start - slot.start : stop - slot.start] = piece.flat(kind, start, stop)
+    if manager.sharding is not None:
+        manager.sharding.assemble(flat)
     return full
 
 
@@ -129,11 +139,14 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
     if not manager.take_written(tensor):
         return
     try:
+        if manager.sharding is not None:
+            manager.sharding.write_back(tensor)
+        values = slot.group.value_tensors([slot])
         for piece in _master_pieces(slot):
             start, stop = slot.overlapping(piece)
             master = piece.tensors[ChunkKind.MASTER]
-            with manager.operator((tensor, master), (master,)), torch.no_grad():
-                piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.param.tensor[start:stop])
+            with manager.operator((*values, master), (master,)), torch.no_grad():
+                piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.values(start, stop))
     except BaseException:
         manager.note_written((tensor,))
         raise
@@ -203,6 +216,8 @@ class _Adopted:
 
 def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
     dtype = param.dtype
+    if manager.sharding is not None:
+        manager.sharding.agree_on(param.data)
     write_values(slot, param.data, manager)
     return _Adopted(param, slot, dtype, manage(param, slot))
 

@@ -21,13 +21,19 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
 from gemini.runtime.learned import PlacementContext
-from gemini.runtime.storage import GroupSpec, ModelStorage, largest_operator, model_data_sizes
+from gemini.runtime.storage import DataSizes, GroupSpec, ModelStorage, largest_operator, model_data_sizes
+from gemini.zero.peers import Peers, require_equal
+from gemini.zero.sharding import Sharding
+from gemini.zero.share import Share
 
 logger = logging.getLogger(__name__)
 
 # DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
 # the next.
 _CHUNKS_ON_DEVICE = 10
+
+# The share of DEVICE that whole parameter chunks may take over ranks, where no operator needs more.
+_GATHERED_SHARE = 4
 
 # Chunks of activations keep their places in the DISK file, used or not: as many times what it may hold.
 _SPARE_PLACES = 8
@@ -41,6 +47,7 @@ class Blueprint:
     search: SearchResult
     context: PlacementContext
     budgets: TierBudgets
+    gather_bytes: int = 0  # for whole parameter chunks, over several ranks
 
     def refuse_misfit(self) -> PlacementPlan:
         """Return the plan of the warmup. Raises OutOfBudgetError where the policy cannot fit the model into
@@ -49,22 +56,29 @@ class Blueprint:
 
 
 def build_runtime(
-    module: nn.Module, config: GeminiConfig
+    module: nn.Module, config: GeminiConfig, peers: Peers | None = None
 ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
-    """Lay the module's parameters out in chunks, move them there, and return what manages them.
+    """Lay the module's parameters out in chunks, move them there, and return what manages them; over
+    ``peers``, this rank's shards of the first rank's parameters.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
-        ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`.
+        ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
     check_can_initialize(module)
-    blueprint = draw_blueprint(module, config)
+    share = peers.share if peers is not None else None
+    blueprint = draw_blueprint(module, config, share)
+    if peers is not None:
+        require_equal(peers, f"{blueprint.context.chunk_signature} {blueprint.gather_bytes}")
     plan = blueprint.refuse_misfit()
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
-    storage = ModelStorage(blueprint.groups, blueprint.search.chunk_numel, blueprint.budgets)
+    storage = ModelStorage(blueprint.groups, blueprint.search.chunk_numel, blueprint.budgets, share=share)
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
+    storage.register(manager)
+    if peers is not None:
+        manager.sharding = Sharding(manager, storage, peers, blueprint.gather_bytes)
     adopt_module(module, storage, manager)
     if offload:
         manager.activations = ActivationOffload(manager, KeepPlan() if offload == "auto" else None)
@@ -72,8 +86,9 @@ def build_runtime(
     return storage, manager, blueprint.search
 
 
-def draw_blueprint(module: nn.Module, config: GeminiConfig) -> Blueprint:
-    """Lay the module's parameters, on ``cpu`` or ``meta``, out in chunks; change nothing.
+def draw_blueprint(module: nn.Module, config: GeminiConfig, share: Share | None = None) -> Blueprint:
+    """Lay the module's parameters, on ``cpu`` or ``meta``, out in chunks, of which this rank has ``share``;
+    change nothing.
 
     Raises:
         ConfigError: a parameter cannot be managed, or a size allows no chunk.
@@ -92,12 +107,33 @@ def draw_blueprint(module: nn.Module, config: GeminiConfig) -> Blueprint:
         verbose=config.verbose,
     )
     groups = _group(params, config, found.chunk_numel, itemsize)
-    size = ModelDataSize(*model_data_sizes(groups, found.chunk_numel), *largest_operator(module, groups))
+    sizes = model_data_sizes(groups, found.chunk_numel, share)
+    operator_bytes, operator_name = largest_operator(module, groups)
+    gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
+    size = _with_gathered(sizes, gather_bytes, operator_bytes, operator_name)
     capacity = _capacity(config, device_bytes, size)
     signature = "+".join(spec.layout.signature() for spec in groups)
     signature += "+activations" if config.activation_offload else ""
+    signature += f"/{share.size}" if share is not None else ""
     context = PlacementContext(make_policy(config.placement_policy), size, capacity, signature)
-    return Blueprint(tuple(groups), found, context, _budgets(config, capacity))
+    return Blueprint(tuple(groups), found, context, _budgets(config, capacity), gather_bytes)
+
+
+def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: GeminiConfig) -> int:
+    """Return what whole parameter chunks may take: at least those of an operator and the next chunk."""
+    least = max(operator_bytes, sizes.largest_window) + sizes.largest_window
+    wanted = config.gather_bytes if config.gather_bytes is not None else room // _GATHERED_SHARE
+    return min(sizes.windows, max(least, wanted))
+
+
+def _with_gathered(
+    sizes: DataSizes, gather_bytes: int, operator_bytes: int, operator_name: str
+) -> ModelDataSize:
+    """Return what a placement policy needs to know; what is whole at times counts as being there always."""
+    # A gradient is made while another is exchanged, which takes the room of a third.
+    whole = gather_bytes + 3 * sizes.largest_gradient
+    working = max(sizes.working, operator_bytes) + whole
+    return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)
 
 
 def _dtype(param: nn.Parameter, config: GeminiConfig) -> torch.dtype:

@@ -40,6 +40,7 @@ class GeminiConfig:
     disk_dir: str | None = None
     disk_bytes: int | None = None
     non_model_bytes: int | None = None
+    gather_bytes: int | None = None
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
     memstats: Trace | None = None
@@ -72,6 +73,7 @@ class GeminiConfig:
         host_bytes: int | str | None = None,
         disk_bytes: int | str | None = None,
         non_model_bytes: int | str | None = None,
+        gather_bytes: int | str | None = None,
         **options: object,
     ) -> GeminiConfig:
         """Return the configuration for a user's keywords: sizes may be text such as ``"512MiB"``.
@@ -89,6 +91,7 @@ class GeminiConfig:
             host_bytes=parse_bytes(host_bytes),
             disk_bytes=parse_bytes(disk_bytes),
             non_model_bytes=parse_bytes(non_model_bytes),
+            gather_bytes=parse_bytes(gather_bytes),
             **options,  # type: ignore[arg-type]
         )
         if config.disk_bytes and config.disk_dir is None:

@@ -30,6 +30,7 @@ from gemini.runtime.tensor_mgr import StatefulTensorMgr
 if TYPE_CHECKING:
     from gemini.runtime.activations import ActivationOffload
     from gemini.runtime.param import TensorRef
+    from gemini.zero.sharding import Sharding
 
 
 class GeminiManager:
@@ -57,6 +58,7 @@ class GeminiManager:
         self._written: set[int] = set()
         self.backward_pins = BackwardPins(self)
         self.activations: ActivationOffload | None = None
+        self.sharding: Sharding | None = None  # over several ranks
         self._first_address, self._end_address = chunks.address_range()
         # Bytes of gradients outside chunks: now, and the most of them together with the table's DEVICE bytes.
         self.loose_bytes = 0
@@ -86,6 +88,13 @@ class GeminiManager:
             self._settle_activations()
         if self._due:
             self.run_due(tensors)
+        if self.sharding is not None:
+            self.sharding.gather(tensors)
+        self.next_moment(tensors)
+
+    def next_moment(self, tensors: TensorIds) -> None:
+        """Pin ``tensors``, for which nothing is left to be done before, as the next moment of what is
+        followed. Raises as :meth:`pre_op`."""
         following = self._following
         if following is None:
             self.chunks.acquire(tensors, traced=False)
@@ -100,6 +109,8 @@ class GeminiManager:
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
         """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
+        if dirty and self.sharding is not None:
+            self.sharding.note_written(tensors)
         self.chunks.release(tensors, dirty=dirty)
 
     @contextmanager
@@ -261,6 +272,8 @@ class GeminiManager:
                 self.observer.step_begins(self.step + 1)
             self._in_step = True
             self._order.begin(self.pending.all())
+            if self.sharding is not None:
+                self.sharding.begin(training=True)
         self._following = self._order if training and self._in_step else None
         self.phase = FORWARD
         try:
@@ -282,7 +295,11 @@ class GeminiManager:
         try:
             self._following, self.phase = evaluations, FORWARD
             evaluations.begin(self._order.room_bytes)
+            if self.sharding is not None:
+                self.sharding.begin(training=False)
             yield
+            if self.sharding is not None:
+                self.sharding.end()
             if self._following is evaluations:
                 evaluations.end()
         finally:
@@ -298,7 +315,11 @@ class GeminiManager:
             if held is not None:
                 self.chunks.release(held, dirty=False)
             self._settle_activations()
+            if self.sharding is not None:
+                self.sharding.settle_transfers()
             self.chunks.recover()
+            if self.sharding is not None:
+                self.sharding.repin()
             if self.activations is not None:
                 self.activations.repin()
 
@@ -309,6 +330,8 @@ class GeminiManager:
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         self._settle_activations()
+        if self.sharding is not None:
+            self.sharding.end()
         if self._in_step:
             self._in_step = False
             self._following = None
@@ -384,7 +407,8 @@ class GeminiManager:
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
-        return self.context.size.total_bytes <= self._order.room_bytes and self.chunks.all_on_device()
+        fits = self.context.size.total_bytes <= self._order.room_bytes
+        return fits and self.sharding is None and self.chunks.all_on_device()
 
 
 _live_managers: weakref.WeakSet[GeminiManager] = weakref.WeakSet()

@@ -64,6 +64,11 @@ class SlotGradient:
         return update is not None and self.ref.tensors[0] in update.gradients
 
     @property
+    def update_tensor(self) -> int:
+        """The tensor of the chunk that an update takes the gradient from."""
+        return self.ref.tensors[0]
+
+    @property
     def tensors(self) -> tuple[int, ...]:
         """The ids to pin before reading or writing :attr:`value`; none when it is not in a chunk."""
         return self.ref.tensors if self._in_chunk else ()

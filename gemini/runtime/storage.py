@@ -13,6 +13,8 @@ from gemini.chunk import Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec,
 from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.param import TensorRef
+from gemini.zero.gradient import ShardedGradient, ShardPlace
+from gemini.zero.share import GroupShard, Share
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -50,18 +52,34 @@ class StatePiece:
 
 @dataclass
 class ChunkGroup:
-    """A parameter chunk and the gradient and state chunks that go with it."""
+    """A parameter chunk and the gradient and state chunks that go with it.
+
+    Over several ranks ``param`` and ``grad`` are whole only while they are used; ``shard`` is what this rank
+    owns of them, and ``pieces`` cover that part alone.
+    """
 
     param: Chunk
     grad: Chunk | None
     pieces: list[StatePiece]
+    shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes that must be on DEVICE at once to update one piece of this group."""
-        states = max((sum(c.spec.nbytes for c in p.chunks.values()) for p in self.pieces), default=0)
-        return self.param.spec.nbytes + (self.grad.spec.nbytes if self.grad is not None else 0) + states
+    def has_master(self) -> bool:
+        """Whether there are fp32 masters, be they this rank's or others'."""
+        return any(piece.has(ChunkKind.MASTER) for piece in self.pieces)
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` where an update changes them: in the shard if there is one."""
+        if self.shard is not None:
+            return self.shard.param_flat(start, stop)
+        return self.param.tensor[start:stop]
+
+    def value_tensors(self, slots: Sequence[ManagedSlot]) -> list[int]:
+        """Return the tensors to pin before :meth:`values` of ``slots`` are used."""
+        if self.shard is not None:
+            return [self.shard.param_tensor]
+        return [slot.param_ref.tensors[0] for slot in slots]
 
 
 class ManagedSlot:
@@ -78,7 +96,12 @@ class ManagedSlot:
         self.grad: SlotGradient | None = None  # None: frozen when the model was wrapped
         if group.grad is not None:
             view = torch.as_strided(group.grad.tensor, slot.shape, slot.stride, slot.offset)
-            self.grad = SlotGradient(slot.name, manager, add(group.grad), view)
+            if group.shard is not None and group.shard.grad is not None:
+                own = group.shard.clip(self.start, self.stop)
+                place = ShardPlace(add(group.shard.grad), group.shard, *own, self.start)
+                self.grad = ShardedGradient(slot.name, manager, add(group.grad), view, place)
+            else:
+                self.grad = SlotGradient(slot.name, manager, add(group.grad), view)
 
     def overlapping(self, piece: StatePiece) -> tuple[int, int]:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
@@ -118,15 +141,23 @@ class ModelStorage:
         piece_numel: int,
         budgets: TierBudgets,
         make_chunks: Callable[[Sequence[ChunkSpec], TierBudgets], ChunkManager] = ChunkManager,
+        share: Share | None = None,
     ) -> None:
         """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements;
-        ``make_chunks`` gives the chunks their memory."""
+        ``make_chunks`` gives the chunks their memory; ``share`` is this rank's part of them, None: all."""
         self._plans = [
-            _plan_group(spec, numel, piece_numel) for spec in groups for numel in spec.layout.chunk_numels
+            _plan_group(spec, numel, piece_numel, share)
+            for spec in groups
+            for numel in spec.layout.chunk_numels
         ]
         specs = [chunk for plan in self._plans for chunk in plan.specs()]
+        largest = max((plan.numel for plan in self._plans if plan.trainable), default=0)
+        if share is not None and largest:
+            specs.append(ChunkSpec(ChunkKind.EXCHANGE, largest, torch.float32))
         self.chunks = make_chunks(specs, budgets)
         self.groups = self._build()
+        # Where parts of a gradient arrive from other ranks.
+        self.exchange = self.chunks.chunks[-1] if share is not None and largest else None
         self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
         self.slots: dict[str, ManagedSlot] = {}
 
@@ -153,13 +184,19 @@ class ModelStorage:
         for plan in self._plans:
             param = next(chunks)
             grad = next(chunks) if plan.trainable else None
+            shard = self._shard(plan, chunks) if plan.share is not None else None
             pieces = []
             for start, stop in plan.pieces:
                 owned = {kind: next(chunks) for kind in plan.state_kinds}
                 tensors = {kind: self.chunks.add_tensor(chunk) for kind, chunk in owned.items()}
                 pieces.append(StatePiece(start, stop, owned, tensors))
-            groups.append(ChunkGroup(param, grad, pieces))
+            groups.append(ChunkGroup(param, grad, pieces, shard))
         return groups
+
+    def _shard(self, plan: _GroupPlan, chunks: Iterator[Chunk]) -> GroupShard:
+        param = next(chunks)
+        grad = next(chunks) if plan.trainable else None
+        return GroupShard(*plan.owned, param, self.chunks.add_tensor(param), grad)
 
 
 @dataclass(frozen=True)
@@ -169,30 +206,75 @@ class _GroupPlan:
     trainable: bool
     state_kinds: tuple[ChunkKind, ...]
     pieces: tuple[tuple[int, int], ...]
+    share: Share | None
 
-    def specs(self) -> Iterator[ChunkSpec]:
-        """Yield the chunks of the group in the order in which they are built."""
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The elements ``[start, stop)`` that this rank owns."""
+        return self.share.range_of(self.numel) if self.share is not None else (0, self.numel)
+
+    def whole(self) -> Iterator[ChunkSpec]:
+        """Yield the chunks that hold the parameters and their gradients whole."""
+        # Over ranks gradients are summed, and accumulated, in fp32.
+        grad_dtype = self.dtype if self.share is None else torch.float32
         yield ChunkSpec(ChunkKind.PARAM, self.numel, self.dtype)
         if self.trainable:
-            yield ChunkSpec(ChunkKind.GRAD, self.numel, self.dtype)
+            yield ChunkSpec(ChunkKind.GRAD, self.numel, grad_dtype)
+
+    def kept(self) -> Iterator[ChunkSpec]:
+        """Yield the further chunks: this rank's shards and optimizer states."""
+        if self.share is not None:
+            start, stop = self.owned
+            yield ChunkSpec(ChunkKind.SHARD, stop - start, self.dtype)
+            if self.trainable:
+                yield ChunkSpec(ChunkKind.GRAD_SHARD, stop - start, torch.float32)
         for start, stop in self.pieces:
             for kind in self.state_kinds:
                 yield ChunkSpec(kind, stop - start, torch.float32)
 
+    def specs(self) -> Iterator[ChunkSpec]:
+        """Yield the chunks of the group in the order in which they are built."""
+        yield from self.whole()
+        yield from self.kept()
 
-def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int) -> tuple[int, int, int]:
-    """Return (all model data, largest optimizer working set, largest chunk), in bytes, before anything is
-    allocated."""
+
+@dataclass(frozen=True)
+class DataSizes:
+    """Bytes of a model's chunks before anything is allocated.
+
+    ``total``: all that is kept. ``working``: the most that an update needs on DEVICE at once. ``largest``:
+    the largest chunk. Over several ranks, of what is whole only while it is used: ``windows``, all parameter
+    chunks; ``largest_window``; ``largest_gradient``.
+    """
+
+    total: int
+    working: int
+    largest: int
+    windows: int = 0
+    largest_window: int = 0
+    largest_gradient: int = 0
+
+
+def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int, share: Share | None = None) -> DataSizes:
+    """Return the sizes of this rank's chunks."""
     total, working, largest = 0, 0, 0
+    windows, gradients = [0], [0]
     for spec in groups:
         for numel in spec.layout.chunk_numels:
-            plan = _plan_group(spec, numel, piece_numel)
-            sizes = [chunk.nbytes for chunk in plan.specs()]
-            total += sum(sizes)
-            largest = max(largest, *sizes)
+            plan = _plan_group(spec, numel, piece_numel, share)
+            whole, kept = list(plan.whole()), list(plan.kept())
+            total += sum(chunk.nbytes for chunk in (kept if share is not None else whole + kept))
+            largest = max(largest, *(chunk.nbytes for chunk in whole + kept))
             states = max((stop - start for start, stop in plan.pieces), default=0) * 4 * len(plan.state_kinds)
-            working = max(working, numel * spec.dtype.itemsize * (2 if spec.trainable else 1) + states)
-    return total, working, largest
+            values = [c for c in kept if c.kind in _SHARDS] if share is not None else whole
+            working = max(working, sum(chunk.nbytes for chunk in values) + states)
+            if share is not None:
+                windows.append(whole[0].nbytes)
+                gradients += [chunk.nbytes for chunk in whole[1:]]
+    return DataSizes(total, working, largest, sum(windows), max(windows), max(gradients))
+
+
+_SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
 
 
 def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[int, str]:
@@ -221,15 +303,18 @@ def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[in
     return largest, largest_name
 
 
-def _plan_group(spec: GroupSpec, numel: int, piece_numel: int) -> _GroupPlan:
+def _plan_group(spec: GroupSpec, numel: int, piece_numel: int, share: Share | None) -> _GroupPlan:
     kinds: tuple[ChunkKind, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
+    if share is not None:
+        numel = share.whole_numel(numel)
     if spec.trainable:
         kinds = (ChunkKind.EXP_AVG, ChunkKind.EXP_AVG_SQ)
         kinds = (ChunkKind.MASTER, *kinds) if spec.master else kinds
         step = max(_PIECE_ALIGN, piece_numel // _PIECE_ALIGN * _PIECE_ALIGN)
-        pieces = tuple((start, min(start + step, numel)) for start in range(0, numel, step))
-    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces)
+        first, end = share.range_of(numel) if share is not None else (0, numel)
+        pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
+    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces, share)
 
 
 def _bases(groups: Sequence[GroupSpec]) -> list[int]:

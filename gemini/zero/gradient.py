@@ -1,0 +1,140 @@
+"""The gradient of one parameter over several ranks: whole while backward makes it, then this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from gemini.runtime.gradient import SlotGradient
+from gemini.runtime.tensor_mgr import TensorState
+from gemini.zero.share import GroupShard
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+
+class ShardPlace(NamedTuple):
+    """Where the shard of a gradient is: its tensor in the chunk table, elements ``[start, stop)`` of the
+    gradient chunk, empty where the parameter lies outside the shard, and where the parameter begins."""
+
+    tensor: int
+    shard: GroupShard
+    start: int
+    stop: int
+    first: int
+
+
+class ShardedGradient(SlotGradient):
+    """Collects the whole gradient in its chunk until all ranks exchange it; what is left then is the mean
+    over the ranks, each holding its shard.
+
+    ``param.grad`` is what backward has made here so far, and None once it was exchanged.
+    """
+
+    __slots__ = ("_place", "is_shared", "on_arrival")
+
+    def __init__(
+        self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor, place: ShardPlace
+    ) -> None:
+        super().__init__(name, manager, tensor, view)
+        self._place = place
+        self.is_shared = False  # there is a mean over the ranks
+        self.on_arrival: Callable[[], None] = _nothing
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is something that was not exchanged yet."""
+        return self._in_chunk
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a gradient, on this or on all ranks."""
+        return self._in_chunk or (self.is_shared and not self._shard_is_taken)
+
+    @property
+    def update_tensor(self) -> int:
+        """The shard's tensor in the chunk table."""
+        return self._place.tensor
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The ids to pin before the shard is used."""
+        return (self._place.tensor,) if self.is_shared else ()
+
+    @property
+    def value(self) -> torch.Tensor:
+        """This rank's part of the mean, flat, fp32; valid while pinned, after the exchange."""
+        place = self._place
+        return self.flat(place.start - place.first, place.stop - place.first)
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of the parameter, in its memory order, which the shard holds."""
+        place = self._place
+        assert place.shard.grad is not None
+        offset = place.first - place.shard.start
+        return place.shard.grad.tensor[offset + start : offset + stop]
+
+    def alias(self) -> torch.Tensor | None:
+        """Return what ``param.grad`` is: None once the gradient was exchanged."""
+        return super().alias() if self._in_chunk else None
+
+    def collect(self, grad: torch.Tensor) -> None:
+        """Do as the base; tell who exchanges gradients."""
+        super().collect(grad)
+        self.on_arrival()
+
+    def assign(self, grad: torch.Tensor | None) -> None:
+        """Do as the base; the next step exchanges it."""
+        super().assign(grad)
+        if grad is not None:
+            self.give_up_shard()
+
+    def fill_zero(self) -> None:
+        """Set both to zeros, where they exist."""
+        with torch.no_grad():
+            if self._in_chunk:
+                with self._manager.operator(self.ref.tensors, self.ref.tensors):
+                    self.view.zero_()
+            if self.is_shared:
+                with self._manager.operator(self.tensors, self.tensors):
+                    self.value.zero_()
+
+    def free(self) -> None:
+        """Give both up, but not a shard that a pending update has taken."""
+        if self._in_chunk:
+            super().use_up()
+        if not self._shard_is_taken:
+            self.give_up_shard()
+
+    def use_up(self) -> None:
+        """Give both up, also a shard that was taken: its update has run."""
+        super().use_up()
+        self.give_up_shard()
+
+    def give_up_whole(self) -> None:
+        """Give up the whole gradient, or the zeros in its place: they were exchanged."""
+        if self._in_chunk:
+            super().use_up()
+        else:
+            self._manager.chunks.free(self.ref.tensors)
+
+    def _await_update(self) -> None:
+        """A pending update has taken the shard, not the chunk that a new gradient comes to."""
+
+    @property
+    def _shard_is_taken(self) -> bool:
+        update = self._manager.pending.by_tensor.get(self._place.tensor)
+        return update is not None and self._place.tensor in update.gradients
+
+    def give_up_shard(self) -> None:
+        """Give up this rank's shard, if there is one."""
+        tensor = (self._place.tensor,)
+        if self._manager.tensors.state(tensor[0]) != TensorState.FREE:
+            self._manager.chunks.free(tensor)
+        self.is_shared = False
+
+
+def _nothing() -> None:
+    pass

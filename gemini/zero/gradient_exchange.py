@@ -1,0 +1,147 @@
+"""GradientExchange: takes the mean of gradients over the ranks, each keeping its shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.zero.gradient import ShardedGradient
+from gemini.zero.peers import Peers, Transfer
+from gemini.zero.rounds import from_bits, to_bits
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+    from gemini.runtime.storage import ChunkGroup, ModelStorage
+
+
+class GradientExchange:
+    """Exchanges the gradients of a chunk group once all of its parameters have theirs on every rank; the rest
+    at the end of the step, zeros standing for what a rank does not have.
+
+    Parts of the same elements are added in the order of the ranks, so how parameters are laid out in chunks
+    does not change a bit of the result.
+    """
+
+    def __init__(
+        self,
+        manager: GeminiManager,
+        storage: ModelStorage,
+        peers: Peers,
+        enter_round: Callable[[], None],
+    ) -> None:
+        self.is_held = False  # gradients accumulate here, without an exchange
+        self._manager = manager
+        self._peers = peers
+        self._enter_round = enter_round
+        self._groups = storage.groups
+        self._had: set[int] = set()  # places in _slots of what had a gradient here since they were given up
+        self._arrived: list[set[int]] = [set() for _ in storage.groups]
+        self._complete: set[int] = set()
+        self._under_way: tuple[int, Transfer] | None = None
+        self._parts = storage.exchange
+        self._parts_tensor = manager.chunks.add_tensor(storage.exchange) if storage.exchange else -1
+        self._gradients: list[ShardedGradient] = []
+        for index, group in enumerate(storage.groups):
+            for grad in _gradients(group):
+                grad.on_arrival = partial(self._note_arrival, index, len(self._gradients))
+                self._gradients.append(grad)
+
+    def complete(self) -> list[int]:
+        """Return the groups whose gradients are all here and wait for those of the other ranks."""
+        return sorted(self._complete)
+
+    def exchange(self, index: int) -> None:
+        """Exchange what there is of a group's gradients, all ranks together; ends the exchange before it."""
+        self.settle()
+        self._complete.discard(index)
+        self._arrived[index].clear()
+        group, manager = self._groups[index], self._manager
+        assert group.grad is not None
+        assert self._parts is not None
+        whole = [grad.ref.tensors[0] for grad in _gradients(group)]
+        manager.next_moment((*whole, self._parts_tensor))
+        for grad in _gradients(group):
+            if not grad.is_local:
+                grad.view.zero_()
+        numel = group.grad.spec.numel
+        parts = self._parts.tensor[:numel]
+        self._under_way = index, self._peers.scatter_all(group.grad.tensor, parts)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the exchange under way, if there is one, and add its mean to the shard."""
+        if self._under_way is None:
+            return
+        (index, transfer), self._under_way = self._under_way, None
+        transfer.wait()
+        group, manager, size = self._groups[index], self._manager, self._peers.share.size
+        whole = [grad.ref.tensors[0] for grad in _gradients(group)]
+        manager.chunks.release(whole, dirty=True)
+        for grad in _gradients(group):
+            grad.give_up_whole()
+        shard, parts = group.shard, self._parts
+        assert group.grad is not None
+        assert shard is not None
+        assert shard.grad is not None
+        assert parts is not None
+        mean, *others = parts.tensor[: group.grad.spec.numel].view(size, -1).unbind(0)
+        for other in others:
+            mean.add_(other)
+        mean.mul_(1.0 / size)
+        own = [grad.update_tensor for grad in _gradients(group)]
+        manager.run_due(own)  # of the step before: it reads the shard
+        manager.next_moment(own)
+        if any(grad.is_shared for grad in _gradients(group)):
+            shard.grad.tensor.add_(mean)
+        else:
+            shard.grad.tensor.copy_(mean)
+        manager.chunks.release(own, dirty=True)
+        for grad in _gradients(group):
+            grad.is_shared = True
+        manager.chunks.release((self._parts_tensor,), dirty=False)
+        manager.chunks.free((self._parts_tensor,))
+
+    def finish(self) -> None:
+        """Exchange what is left; then a gradient is there on all ranks if it was on one."""
+        self.settle()
+        left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
+        words = to_bits(left, len(self._groups))
+        said = self._peers.exchange([*words, *to_bits(sorted(self._had), len(self._gradients))])
+        for index in _union(message[: len(words)] for message in said):
+            self.exchange(index)
+        self.settle()
+        self._complete.clear()
+        had = set(_union(message[len(words) :] for message in said))
+        for place, grad in enumerate(self._gradients):
+            if place not in had:
+                grad.give_up_shard()
+
+    def forget(self) -> None:
+        """The gradients are about to be given up."""
+        self.settle()
+        self._had.clear()
+        self._complete.clear()
+        for arrived in self._arrived:
+            arrived.clear()
+
+    def _note_arrival(self, index: int, place: int) -> None:
+        self._had.add(place)
+        if self.is_held:
+            return
+        arrived = self._arrived[index]
+        arrived.add(place)
+        if len(arrived) == len(_gradients(self._groups[index])):
+            self._complete.add(index)
+            self._enter_round()
+
+
+def _gradients(group: ChunkGroup) -> list[ShardedGradient]:
+    return [slot.grad for slot in group.slots if isinstance(slot.grad, ShardedGradient)]
+
+
+def _union(sets: Iterable[Sequence[int]]) -> list[int]:
+    """Return the numbers that are in any of some sets of bits, ascending."""
+    return sorted({number for words in sets for number in from_bits(words)})

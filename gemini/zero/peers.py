@@ -1,0 +1,74 @@
+"""What the runtime asks of the ranks that share a model. Carried out by :mod:`gemini.collectives`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Protocol
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.zero.share import Share
+
+
+class Transfer(Protocol):
+    """A collective under way; its tensors stay where they are until :meth:`wait` has returned."""
+
+    def wait(self) -> object: ...
+
+
+class Peers(Protocol):
+    """The ranks among which every chunk is cut into equal parts.
+
+    Every method is collective: all ranks call the same ones in the same order, with tensors of equal sizes,
+    contiguous, on the computing device. Errors are torch.distributed's.
+    """
+
+    @property
+    def share(self) -> Share: ...
+
+    def exchange(self, mine: Sequence[int]) -> list[list[int]]:
+        """Return what every rank, in order, has given here: as many 64-bit integers each."""
+        ...
+
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
+        """Fill ``whole`` with the shards of all ranks in order."""
+        ...
+
+    def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
+        """Fill ``whole`` of one rank alone; the others give None."""
+        ...
+
+    def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
+        """Send every rank its part of ``whole``; ``parts``, of the same size, receives what the ranks have
+        for this one's, in order of their ranks."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give ``tensor`` the values of the first rank."""
+        ...
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace ``values`` by their sum over the ranks."""
+        ...
+
+    def largest(self, values: torch.Tensor) -> None:
+        """Replace ``values`` by the largest of all ranks."""
+        ...
+
+
+def require_equal(peers: Peers, what: str) -> None:
+    """Refuse ranks that would cut other chunks.
+
+    Raises:
+        ConfigError: ``what`` is not the same on all ranks.
+    """
+    digest = int.from_bytes(sha256(what.encode()).digest()[:7], "big")
+    said = [values[0] for values in peers.exchange([digest])]
+    different = [rank for rank, value in enumerate(said) if value != said[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} lay their parameters out in other chunks than rank 0: every rank must wrap "
+            "the same model with the same options"
+        )

@@ -1,0 +1,152 @@
+"""Sharding: chunks cut among ranks, whole on DEVICE while they are used. See docs/notes/zero.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.chunk import TensorIds
+from gemini.zero.gathered import GatheredChunks
+from gemini.zero.gradient_exchange import GradientExchange
+from gemini.zero.peers import Peers
+from gemini.zero.rounds import WANTS, Round, decode, encode
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+    from gemini.runtime.storage import ModelStorage
+
+
+class Sharding:
+    """Gathers what operators need, foretells what they need next, and exchanges complete gradients."""
+
+    def __init__(
+        self, manager: GeminiManager, storage: ModelStorage, peers: Peers, gather_bytes: int
+    ) -> None:
+        """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
+        more at once."""
+        self.peers = peers
+        self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
+        self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients)
+        self._num_groups = len(storage.groups)
+        self._members = range(peers.share.size)
+        self._current: tuple[int, ...] = ()
+        self._in_round = False
+
+    # -- operators -------------------------------------------------------------------------------
+
+    def gather(self, tensors: TensorIds) -> None:
+        """See to it that the parameters among ``tensors`` are there, whole; start what comes next."""
+        used = self._chunks.used_by(tensors)
+        if not used or used == self._current:
+            return
+        self._current = ()
+        for chunk in used:
+            self._chunks.order.note(chunk)
+        missing = [chunk for chunk in used if not self._chunks[chunk].is_open]
+        missing = [chunk for chunk in missing if not self._chunks.open_fresh(chunk, used)]
+        while len(missing) > WANTS:
+            self._round(missing[:WANTS], used)
+            del missing[:WANTS]
+        ahead = self._chunks.next_missing((*used, *missing)) if len(missing) < WANTS else None
+        if missing or ahead is not None:
+            self._round([*missing, *([ahead] if ahead is not None else [])], used)
+        for chunk in used:
+            self._chunks[chunk].wait()
+        self._current = used
+
+    def note_written(self, tensors: TensorIds) -> None:
+        """The parameters among ``tensors`` were written by an operator."""
+        for chunk in self._chunks.used_by(tensors):
+            self._chunks[chunk].is_written = True
+
+    def write_back(self, tensor: int) -> None:
+        """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
+        for chunk in self._chunks.used_by((tensor,)):
+            self._chunks[chunk].write_back()
+
+    # -- values --------------------------------------------------------------------------------
+
+    def agree_on(self, values: torch.Tensor) -> None:
+        """Give ``values`` those of the first rank, in place."""
+        if values.is_contiguous():
+            self.peers.broadcast(values)
+            return
+        contiguous = values.contiguous()
+        self.peers.broadcast(contiguous)
+        values.copy_(contiguous)
+
+    def assemble(self, flat: torch.Tensor) -> None:
+        """Make fp32 values whole of which every rank has given its part, zeros elsewhere; bit for bit."""
+        # As integers: -0.0 + 0.0 would lose its sign.
+        self.peers.sum(flat.view(torch.int32))
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step, or an evaluation."""
+        self._current = ()
+        self._chunks.begin(training=training)
+
+    def end(self) -> None:
+        """End a step or evaluation: the next one of its kind is foretold to be like it."""
+        self._current = ()
+        self._chunks.end()
+
+    def close_all(self) -> None:
+        """Give up every whole parameter chunk: the shards are about to change."""
+        self._current = ()
+        self._chunks.close_all()
+
+    def settle_transfers(self) -> None:
+        """Wait for what is under way."""
+        self._chunks.wait()
+        self._gradients.settle()
+
+    def repin(self) -> None:
+        """Pin again what is whole, after everything was unpinned."""
+        self._current = ()
+        self._chunks.repin()
+
+    @contextmanager
+    def local_gradients(self) -> Iterator[None]:
+        """Let gradients accumulate whole within the block, without an exchange."""
+        before, self._gradients.is_held = self._gradients.is_held, True
+        try:
+            yield
+        finally:
+            self._gradients.is_held = before
+
+    def finish_gradients(self) -> None:
+        """Exchange what is left of all gradients, when every rank has come here; serve those that have
+        not."""
+        while not self._round((), (), done=True).all_done:
+            pass
+        self._gradients.finish()
+
+    def forget_gradients(self) -> None:
+        """The gradients were given up."""
+        self._gradients.forget()
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def _round_for_gradients(self) -> None:
+        if not self._in_round:
+            self._round((), self._current)
+
+    def _round(self, wants: Sequence[int], in_use: Iterable[int], *, done: bool = False) -> Round:
+        """Say what this rank wants and has; carry out what all of them said."""
+        self._in_round = True
+        try:
+            self._chunks.make_room(wants, in_use)
+            complete = self._gradients.complete()
+            said = decode(self.peers.exchange(encode(wants, complete, self._num_groups, done=done)))
+            for chunk, askers in said.gathers(self._members):
+                self._chunks.gather(chunk, askers)
+            for group in said.complete:
+                self._gradients.exchange(group)
+        finally:
+            self._in_round = False
+        return said
