@@ -10,6 +10,7 @@
 #include "adam/adam.h"
 #include "adam/adam_cuda.h"
 #include "adam/dispatch.h"
+#include "adam/exact_squares.h"
 #include "adam/parallel.h"
 #include "bindings/bind.h"
 #include "common/error.h"
@@ -153,6 +154,14 @@ void bind_adam(py::module_& m) {
       py::arg("address"), py::arg("numel"), py::arg("dtype"), py::kw_only(), py::arg("threads") = 0,
       "Add the squares of numel elements in double; NaN or infinite when an element is not "
       "finite.");
+  m.def(
+      "exact_squares",
+      [](int64_t address, int64_t numel) {
+        const py::gil_scoped_release unlocked;
+        return exact_squares(pointer<const float>(address), numel);
+      },
+      py::arg("address"), py::arg("numel"),
+      "Add the squares of fp32 elements exactly: for each exponent three limbs of 40 bits.");
   m.def("stream_adam_pattern", &stream_adam_pattern, py::arg("param"), py::arg("grad"),
         py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("numel"), py::kw_only(),
         py::arg("threads") = 0,

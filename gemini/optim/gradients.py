@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
 
@@ -97,21 +98,27 @@ def total_norm(
 def _norm_of_shards(
     storage: ModelStorage, manager: GeminiManager, norm_type: float, scale: GradScale
 ) -> torch.Tensor:
+    """Return the norm of what all ranks hold. The 2-norm and the largest element do not depend, to the bit,
+    on how chunks are cut; other norms do in their last digits."""
     assert manager.sharding is not None
     peers = manager.sharding.peers
-    found = torch.zeros(1, dtype=torch.float64)
+    squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64)
 
     def measure(_slot: ManagedSlot, grad: torch.Tensor) -> None:
-        nonlocal found
         if grad.numel() == 0:
             return
         values = scaled(grad, scale)
-        if norm_type == math.inf:
-            found = torch.maximum(found, values.abs().max().double())
+        if norm_type == 2.0:
+            squares.add_(exact_squares(values))
+        elif norm_type == math.inf:
+            torch.maximum(found, values.abs().max().double(), out=found)
         else:
-            found += torch.linalg.vector_norm(values, norm_type, dtype=torch.float64) ** norm_type
+            found.add_(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64) ** norm_type)
 
     visit_gradients(storage, manager, measure)
+    if norm_type == 2.0:
+        peers.sum(squares)
+        return norm_of(squares)
     if norm_type == math.inf:
         peers.largest(found)
         return found[0].float()
