@@ -1,0 +1,193 @@
+"""Run a function on several processes at once: ``run_on_ranks(check, 2, argument)``.
+
+The processes are started when they are first needed and serve all tests of a session, because starting one
+costs seconds. Every run gets a process group of its own, made from nothing and destroyed at its end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# What the others get to report their own error, or to leave a collective, after one rank has failed.
+GRACE_SECONDS = 3.0
+# What a process may take to start and to import torch, on a busy machine.
+START_SECONDS = 120.0
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or did not end in time; the message has the traceback of each."""
+
+
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a new default process group; return the results by rank.
+
+    The function must be at the top level of a module; arguments and results are pickled, tensors by value.
+    ``timeout`` is in seconds, for the call and for each collective. Each rank begins with torch's seed 0, one
+    thread, and an empty group; what it changes besides (default dtype, environment) it changes for later
+    runs.
+
+    Raises:
+        RanksFailed: see there. The processes of the run are ended; the next run starts new ones.
+    """
+    workers = _WORKERS.first(world_size)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            store = str(Path(directory, "store"))
+            for rank, worker in enumerate(workers):
+                job = _Job(function, args, rank, world_size, store, timeout, backend)
+                worker.send(job)
+            return _results(workers, timeout)
+    except BaseException:
+        _WORKERS.close()
+        raise
+
+
+def close_workers() -> None:
+    """End the processes, if there are any; the next run starts new ones."""
+    _WORKERS.close()
+
+
+@dataclass(frozen=True)
+class _Job:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+    backend: str
+
+
+class _Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.started = False
+
+    def send(self, job: _Job) -> None:
+        """Hand out a job; test modules are found where this process finds them."""
+        if not self.started:
+            if not self.pipe.poll(START_SECONDS):
+                raise RanksFailed(f"a process did not start within {START_SECONDS} s")
+            self.pipe.recv_bytes()
+            self.started = True
+        self.pipe.send_bytes(pickle.dumps(list(sys.path)))
+        self.pipe.send_bytes(pickle.dumps(job))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class _Workers:
+    """The processes that have been started; a run uses the first ones."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def first(self, num_ranks: int) -> list[_Worker]:
+        while len(self._workers) < num_ranks:
+            self._workers.append(_Worker())
+        return self._workers[:num_ranks]
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().close()
+
+
+_WORKERS = _Workers()
+
+
+def _results(workers: list[_Worker], timeout: float) -> list[Any]:
+    """Wait for all ranks; once one has failed, for the others only a little longer."""
+    pipes: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    ends = time.monotonic() + timeout
+    while pipes:
+        ready = wait(list(pipes), timeout=max(0.0, ends - time.monotonic()))
+        if not ready:
+            failures |= {rank: "did not end in time; see its stack in stderr" for rank in pipes.values()}
+            break
+        for pipe in ready:
+            rank = pipes.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                workers[rank].process.join()
+                succeeded, value = False, f"died with exit code {workers[rank].process.exitcode}"
+            if succeeded:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                ends = min(ends, time.monotonic() + GRACE_SECONDS)
+    if failures:
+        raise RanksFailed("".join(f"\n--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _serve(pipe: Connection) -> None:
+    """Do jobs until the other end goes away."""
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"started")
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            sys.path[:] = pickle.loads(pipe.recv_bytes())
+            answer = _answer(pipe.recv_bytes())
+            try:
+                message = pickle.dumps(answer)
+            except Exception:
+                message = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(message)
+
+
+def _answer(message: bytes) -> tuple[bool, Any]:
+    try:
+        job: _Job = pickle.loads(message)
+        with _group(job):
+            return True, job.function(*job.args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+@contextmanager
+def _group(job: _Job) -> Iterator[None]:
+    """Provide the default process group of a job."""
+    import torch
+    from torch import distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.manual_seed(0)
+    faulthandler.dump_traceback_later(max(1.0, job.timeout - 1.0))
+    limit = timedelta(seconds=job.timeout)
+    store = dist.FileStore(job.store, job.world_size)
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        dist.destroy_process_group()
