@@ -30,7 +30,7 @@ from gemini.runtime import (
 )
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.nested import map_tensors
+from gemini.runtime.nested import cast_buffers, cast_floating, map_tensors
 from gemini.timeline import TimelineRecorder
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class GeminiDDP(nn.Module):
             for buffer in module.buffers():
                 self.peers.broadcast(buffer)
         if self.config.precision is not None:
-            _cast_buffers(module, self.config.precision)
+            cast_buffers(module, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
         if self.config.verbose:
             self._search.report()
@@ -151,14 +151,14 @@ class GeminiDDP(nn.Module):
         """Run the module; floating-point inputs are cast to the compute precision first."""
         precision = self.config.precision
         if precision is not None:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: _cast(tensor, precision))
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
         training = torch.is_grad_enabled()
         activations = self.manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
         with self.manager.forward_pass(training), saving:
             outputs = self.module(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
-            outputs = map_tensors(outputs, lambda tensor: _cast(tensor, torch.float32))
+            outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -283,8 +283,8 @@ class GeminiDDP(nn.Module):
         table = chunks.table
         tiers = _tiers(table)
         device = tiers["device"]
-        device["bytes"] += self.manager.loose_bytes
-        device["peak_bytes"] = max(device["peak_bytes"], self.manager.peak_device_bytes)
+        device["bytes"] += self.manager.loose.now
+        device["peak_bytes"] = max(device["peak_bytes"], self.manager.loose.peak_device)
         links = chunks.link_stats()
         size = self.manager.context.size
         return {
@@ -384,10 +384,6 @@ class GeminiDDP(nn.Module):
         )
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def _check_loadable(key: str, value: Any, target: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{key!r} is a {type(value).__name__} in the state but a tensor in the model")
@@ -395,13 +391,6 @@ def _check_loadable(key: str, value: Any, target: torch.Tensor) -> None:
         raise ConfigError(
             f"{key!r} has shape {tuple(value.shape)} in the state but {tuple(target.shape)} in the model"
         )
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    for owner in module.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_floating_point():
-                setattr(owner, name, buffer.to(dtype))
 
 
 def _tiers(table: Any) -> dict[str, dict[str, int]]:

@@ -82,7 +82,7 @@ class ChunkUpdate:
 
     def _run(self, operator: _Operator) -> None:
         if self._rewritten is None:
-            take = self._manager.take_written
+            take = self._manager.written.take
             with self._completeness.change():
                 self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
         while self._left:

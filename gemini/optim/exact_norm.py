@@ -22,7 +22,9 @@ def empty_squares() -> torch.Tensor:
 def exact_squares(values: torch.Tensor) -> torch.Tensor:
     """Return the exact sum of the squares of dense fp32 elements, one dimension, in CPU memory."""
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
-        raise ValueError(f"exact_squares takes a flat fp32 tensor, not {values.dtype} of {tuple(values.shape)}")
+        raise ValueError(
+            f"exact_squares takes a flat fp32 tensor, not {values.dtype} of {tuple(values.shape)}"
+        )
     limbs = _C.exact_squares(values.data_ptr(), values.numel())
     return torch.tensor(limbs, dtype=torch.int64).view(_EXPONENTS, _LIMBS)
 

@@ -87,7 +87,7 @@ def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager
     fp32 master."""
     with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
         slot.param_view.copy_(values)
-    manager.take_written(slot.param_ref.tensors[0])  # the master follows right here, uncast
+    manager.written.take(slot.param_ref.tensors[0])  # the master follows right here, uncast
     pieces = _master_pieces(slot)
     if not pieces:
         return
@@ -136,7 +136,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
         OutOfBudgetError, IoError: a chunk cannot be had; the master still counts as not up to date.
     """
     tensor = slot.param_ref.tensors[0]
-    if not manager.take_written(tensor):
+    if not manager.written.take(tensor):
         return
     try:
         if manager.sharding is not None:
@@ -148,7 +148,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
             with manager.operator((*values, master), (master,)), torch.no_grad():
                 piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.values(start, stop))
     except BaseException:
-        manager.note_written((tensor,))
+        manager.written.note((tensor,))
         raise
 
 

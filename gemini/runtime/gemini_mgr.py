@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,10 +13,11 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPlan, PlanReport
-from gemini.runtime import unusable
+from gemini.runtime import living, unusable
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
+from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import StepObserver
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
@@ -26,6 +25,7 @@ from gemini.runtime.recorder import Moment
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.strays import STRAYS
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.written import WrittenTensors
 
 if TYPE_CHECKING:
     from gemini.runtime.activations import ActivationOffload
@@ -55,21 +55,19 @@ class GeminiManager:
         self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
         self.pending = PendingUpdates()
         self._due = self.pending.by_tensor  # one look per PreOp
-        self._written: set[int] = set()
+        self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
         self._first_address, self._end_address = chunks.address_range()
-        # Bytes of gradients outside chunks: now, and the most of them together with the table's DEVICE bytes.
-        self.loose_bytes = 0
-        self.peak_device_bytes = 0
+        self.loose = LooseBytes(chunks.table)
         self.num_gradients = 0  # that arrived since the model was wrapped
         # True while a loss scale is needed (fp16) and no scaled backward is under way.
         self.expects_scaled_loss = False
         # True once every chunk is on DEVICE for good: operators then need no PreOp.
         self.resident = False
         self.observer: StepObserver | None = None
-        _live_managers.add(self)
+        living.remember(self)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -81,7 +79,7 @@ class GeminiManager:
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
         if _C.stray_count() != STRAYS.reported:
-            STRAYS.report(manager.chunks for manager in _live_managers)
+            living.report_stray()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         if self.activations is not None:
@@ -157,23 +155,6 @@ class GeminiManager:
     def in_windows(self, address: int) -> bool:
         """Say whether ``address`` lies where the model data's windows are."""
         return self._first_address <= address < self._end_address
-
-    def note_written(self, tensors: TensorIds) -> None:
-        """Remember that user code wrote to ``tensors``; see :meth:`take_written`."""
-        self._written.update(tensors)
-
-    def take_written(self, tensor: int) -> bool:
-        """Say whether user code wrote to ``tensor`` since the last call for it."""
-        if tensor in self._written:
-            self._written.discard(tensor)
-            return True
-        return False
-
-    def count_loose(self, nbytes: int) -> None:
-        """Count ``nbytes`` more (or less) of gradients outside chunks."""
-        self.loose_bytes += nbytes
-        used = self.chunks.table.usage(_C.Tier.DEVICE) + self.loose_bytes
-        self.peak_device_bytes = max(self.peak_device_bytes, used)
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
@@ -272,8 +253,7 @@ class GeminiManager:
                 self.observer.step_begins(self.step + 1)
             self._in_step = True
             self._order.begin(self.pending.all())
-            if self.sharding is not None:
-                self.sharding.begin(training=True)
+            self._begin_uses(training=True)
         self._following = self._order if training and self._in_step else None
         self.phase = FORWARD
         try:
@@ -295,11 +275,9 @@ class GeminiManager:
         try:
             self._following, self.phase = evaluations, FORWARD
             evaluations.begin(self._order.room_bytes)
-            if self.sharding is not None:
-                self.sharding.begin(training=False)
+            self._begin_uses(training=False)
             yield
-            if self.sharding is not None:
-                self.sharding.end()
+            self._end_uses()
             if self._following is evaluations:
                 evaluations.end()
         finally:
@@ -330,8 +308,7 @@ class GeminiManager:
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         self._settle_activations()
-        if self.sharding is not None:
-            self.sharding.end()
+        self._end_uses()
         if self._in_step:
             self._in_step = False
             self._following = None
@@ -382,6 +359,14 @@ class GeminiManager:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _begin_uses(self, *, training: bool) -> None:
+        if self.sharding is not None:
+            self.sharding.begin(training=training)
+
+    def _end_uses(self) -> None:
+        if self.sharding is not None:
+            self.sharding.end()
+
     def _settle_activations(self) -> None:
         if self.activations is not None and self.activations.waiting:
             self.activations.settle()
@@ -409,16 +394,3 @@ class GeminiManager:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
         fits = self.context.size.total_bytes <= self._order.room_bytes
         return fits and self.sharding is None and self.chunks.all_on_device()
-
-
-_live_managers: weakref.WeakSet[GeminiManager] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for manager in _live_managers:
-        manager.resident = False
-        manager.pending.clear()
-        manager.pre_op = manager.recover = unusable.in_child  # type: ignore[method-assign, assignment]
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

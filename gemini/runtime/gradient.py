@@ -191,7 +191,7 @@ class SlotGradient:
     def _set_loose(self, grad: torch.Tensor | None) -> None:
         before = self.loose_bytes
         self._loose = grad
-        self._manager.count_loose(self.loose_bytes - before)
+        self._manager.loose.add(self.loose_bytes - before)
 
     def _is_own(self, grad: torch.Tensor) -> bool:
         """Say whether ``grad``, of the same shape, is this very gradient."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -38,3 +39,16 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
                 object.__setattr__(changed, item.name, map_tensors(getattr(value, item.name), change))
         return changed
     return value
+
+
+def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a floating-point tensor as ``dtype``, any other as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the floating-point buffers of a module and its submodules by ones of ``dtype``."""
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(owner, name, buffer.to(dtype))

@@ -163,7 +163,7 @@ def _operate(
         finally:
             written = [operand._version for operand in operands] != versions
             if written:
-                manager.note_written(_written(operands, versions))
+                manager.written.note(_written(operands, versions))
                 if not pinned:
                     manager.pre_op(tensors)
             if pinned or written:
@@ -205,7 +205,7 @@ def _pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
         yield
     finally:
         written = _written(operands, versions)
-        manager.note_written(written)
+        manager.written.note(written)
         manager.post_op(tensors, bool(written))
 
 

@@ -1,0 +1,35 @@
+"""The managers of this process: a stray access may be to memory of any, a fork ends the use of all."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, NoReturn
+
+from gemini.runtime import unusable
+from gemini.runtime.strays import STRAYS
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+_living: weakref.WeakSet[GeminiManager] = weakref.WeakSet()
+
+
+def remember(manager: GeminiManager) -> None:
+    """Count ``manager`` among the living for as long as it is one."""
+    _living.add(manager)
+
+
+def report_stray() -> NoReturn:
+    """Report a stray access that was not reported yet. Raises EvictedAccessError."""
+    STRAYS.report(manager.chunks for manager in _living)
+
+
+def _after_fork_in_child() -> None:
+    for manager in _living:
+        manager.resident = False
+        manager.pending.clear()
+        manager.pre_op = manager.recover = unusable.in_child  # type: ignore[method-assign, assignment]
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
