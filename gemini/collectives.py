@@ -51,13 +51,33 @@ class ProcessGroupPeers(Peers):
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         self.traffic.gathered += (self._share.size - 1) * shard.nbytes
-        return _started(_all_gather(whole, shard, group=self.group, async_op=True))
+        if shard.device.type != "cpu":
+            return _started(_all_gather(whole, shard, group=self.group, async_op=True))
+        # gloo gathers through buffers of its own; messages go from and to where the bytes are.
+        own, parts = self._share.rank, whole.view(self._share.size, -1)
+        works = [self._send(shard, rank) for rank in self._others()]
+        works += [self._receive(parts[rank], rank) for rank in self._others()]
+        parts[own].copy_(shard)
+        return _Works(works)
 
     def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
-        parts = list(whole.view(self._share.size, -1).unbind(0)) if whole is not None else None
         if whole is None:
             self.traffic.gathered += shard.nbytes
-        return _started(dist.gather(shard, parts, group=self.group, group_dst=rank, async_op=True))
+            return self._send(shard, rank)
+        parts = whole.view(self._share.size, -1)
+        parts[rank].copy_(shard)
+        return _Works([self._receive(parts[other], other) for other in self._others()])
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, each rank beginning behind itself: no one is everybody's first."""
+        size, rank = self._share.size, self._share.rank
+        return [(rank + distance) % size for distance in range(1, size)]
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        return _started(dist.isend(tensor, group=self.group, group_dst=rank))
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        return _started(dist.irecv(tensor, group=self.group, group_src=rank))
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
         self.traffic.reduced += whole.nbytes // self._share.size * (self._share.size - 1)
@@ -71,6 +91,17 @@ class ProcessGroupPeers(Peers):
 
     def largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+
+class _Works(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Transfer]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 # torch 2.13 has given the collective another name.

@@ -132,9 +132,6 @@ class GeminiDDP(nn.Module):
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self._times_given_up = 0
-        if self.peers is not None:
-            for buffer in module.buffers():
-                self.peers.broadcast(buffer)
         if self.config.precision is not None:
             cast_buffers(module, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16

@@ -80,6 +80,9 @@ def build_runtime(
     if peers is not None:
         manager.sharding = Sharding(manager, storage, peers, blueprint.gather_bytes)
     adopt_module(module, storage, manager)
+    if manager.sharding is not None:
+        for buffer in module.buffers():
+            manager.sharding.agree_on(buffer)
     if offload:
         manager.activations = ActivationOffload(manager, KeepPlan() if offload == "auto" else None)
     manager.name_parameters(storage.parameter_names())
