@@ -70,7 +70,11 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=[*find_packages(str(ROOT), include=["gemini", "gemini.*"]), "gemini.parallel"],
+    packages=[
+        *find_packages(str(ROOT), include=["gemini", "gemini.*"]),
+        "gemini.parallel",
+        *(f"gemini.parallel.{name}" for name in find_packages(str(ROOT / "parallel"))),
+    ],
     package_dir={"gemini.parallel": "parallel"},
     ext_modules=[Extension("gemini._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

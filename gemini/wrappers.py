@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim import CPUAdam, GeminiOptimizer, HybridAdam
 
+if TYPE_CHECKING:
+    from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+
 
 def zero_model_wrapper(
     model: nn.Module, zero_stage: int = 1, gemini_config: dict[str, Any] | None = None
-) -> GeminiDDP:
-    """Wrap ``model`` for ZeRO stage 3, which is Gemini; ``gemini_config`` holds keywords of GeminiDDP.
+) -> GeminiDDP | LowLevelZeroModel:
+    """Wrap ``model`` for ZeRO: stage 3 is Gemini, stages 1 and 2 leave the model as it is and tell
+    :func:`zero_optim_wrapper`.
+
+    ``gemini_config`` holds keywords of GeminiDDP, for stage 3 only.
 
     Raises:
-        ConfigError: for stages 1 and 2, which shard over processes; this release runs one.
+        ConfigError: another stage, or ``gemini_config`` with stages 1 and 2.
     """
-    if zero_stage != 3:
-        raise ConfigError(
-            f"zero_stage={zero_stage} shards over processes and this release runs one; use zero_stage=3"
-        )
-    return GeminiDDP(model, **(gemini_config or {}))
+    if zero_stage == 3:
+        return GeminiDDP(model, **(gemini_config or {}))
+    if zero_stage not in (1, 2):
+        raise ConfigError(f"zero_stage={zero_stage}; there are 1, 2 and 3")
+    if gemini_config:
+        raise ConfigError(f"gemini_config is for zero_stage=3, not {zero_stage}; leave it out")
+    # Not above: it brings torch.distributed along, which `import gemini` does without.
+    from gemini.parallel.zero import LowLevelZeroModel
+
+    return LowLevelZeroModel(model, stage=zero_stage)
 
 
 def zero_optim_wrapper(
-    model: GeminiDDP, optimizer: CPUAdam | HybridAdam, *, max_norm: float = 0.0, **scaler: Any
-) -> GeminiOptimizer:
-    """Wrap ``optimizer`` for a model from :func:`zero_model_wrapper`; ``scaler`` holds GeminiOptimizer's
-    loss-scale keywords."""
-    return GeminiOptimizer(optimizer, model, max_norm=max_norm, **scaler)
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float = 0.0, **options: Any
+) -> GeminiOptimizer | LowLevelZeroOptimizer:
+    """Wrap ``optimizer`` for a model from :func:`zero_model_wrapper`.
+
+    ``options`` are keywords of GeminiOptimizer or, for stages 1 and 2, of LowLevelZeroOptimizer.
+
+    Raises:
+        ConfigError: another model, or an optimizer that the stage cannot drive.
+    """
+    if isinstance(model, GeminiDDP):
+        if not isinstance(optimizer, (CPUAdam, HybridAdam)):
+            raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optimizer).__name__}")
+        return GeminiOptimizer(optimizer, model, max_norm=max_norm, **options)
+    from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+
+    if not isinstance(model, LowLevelZeroModel):
+        raise ConfigError(f"a {type(model).__name__} does not come from zero_model_wrapper")
+    return LowLevelZeroOptimizer(optimizer, stage=model.stage, clip_grad_norm=max_norm, **options)

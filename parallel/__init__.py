@@ -5,3 +5,7 @@ from __future__ import annotations
 if __name__ == "parallel":
     # From a checkout Python would find this folder and make a second, different set of classes.
     raise ImportError("import it as gemini.parallel")
+
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
+
+__all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "LowLevelZeroPlugin"]

@@ -19,8 +19,8 @@ PYTHON_LAYERS = [
     {"placement"},
     {"runtime", "zero"},
     {"timeline"},
-    {"ddp", "collectives", "optim", "checkpoint", "simulate", "wrappers"},
-    {"parallel"},
+    {"ddp", "collectives", "optim", "checkpoint", "simulate"},
+    {"parallel", "wrappers"},
     {"forecast"},
     {"cli", "compat", "train", "bench"},
 ]

@@ -1,0 +1,127 @@
+"""What data-parallel ranks tell each other; with one process, nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from gemini.errors import ConfigError
+
+# Newer versions of torch deprecate the old name.
+_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank has handed to the network, without what stays on the rank, and collectives begun."""
+
+    reduce_bytes: int = 0
+    gather_bytes: int = 0
+    other_bytes: int = 0
+    num_reduces: int = 0
+    num_gathers: int = 0
+
+
+class Flight:
+    """A collective under way; keeps its tensors alive."""
+
+    def __init__(self, result: torch.Tensor, source: torch.Tensor, work: dist.Work | None) -> None:
+        self._result, self._source, self._work = result, source, work
+
+    def wait(self) -> torch.Tensor:
+        """Return the result once it is there (on a GPU: once the current stream will wait for it)."""
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+class Collectives:
+    """The ranks of one process group; ``None`` is the default group, or one process where there is none.
+
+    Every method is to be called by all ranks in the same order. Raises ConfigError on a rank outside the
+    group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self._group = group
+        self._device = device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.traffic = Traffic()
+        if self.rank < 0:
+            raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
+
+    def exchange(self, rows: torch.Tensor) -> Flight:
+        """Send row i of ``rows`` (ranks, width) to rank i; the result's row i comes from rank i.
+
+        Not a reduce-scatter: it moves the same bytes, and whoever sums the rows chooses the order and the
+        type of the sum.
+        """
+        if self.size == 1:
+            return Flight(rows, rows, None)
+        self.traffic.reduce_bytes += rows[1:].nbytes
+        self.traffic.num_reduces += 1
+        result = torch.empty_like(rows)
+        work = dist.all_to_all_single(result.view(-1), rows.view(-1), group=self._group, async_op=True)
+        return Flight(result, rows, work)
+
+    def gather(self, own: torch.Tensor) -> Flight:
+        """Send ``own`` (width) to all; the result (ranks, width) has rank i's in row i."""
+        if self.size == 1:
+            return Flight(own.unsqueeze(0), own, None)
+        self.traffic.gather_bytes += own.nbytes * (self.size - 1)
+        self.traffic.num_gathers += 1
+        result = own.new_empty(self.size, own.numel())
+        work = _gather_rows(result.view(-1), own, group=self._group, async_op=True)
+        return Flight(result, own, work)
+
+    def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
+        """Do as :meth:`gather`, at once, for a tensor that may lie where the group cannot send from."""
+        if self.size == 1:
+            return own.unsqueeze(0)
+        self.traffic.other_bytes += own.nbytes * (self.size - 1)
+        sent = own.to(self._device)
+        result = sent.new_empty(self.size, sent.numel())
+        _gather_rows(result.view(-1), sent, group=self._group)
+        return result.to(own.device)
+
+    def maximum(self, flags: list[int]) -> list[int]:
+        """Return the largest of all ranks' flags, each in [0, 255]."""
+        if self.size == 1:
+            return flags
+        shared = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        self.traffic.other_bytes += shared.nbytes
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(flag) for flag in shared.tolist()]
+
+    def objects(self, own: Any) -> list[Any]:
+        """Return every rank's object by rank; they are pickled."""
+        if self.size == 1:
+            return [own]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, own, group=self._group)
+        return every
+
+    def first(self, own: Any) -> Any:
+        """Return the first rank's object on every rank; it is pickled."""
+        if self.size == 1:
+            return own
+        assert self._group is not None
+        box = [own]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return box[0]
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """Give all ranks the values of the first one, in place; any memory order."""
+        if self.size == 1:
+            return
+        assert self._group is not None
+        values = tensor.detach().contiguous()
+        dist.broadcast(values, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)

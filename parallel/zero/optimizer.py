@@ -1,0 +1,338 @@
+"""LowLevelZeroOptimizer: ZeRO stages 1 and 2 around any element-wise torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from gemini.errors import ConfigError, StateError
+from gemini.optim.loss_scale import LossScale, LossScaleConfig
+
+from .collectives import Collectives, Traffic
+from .norms import any_overflow, total_norm
+from .options import check_norm, check_optimizer, check_options, choose_stage, device_of, parse_precision
+from .params import ShardedParams
+from .reducer import GradientReducer
+from .shards import ParamShard
+from .state import StateShard, export_state, exported_groups, import_state, state_shards
+
+
+class LowLevelZeroOptimizer(torch.optim.Optimizer):
+    """Cut optimizer states (and with stage 2 gradients) over data-parallel ranks.
+
+    Wraps ``optimizer``, whose parameters become this rank's parts of the masters. To be made on all ranks in
+    the same way, before the optimizer's first step or after; every rank starts with the weights of the first.
+    Shares the parameter groups of ``optimizer``, so schedulers may hold either. :meth:`step` consumes the
+    gradients. ``param.grad`` is None after backward. Methods are called by all ranks together, but for
+    :meth:`no_sync`, :meth:`state_shards` and the properties, which tell nobody anything.
+
+    Args:
+        optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...).
+        stage: 1 keeps the buffers of whole gradients from step to step; 2 gives each up once it is sent and
+            keeps this rank's part. Same numbers, same traffic. ``partition_grad=True`` is another way to say
+            ``stage=2``.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
+            after fp32 masters have been made from what they were. ``None`` leaves them as they are.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
+            loss scale, for fp16 parameters; others are not scaled.
+        clip_grad_norm, norm_type: clip the global gradient norm in every step; 0 does not.
+        reduce_bucket_size: elements that are sent at a time; a larger parameter goes alone.
+        communication_dtype: what gradients are sent as. ``None``: as they are, and as fp32 after local
+            accumulation. They are summed in fp32 in any case.
+        overlap_communication: send gradients while backward goes on.
+        cpu_offload: keep masters and optimizer states in CPU memory. On the CPU that is where they are.
+        dp_process_group: ``None``: the default group if there is one, else one process.
+
+    Raises:
+        ConfigError: an option out of range, an optimizer that is not element-wise, or ranks that differ in
+            the parameters they have.
+    """
+
+    # Of the gradients there are: the scale of their losses, and how many had arrived when they were clipped.
+    _scale: float | None
+    _settled_at: int | None
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        stage: int | None = None,
+        partition_grad: bool | None = None,
+        precision: str | torch.dtype | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 2,
+        max_scale: float = 2**24,
+        clip_grad_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size: int = 1024 * 1024,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = False,
+        cpu_offload: bool = False,
+        dp_process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        stage = choose_stage(stage, partition_grad)
+        scale = LossScaleConfig(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
+        check_options(clip_grad_norm, norm_type, reduce_bucket_size, communication_dtype)
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            raise ConfigError("the optimizer is wrapped already")
+        check_optimizer(optimizer)
+        self.stage = stage
+        self.clip_grad_norm = clip_grad_norm
+        self.norm_type = norm_type
+        self.collectives = Collectives(dp_process_group, device_of(optimizer))
+        self.sharded = ShardedParams(
+            optimizer,
+            self.collectives,
+            dtype=parse_precision(precision),
+            home=torch.device("cpu") if cpu_offload else None,
+        )
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optim = optimizer
+        self.share_groups()
+        halves = any(shard.param.dtype == torch.float16 for shard in self.sharded.shards)
+        self.loss_scale = LossScale(scale) if halves else None
+        self._reducer = GradientReducer(
+            self.sharded.shards,
+            self.collectives,
+            bucket_numel=reduce_bucket_size,
+            wire_dtype=communication_dtype,
+            overlap=overlap_communication,
+            partition=stage == 2,
+            check_scaled=self._check_scaled,
+        )
+        self._forget_scale()
+        earlier = self.sharded.take_earlier_state()
+        if earlier is not None:
+            import_state(self, earlier)
+
+    # -- one iteration ---------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        """Compute the gradients of ``loss``, scaled under fp16, and reduce them unless within
+        :meth:`no_sync`."""
+        scaled = loss if self.loss_scale is None else loss.float() * self._hold_scale(self.loss_scale)
+        self._run_backward(scaled, None, inputs, retain_graph)
+
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
+    ) -> None:
+        """Go back from ``tensor`` with its gradient, which under fp16 is one of a loss that was scaled by
+        this scale."""
+        if self.loss_scale is not None:
+            self._hold_scale(self.loss_scale)
+        self._run_backward(tensor, grad, inputs, retain_graph)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Sum the gradients of backward passes inside locally, in fp32; the first backward outside, or
+        :meth:`step`, sends the sum."""
+        return self._reducer.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up all gradients. ``set_to_none`` must be True: there is nothing else to keep."""
+        if not set_to_none:
+            raise ConfigError("zero_grad(set_to_none=False): a sharded gradient is given up, never zeroed")
+        self._reducer.forget()
+        self._forget_scale()
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm
+        before, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped."""
+        self._settle()
+        norm_type = self.norm_type if norm_type is None else norm_type
+        check_norm(max_norm, norm_type)
+        norm = total_norm(
+            [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
+        )
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for bucket in self._reducer.buckets:
+            if bucket.mean is not None:
+                bucket.mean.mul_(factor)
+        self._clipped = True
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
+
+        Under fp16 a step with an infinity or NaN on any rank is skipped on all: nothing but the loss scale
+        changes.
+
+        Raises:
+            StateError: gradients arrived after they were clipped, or 16-bit weights were changed behind
+                their masters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        self.sharded.check_as_noted()
+        if self.clip_grad_norm > 0 and not self._clipped:
+            self.clip_grad_by_norm(self.clip_grad_norm)
+        overflowed = self._overflowed
+        if not overflowed:
+            self._update()
+        self.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed)
+        return loss
+
+    # -- weights and state -----------------------------------------------------------------------
+
+    def update_master_params(self) -> None:
+        """Take over weights that were written into 16-bit parameters, for example by the model's
+        ``load_state_dict``."""
+        for shard in self.sharded.shards:
+            shard.refresh_master()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in the format of the wrapped optimizer, on every rank.
+
+        It can be loaded by any number of ranks and by the wrapped optimizer's class without ZeRO. Beside it
+        are ``"masters"``, the fp32 weights behind 16-bit parameters by parameter number, and ``"loss_scale"``
+        under fp16. Takes the memory of the whole state; :meth:`state_shards` does not.
+        """
+        return export_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this class or of the wrapped optimizer's. With masters, weights are set too.
+
+        Raises:
+            ConfigError: groups or shapes do not match; nothing has changed.
+        """
+        import_state(self, state_dict)
+
+    def state_shards(self) -> Iterator[StateShard]:
+        """Yield this rank's part of the state, one parameter at a time; tensors are the optimizer's own."""
+        return state_shards(self)
+
+    def load_state_shards(self, shards: Iterable[StateShard], groups: list[dict[str, Any]]) -> None:
+        """Take over parts saved by any number of ranks; what this rank does not need is passed over.
+
+        ``groups`` is ``state_dict()["param_groups"]``, or :meth:`exported_groups` when the parts were saved.
+
+        Raises:
+            ConfigError: a needed part is missing or does not fit; nothing has changed.
+        """
+        import_state(self, {"param_groups": groups}, shards)
+
+    def exported_groups(self) -> list[dict[str, Any]]:
+        """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
+        return exported_groups(self)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since it was made."""
+        return self.collectives.traffic
+
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Return the bytes held by local gradients and by this rank's part of the mean."""
+        buckets = self._reducer.buckets
+        means = sum(bucket.mean.nbytes for bucket in buckets if bucket.mean is not None)
+        return sum(bucket.local_bytes() for bucket in buckets), means
+
+    def close(self) -> None:
+        """Let go of the parameters: their gradients are autograd's again. Idempotent."""
+        self._reducer.forget()
+        self._reducer.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: parameters are cut once, in the constructor."""
+        if hasattr(self, "optim"):
+            raise ConfigError(
+                "a parameter group cannot be added after wrapping; add it to the optimizer before"
+            )
+        super().add_param_group(param_group)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _run_backward(
+        self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool
+    ) -> None:
+        self._in_backward = True
+        try:
+            with self._reducer.backward():
+                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+        finally:
+            self._in_backward = False
+
+    def _hold_scale(self, loss_scale: LossScale) -> float:
+        """Remember the scale of these gradients: by the time of step() it may be another."""
+        if self._scale is not None and self._scale != loss_scale.scale:
+            raise StateError(
+                f"the loss scale went from {self._scale} to {loss_scale.scale} between two backward passes "
+                "of one step; call zero_grad() after loading a state"
+            )
+        self._scale = loss_scale.scale
+        return self._scale
+
+    def _check_scaled(self) -> None:
+        if self.loss_scale is not None and not self._in_backward:
+            raise StateError(
+                "a gradient under fp16 did not come from optimizer.backward(loss), so its loss was not "
+                "scaled; call that instead of loss.backward()"
+            )
+
+    def _settle(self) -> None:
+        """Complete the gradients; once, see whether they overflowed and take the loss scale out."""
+        if self._settled_at is None:
+            self._reducer.reduce_rest()
+        elif self._settled_at == self._reducer.num_arrivals:
+            return
+        else:
+            raise StateError("gradients arrived after they were clipped; clip once, right before step()")
+        self._settled_at = self._reducer.num_arrivals
+        if self.loss_scale is None:
+            return
+        buckets = self._reducer.buckets
+        self._overflowed = any_overflow(buckets, self.collectives)
+        if self._scale is not None and not self._overflowed:
+            for bucket in buckets:
+                if bucket.mean is not None:
+                    bucket.mean.div_(self._scale)
+
+    def _gradients(self) -> list[tuple[ParamShard, torch.Tensor | None]]:
+        """Return, in the order of the parameters, those with a gradient on any rank and this rank's part of
+        it."""
+        buckets = {shard: bucket for bucket in self._reducer.buckets for shard in bucket.shards}
+        return [
+            (shard, buckets[shard].own_mean(shard))
+            for shard in self._reducer.shards
+            if shard in self._reducer.used
+        ]
+
+    def _update(self) -> None:
+        try:
+            for shard, grad in self._gradients():
+                if shard.master is not None:
+                    shard.master.grad = grad
+            self.optim.step()
+        finally:
+            for shard in self.sharded.shards:
+                if shard.master is not None:
+                    shard.master.grad = None
+        self.sharded.gather(
+            [bucket for bucket in self._reducer.buckets if not self._reducer.used.isdisjoint(bucket.shards)]
+        )
+
+    def _forget_scale(self) -> None:
+        self._scale = self._settled_at = None
+        self._clipped = self._overflowed = self._in_backward = False
+
+    def gather_all(self) -> None:
+        """Set all parameters from the masters."""
+        self.sharded.gather(self._reducer.buckets)
+
+    def share_groups(self) -> None:
+        """Have the groups and states of the wrapped optimizer as one's own."""
+        self.param_groups = self.optim.param_groups
+        self.state = self.optim.state

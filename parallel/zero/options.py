@@ -1,0 +1,72 @@
+"""What the arguments of LowLevelZeroOptimizer may be."""
+
+from __future__ import annotations
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.optim.kernel_adam import KernelAdam
+from gemini.optim.state_format import StateFormat
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Their update of an element depends on others, or on the shape of the whole parameter.
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+
+def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
+    """Return the stage that either option, or neither, names."""
+    if stage not in (None, 1, 2):
+        raise ConfigError(
+            f"stage is {stage!r}; LowLevelZeroOptimizer is ZeRO stage 1 or 2, GeminiDDP stage 3"
+        )
+    named = None if partition_grad is None else 2 if partition_grad else 1
+    if stage is not None and named is not None and stage != named:
+        raise ConfigError(f"stage={stage} and partition_grad={partition_grad} contradict; give one of them")
+    return stage or named or 1
+
+
+def check_options(
+    clip_grad_norm: float, norm_type: float, reduce_bucket_size: int, communication_dtype: torch.dtype | None
+) -> None:
+    """Raise ConfigError for a value out of range."""
+    if clip_grad_norm != 0:
+        check_norm(clip_grad_norm, norm_type)
+    if reduce_bucket_size < 1:
+        raise ConfigError(f"reduce_bucket_size is {reduce_bucket_size}; it is a number of elements above 0")
+    if communication_dtype is not None and not communication_dtype.is_floating_point:
+        raise ConfigError(f"communication_dtype is {communication_dtype}; gradients are floating-point")
+
+
+def check_norm(max_norm: float, norm_type: float) -> None:
+    """Raise ConfigError for a clipping that means nothing."""
+    if not max_norm > 0 or not norm_type > 0:
+        raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; both must be above 0")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that cannot update parts of parameters."""
+    name = type(optimizer).__name__
+    if name in _NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"{name} does not update each element on its own, so parts of a parameter cannot be updated on "
+            "different ranks; use Adam, AdamW, SGD, CPUAdam or another element-wise optimizer"
+        )
+    if isinstance(optimizer, KernelAdam) and optimizer.state_format != StateFormat():
+        raise ConfigError(
+            "compact states are scaled by blocks of a whole parameter; pass state_dtype='fp32' and no "
+            "master_remainders to the optimizer"
+        )
+
+
+def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the type that ``precision`` names; None stays None."""
+    dtype = _PRECISIONS.get(precision) if isinstance(precision, str) else precision
+    if precision is not None and dtype not in _PRECISIONS.values():
+        raise ConfigError(f"precision is {precision!r}; choose from {', '.join(_PRECISIONS)}")
+    return dtype
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return where the parameters are; the CPU if there are none."""
+    devices = [param.device for group in optimizer.param_groups for param in group["params"]]
+    return devices[0] if devices else torch.device("cpu")

@@ -1,0 +1,202 @@
+"""Gradients on their way from backward to the rank that updates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError
+
+from .bucket import Bucket, make_buckets
+from .collectives import Collectives, Flight
+from .shards import ParamShard
+
+# Messages under way in stage 2: the memory of more would be that of the gradients it does without.
+MAX_FLIGHTS = 2
+_ONE, _SEVERAL = 1, 2
+
+
+class GradientReducer:
+    """Take each gradient as autograd finishes it, and give every rank the mean of its part.
+
+    A *reduction* sends buckets in a fixed order, whatever the order in which gradients arrive here, so that
+    ranks agree without asking. Whether a parameter has a gradient on any rank, and whether a bucket must be
+    sent once more, they tell each other at its end.
+
+    Args:
+        bucket_numel: elements of a bucket.
+        wire_dtype: what gradients are sent as; ``None``: as they are, and as fp32 sums after accumulation.
+        overlap: send a bucket as soon as it is complete, while backward goes on.
+        partition: give up the memory of a bucket once it is sent (stage 2).
+        check_scaled: called when a gradient arrives; raises where backward was not ours.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParamShard],
+        collectives: Collectives,
+        *,
+        bucket_numel: int,
+        wire_dtype: torch.dtype | None,
+        overlap: bool,
+        partition: bool,
+        check_scaled: Callable[[], None],
+    ) -> None:
+        self.shards = [shard for shard in shards if shard.numel]
+        self.buckets = make_buckets(self.shards, collectives.size, bucket_numel)
+        self.used: set[ParamShard] = set()
+        self.num_arrivals = 0
+        self._collectives = collectives
+        self._wire_dtype = wire_dtype
+        self._overlap = overlap
+        self._partition = partition
+        self._check_scaled = check_scaled
+        self._bucket_of = {shard: bucket for bucket in self.buckets for shard in bucket.shards}
+        # Frozen at the start: nobody waits for their gradients.
+        self._eager = [bucket for bucket in self.buckets if bucket.shards[0].param.requires_grad]
+        self._flights: deque[tuple[Bucket, torch.Tensor, Flight]] = deque()
+        self._local: set[ParamShard] = set()
+        self._syncing = True
+        self._start_over()
+        self._hooks = [self._hook(shard) for shard in self.shards]
+
+    # -- backward --------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward pass inside; at the end all its gradients are reduced, unless within
+        :meth:`no_sync`."""
+        self._eager_open = self._overlap and self._syncing
+        yield
+        if self._syncing:
+            self.reduce()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients that arrive inside as local fp32 sums; the next reduction sends them."""
+        before, self._syncing, self._wide = self._syncing, False, True
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def _arrive(self, shard: ParamShard) -> None:
+        grad = shard.param.grad
+        if grad is None:
+            return
+        self._check_scaled()
+        if grad.layout != torch.strided:
+            raise ConfigError(
+                f"the gradient of {shard.label} is {grad.layout}; ZeRO cuts gradients into equal parts: "
+                "make it dense (sparse=False)"
+            )
+        shard.param.grad = None
+        self._several |= shard in self._local
+        self._local.add(shard)
+        self.num_arrivals += 1
+        self._bucket_of[shard].put(shard, grad, wide=self._wide)
+        if self._eager_open:
+            self._arrived.add(shard)
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete, none before its turn."""
+        while self._next < len(self._eager) and self._arrived.issuperset(self._eager[self._next].shards):
+            self._send(self._eager[self._next])
+            self._next += 1
+
+    # -- reduction -------------------------------------------------------------------------------
+
+    def reduce_rest(self) -> None:
+        """Reduce what came outside :meth:`backward` or within :meth:`no_sync`, if any rank has any."""
+        self._take_strays()
+        pending = _SEVERAL if self._several else _ONE if self._local else 0
+        most = self._collectives.maximum([pending])[0]
+        self._wide |= most == _SEVERAL
+        if most:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Send all local gradients and wait until this rank's part of the mean is complete."""
+        self._take_strays()
+        if self._eager_open:
+            for bucket in self._eager[self._next :]:
+                self._send(bucket)
+        used = self.used | self._local
+        flags = [int(shard in used) for shard in self.shards]
+        flags += [int(bucket.has_local) for bucket in self.buckets]
+        agreed = self._collectives.maximum(flags)
+        self.used = {shard for shard, flag in zip(self.shards, agreed, strict=False) if flag}
+        for bucket, flag in zip(self.buckets, agreed[len(self.shards) :], strict=True):
+            if flag:
+                self._send(bucket)
+        while self._flights:
+            self._land()
+        self._start_over()
+
+    def _take_strays(self) -> None:
+        """Take gradients that no hook has seen: set by hand, or older than this object."""
+        for shard in self.shards:
+            if shard.param.grad is not None:
+                self._arrive(shard)
+
+    def _send(self, bucket: Bucket) -> None:
+        if self._partition and len(self._flights) >= MAX_FLIGHTS:
+            self._land()
+        first = bucket.shards[0]
+        dtype = self._wire_dtype or (first.master_dtype if self._wide else bucket.dtype)
+        message = bucket.take_message(dtype, first.param.device)
+        self._flights.append((bucket, message, self._collectives.exchange(message)))
+
+    def _land(self) -> None:
+        bucket, message, flight = self._flights.popleft()
+        bucket.absorb(flight.wait())
+        if not self._partition and self._collectives.size > 1:
+            bucket.keep_buffer(message)
+
+    def _start_over(self) -> None:
+        self._wide = False
+        self._several = False
+        self._eager_open = False
+        self._next = 0
+        self._arrived: set[ParamShard] = set()
+        self._local.clear()
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Give up all gradients, reduced or not."""
+        while self._flights:
+            self._flights.popleft()[2].wait()
+        for bucket in self.buckets:
+            bucket.forget()
+        for shard in self.shards:
+            shard.param.grad = None
+        self.used = set()
+        self._start_over()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters. Idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _hook(self, shard: ParamShard) -> Any:
+        param = shard.param
+        trained = param.requires_grad
+        param.requires_grad_(True)  # a frozen parameter may be thawed later
+        hook = param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), shard))
+        param.requires_grad_(trained)
+        return hook
+
+
+def _tell(reducer: weakref.ref[GradientReducer], shard: ParamShard, _param: torch.Tensor) -> None:
+    # Weak: a parameter that outlives its optimizer is an ordinary one again.
+    alive = reducer()
+    if alive is not None:
+        alive._arrive(shard)

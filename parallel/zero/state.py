@@ -1,0 +1,235 @@
+"""Optimizer states in parts and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini.errors import ConfigError
+
+from .shards import ParamShard
+
+if TYPE_CHECKING:
+    from .optimizer import LowLevelZeroOptimizer
+
+_Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """Elements [start, stop), in row-major order, of the states of parameter number ``index``.
+
+    Parameters are numbered over all groups, as in a state dict. ``tensors`` has the states that belong to
+    elements, in one dimension; ``values`` the others, such as ``step``; ``master`` the fp32 weights behind a
+    16-bit parameter.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+    master: torch.Tensor | None
+
+
+def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
+    """Yield this rank's part of the state; see LowLevelZeroOptimizer.state_shards."""
+    states = optimizer.optim.state_dict()["state"]
+    place = 0
+    for index, shard in enumerate(optimizer.sharded.shards):
+        if shard.master is None:
+            continue
+        state = states.get(place, {})
+        place += 1
+        tensors, values = _split(state, tuple(shard.master.shape))
+        master = shard.master.detach() if shard.has_master else None
+        yield StateShard(index, tuple(shard.shape), shard.start, shard.stop, tensors, values, master)
+
+
+def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
+    """Return the whole state on every rank; see LowLevelZeroOptimizer.state_dict."""
+    collectives = optimizer.collectives
+    own = {shard.index: shard for shard in state_shards(optimizer)}
+    # The first rank has a part of every parameter that is not empty.
+    described = collectives.first(
+        {
+            index: ({name: tensor.dtype for name, tensor in part.tensors.items()}, part.values)
+            for index, part in own.items()
+        }
+    )
+    state: dict[int, _Entry] = {}
+    masters: dict[int, torch.Tensor] = {}
+    for index, shard in enumerate(optimizer.sharded.shards):
+        names, values = described.get(index, ({}, {}))
+        part = own.get(index)
+        if names or values:
+            state[index] = dict(values if part is None else part.values)
+        for name, dtype in names.items():
+            mine = None if part is None else part.tensors[name]
+            state[index][name] = _whole(optimizer, shard, mine, dtype)
+        if shard.has_master and shard.numel:
+            mine = None if part is None else part.master
+            masters[index] = _whole(optimizer, shard, mine, shard.master_dtype)
+    exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
+    if masters:
+        exported["masters"] = masters
+    if optimizer.loss_scale is not None:
+        exported["loss_scale"] = optimizer.loss_scale.state_dict()
+    return exported
+
+
+def exported_groups(optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
+    """Return the groups as a state dict has them, with the numbers of all parameters."""
+    groups, first = [], 0
+    settings = optimizer.optim.state_dict()["param_groups"]
+    for group, shards, names in zip(settings, optimizer.sharded.groups, optimizer.sharded.names, strict=True):
+        group = {**group, "params": list(range(first, first + len(shards)))}
+        if names is not None:
+            group["param_names"] = list(names)
+        groups.append(group)
+        first += len(shards)
+    return groups
+
+
+def import_state(
+    optimizer: LowLevelZeroOptimizer, state_dict: dict[str, Any], shards: Iterable[StateShard] | None = None
+) -> None:
+    """Take over a whole state, or the groups of one and its parts. Raises ConfigError before any change."""
+    groups = state_dict["param_groups"]
+    lengths = [len(group) for group in optimizer.sharded.groups]
+    if [len(group["params"]) for group in groups] != lengths:
+        raise ConfigError(f"the state has other parameter groups than the optimizer, which has {lengths}")
+    parts = {
+        index: _OwnPart(shard)
+        for index, shard in enumerate(optimizer.sharded.shards)
+        if shard.master is not None
+    }
+    numbers = [number for group in groups for number in group["params"]]
+    for saved in _whole_shards(optimizer, state_dict, numbers) if shards is None else shards:
+        if not 0 <= saved.index < len(numbers):
+            raise ConfigError(f"the state has a parameter number {saved.index}; there are {len(numbers)}")
+        if saved.index in parts:
+            parts[saved.index].take(saved)
+    for part in parts.values():
+        part.check()
+    _load_own(optimizer, groups, list(parts.values()))
+    restored = _restore_masters(list(parts.values()))
+    if optimizer.collectives.maximum([int(restored)]) == [1]:
+        optimizer.gather_all()
+    if optimizer.loss_scale is not None and "loss_scale" in state_dict:
+        optimizer.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+
+class _OwnPart:
+    """This rank's part of one parameter's state, put together from what was saved."""
+
+    def __init__(self, shard: ParamShard) -> None:
+        self.shard = shard
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Any] = {}
+        self.master: torch.Tensor | None = None
+        self._covered: dict[str, int] = {}
+
+    def take(self, saved: StateShard) -> None:
+        """Copy what overlaps."""
+        shard = self.shard
+        if tuple(saved.shape) != tuple(shard.shape):
+            raise ConfigError(f"the state of {shard.label} is of one of shape {tuple(saved.shape)}")
+        self.values.update(saved.values)
+        start, stop = max(saved.start, shard.start), min(saved.stop, shard.stop)
+        if start >= stop:
+            return
+        for name, tensor in saved.tensors.items():
+            kept = self.tensors.setdefault(name, tensor.new_empty(shard.stop - shard.start))
+            self._copy(name, kept, tensor, saved, start, stop)
+        if saved.master is not None and shard.has_master:
+            if self.master is None:
+                self.master = saved.master.new_empty(shard.stop - shard.start)
+            self._copy("master", self.master, saved.master, saved, start, stop)
+
+    def _copy(
+        self, name: str, kept: torch.Tensor, tensor: torch.Tensor, saved: StateShard, start: int, stop: int
+    ) -> None:
+        kept[start - self.shard.start : stop - self.shard.start].copy_(
+            tensor[start - saved.start : stop - saved.start]
+        )
+        self._covered[name] = self._covered.get(name, 0) + stop - start
+
+    def check(self) -> None:
+        """Raise ConfigError if a part is missing."""
+        wanted = self.shard.stop - self.shard.start
+        for name, covered in self._covered.items():
+            if covered != wanted:
+                raise ConfigError(
+                    f"the saved parts of {name} of {self.shard.label} have {covered} of {wanted} elements "
+                    f"from {self.shard.start} on; give the parts of all ranks, each once"
+                )
+
+
+def _whole_shards(
+    optimizer: LowLevelZeroOptimizer, state_dict: dict[str, Any], numbers: list[int]
+) -> Iterator[StateShard]:
+    """Yield a state dict as parts that are whole parameters."""
+    masters = state_dict.get("masters", {})
+    for index, (number, shard) in enumerate(zip(numbers, optimizer.sharded.shards, strict=True)):
+        shape = tuple(shard.shape)
+        tensors, values = _split(state_dict["state"].get(number, {}), shape)
+        master = masters.get(number)
+        for name, tensor in (("master", master), *values.items()):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() != 1 and tuple(tensor.shape) != shape:
+                raise ConfigError(f"{name} of {shard.label} has shape {tuple(tensor.shape)} in the state")
+        flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+        flat_master = None if master is None else master.reshape(-1)
+        yield StateShard(index, shape, 0, shard.numel, flat, values, flat_master)
+
+
+def _load_own(optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], parts: list[_OwnPart]) -> None:
+    """Give the wrapped optimizer its state; it checks before it changes anything."""
+    state = {place: {**part.values, **part.tensors} for place, part in enumerate(parts)}
+    own_groups, first = [], 0
+    for number, (group, shards) in enumerate(zip(groups, optimizer.sharded.groups, strict=True)):
+        count = sum(shard.master is not None for shard in shards)
+        own = {**group, "params": list(range(first, first + count))}
+        own.pop("param_names", None)
+        if optimizer.sharded.names[number] is not None:
+            own["param_names"] = optimizer.sharded.own_names(number)
+        own_groups.append(own)
+        first += count
+    present = {place: entry for place, entry in state.items() if entry}
+    optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
+    optimizer.share_groups()
+
+
+def _restore_masters(parts: list[_OwnPart]) -> bool:
+    restored = False
+    with torch.no_grad():
+        for part in parts:
+            if part.master is not None and part.shard.master is not None:
+                part.shard.master.copy_(part.master)
+                restored = True
+    return restored
+
+
+def _split(state: _Entry, shape: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Divide a parameter's state into tensors of one value per element, and the rest."""
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if name != "step" and isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+    }
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def _whole(
+    optimizer: LowLevelZeroOptimizer, shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return one state of a whole parameter from all ranks' parts."""
+    padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
+    if own is not None:
+        padded[: own.numel()].copy_(own)
+    rows = optimizer.collectives.gather_anywhere(padded)
+    return rows.reshape(-1)[: shard.numel].view(shard.shape)
