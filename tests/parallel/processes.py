@@ -26,6 +26,8 @@ from typing import Any
 GRACE_SECONDS = 3.0
 # What a process may take to start and to import torch, on a busy machine.
 START_SECONDS = 120.0
+# What meeting the other ranks may take there, however short the call.
+MEET_SECONDS = 30.0
 
 
 class RanksFailed(AssertionError):
@@ -38,9 +40,9 @@ def run_on_ranks(
     """Call ``function(*args)`` on every rank of a new default process group; return the results by rank.
 
     The function must be at the top level of a module; arguments and results are pickled, tensors by value.
-    ``timeout`` is in seconds, for the call and for each collective. Each rank begins with torch's seed 0, one
-    thread, and an empty group; what it changes besides (default dtype, environment) it changes for later
-    runs.
+    ``timeout`` is in seconds, for the call; a collective gets it too, if it is long. Each rank begins with
+    torch's seed 0, one thread, and an empty group; what it changes besides (default dtype, environment) it
+    changes for later runs.
 
     Raises:
         RanksFailed: see there. The processes of the run are ended; the next run starts new ones.
@@ -183,7 +185,7 @@ def _group(job: _Job) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 1.0))
-    limit = timedelta(seconds=job.timeout)
+    limit = timedelta(seconds=max(job.timeout, MEET_SECONDS))
     store = dist.FileStore(job.store, job.world_size)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
     try:
