@@ -49,6 +49,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native core of gemini: chunk table, transfers, file I/O, Adam kernels.";
   py::register_exception_translator(&gemini::translate);
   gemini::bind_build_info(m);
+  gemini::bind_checksum(m);
   gemini::bind_chunk(m);
   gemini::bind_simulate(m);
   gemini::bind_transfer(m);

@@ -1,7 +1,23 @@
 """Checkpoints: everything a bit-exact resume needs, streamed chunk by chunk, complete or not there."""
 
+from gemini.checkpoint.async_saving import SaveHandle, save_async
 from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.directory import latest
 from gemini.checkpoint.loading import is_complete, load
+from gemini.checkpoint.rank import Rank
+from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.saving import save
+from gemini.checkpoint.writer import new_checkpoint
 
-__all__ = ["Scheduler", "is_complete", "load", "save"]
+__all__ = [
+    "CheckpointReader",
+    "Rank",
+    "SaveHandle",
+    "Scheduler",
+    "is_complete",
+    "latest",
+    "load",
+    "new_checkpoint",
+    "save",
+    "save_async",
+]

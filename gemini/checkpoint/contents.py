@@ -9,11 +9,12 @@ import torch
 from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.runtime import ManagedParameter
+from gemini.runtime import ManagedParameter, ManagedSlot
 
 MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
 BUFFERS = "model-buffers.safetensors"
-INDEX = "model.safetensors.index.json"
+MODEL_INDEX = "model.safetensors.index.json"
+OPTIMIZER_INDEX = "optimizer.index.json"
 
 
 class Scheduler(Protocol):
@@ -24,19 +25,38 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def weights_file(number: int) -> str:
-    """Return the name of the file with the weights of a parameter chunk."""
-    return f"model-{number:05d}.safetensors"
+def weights_file(number: int, count: int) -> str:
+    """Return the name of a file with weights, as Hugging Face names it; ``number`` from 0."""
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def moment_file(moment: str, number: int) -> str:
-    """Return the name of the file with one moment of a parameter chunk."""
-    return f"{moment}-{number:05d}.safetensors"
+def optimizer_file(rank: int, num_ranks: int, number: int) -> str:
+    """Return the name of a file with optimizer states that a rank holds; ``number`` from 0."""
+    return f"optimizer-rank-{rank:05d}-of-{num_ranks:05d}-{number + 1:05d}.safetensors"
 
 
-def parameter_shapes(model: GeminiDDP) -> dict[str, list[int]]:
-    """Return the shape of every parameter by name."""
-    return {name: list(slot.param_view.shape) for name, slot in model.storage.slots.items()}
+def part_file(rank: int, num_ranks: int) -> str:
+    """Return the name of the file in which a rank says what it wrote."""
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.json"
+
+
+def range_name(param: str, state: str, start: int, stop: int) -> str:
+    """Return the name, in its file, of elements ``[start, stop)`` of a parameter's optimizer state."""
+    return f"{param}.{state}[{start}:{stop}]"
+
+
+def weight_dtype(slot: ManagedSlot) -> torch.dtype:
+    """Return the type in which a weight is saved: its fp32 master's, else its own but at least fp32."""
+    own = slot.param_view.dtype
+    return own if own.itemsize > 4 else torch.float32
+
+
+def parameters(model: GeminiDDP) -> dict[str, dict[str, list[int]]]:
+    """Return shape and stride (in elements, of its memory order) of every parameter by name."""
+    return {
+        name: {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
+        for name, slot in model.storage.slots.items()
+    }
 
 
 def group_members(optimizer: GeminiOptimizer) -> list[list[str]]:

@@ -1,8 +1,8 @@
-"""A checkpoint directory that is complete or not there, whatever happens while it is written.
+"""The directory of checkpoints: which are complete, which is the newest, and how a new one becomes it.
 
-``DIR/step-<N>.partial`` is written and synced file by file, renamed to ``DIR/step-<N>``, then
-``DIR/latest.json`` is replaced to name it. Older ones are removed last: after a kill at any point the last
-complete one is still there and named. Entries of other names are left alone.
+``DIR/step-<N>.partial`` is written and synced file by file, then renamed to ``DIR/step-<N>``: a checkpoint is
+complete or not there. Older ones are removed last. Entries of other names are left alone
+(docs/notes/checkpoint.md).
 """
 
 from __future__ import annotations
@@ -14,74 +14,162 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gemini.checkpoint.sealed_file import Seal, SealedFile, check_seal
-from gemini.errors import CheckpointError, IoError
+from gemini.checkpoint.sealed_file import DamagedError, Seal, check_seal, write_sealed
+from gemini.errors import CheckpointError, ConfigError, IoError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "gemini-checkpoint-1"
-_LATEST = "latest.json"
-_MANIFEST = "manifest.json"
+FORMAT = "gemini-checkpoint-2"
+MANIFEST = "manifest.json"
+SEAL = "seal.json"
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 
 
-class NewCheckpoint:
-    """A checkpoint being written: add files, then :meth:`finish` it with the manifest."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest_seal: Seal | None = None
-        self._seals: dict[str, Seal] = {}
-
-    @contextmanager
-    def file(self, name: str) -> Iterator[SealedFile]:
-        """Yield a new file; on leaving the block it is durable and part of the checkpoint."""
-        with SealedFile(self.path / name) as file:
-            yield file
-        self._seals[name] = file.seal
-
-    def add_json(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write a JSON file."""
-        with self.file(name) as file:
-            file.write(_encoded(document))
-
-    def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest: what it is given, and the seals of all other files."""
-        files = {name: [seal.num_bytes, seal.crc32] for name, seal in self._seals.items()}
-        self.add_json(_MANIFEST, {**manifest, "format": FORMAT, "files": files})
-        self.manifest_seal = self._seals[_MANIFEST]
-
-
 @contextmanager
-def new_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator[NewCheckpoint]:
-    """Yield a checkpoint to fill and finish; name it the latest on leaving the block.
+def partial_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator[Path]:
+    """Yield the directory of a new checkpoint, while other savers are kept out of ``directory``.
 
-    On failure what was written is removed and the previous checkpoint stays.
+    Where the block has called :func:`publish`, it has its name; otherwise what was written is removed and
+    all is as before.
 
     Raises:
         IoError: the directory cannot be written.
         CheckpointError: another process is saving there.
     """
-    root = Path(directory)
-    try:
+    root, owner = Path(directory), os.getpid()
+    with _io_errors(root):
         _make_private(root)
         with _exclusive(root):
             _remove_leftovers(root)
-            final = _free_name(root, step)
-            partial = _partial(final)
+            partial = _partial(_free_name(root, step))
             try:
                 partial.mkdir(mode=0o700)
-                checkpoint = NewCheckpoint(partial)
-                yield checkpoint
-                assert checkpoint.manifest_seal is not None, "finish() was not called"
-                _publish(root, partial, final, checkpoint.manifest_seal)
+                yield partial
             finally:
-                shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
+                if os.getpid() == owner:  # a forked child that ends has a copy of this block, too
+                    shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
+
+
+def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
+    """Seal a checkpoint whose files are all durable and give it its name; keep the ``keep`` newest.
+
+    Returns its directory. Raises OSError: it is not complete, and all older ones are there.
+    """
+    root = partial.parent
+    sequence = max((number for number, _ in _complete(root)), default=0) + 1
+    seal = write_sealed(partial / MANIFEST, encoded({**manifest, "sequence": sequence}))
+    document = {"sequence": sequence, "manifest": [seal.num_bytes, seal.crc32c]}
+    write_sealed(partial / SEAL, encoded(document))
+    _sync(partial)
+    final = final_name(partial)
+    partial.rename(final)
+    _sync(root)
+    try:
+        for _, older in _complete(root)[keep:]:
+            # Half removed it must not pass for a checkpoint, nor for something of the user's.
+            shutil.rmtree(older.rename(_partial(older)))
+    except OSError as error:
+        logger.warning("%s is complete, but an older one cannot be removed: %s", final, error)
+    return final
+
+
+def final_name(partial: Path) -> Path:
+    """Return what a checkpoint is called once it is complete."""
+    return partial.with_suffix("")
+
+
+def complete_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the complete checkpoints below ``directory``, newest first, or itself if it is one.
+
+    What is in their files is not looked at.
+    """
+    root = Path(directory)
+    return [root] if (root / SEAL).exists() else [path for _, path in _complete(root)]
+
+
+def latest(directory: str | os.PathLike[str]) -> Path:
+    """Return the newest complete checkpoint below ``directory`` whose files are all there, by name and size.
+
+    Raises:
+        CheckpointError: there is none; the message says what is wrong with the newest.
+    """
+    damaged: DamagedError | None = None
+    for path in complete_checkpoints(directory):
+        try:
+            read_manifest(path)
+        except DamagedError as error:
+            damaged = damaged or error
+        else:
+            return path
+    raise damaged or no_checkpoint(directory)
+
+
+def no_checkpoint(directory: str | os.PathLike[str]) -> CheckpointError:
+    """Return what to raise where no complete checkpoint is."""
+    return CheckpointError(
+        f"{directory} holds no complete checkpoint; check the path, or train with this directory first"
+    )
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; check its content, and the sizes of all files.
+
+    Raises:
+        DamagedError: a file is missing or damaged.
+    """
+    seal = read_json(checkpoint / SEAL)
+    try:
+        sequence, (num_bytes, checksum) = seal["sequence"], seal["manifest"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{checkpoint / SEAL} is damaged: {error!r}") from error
+    check_seal(checkpoint / MANIFEST, Seal(num_bytes, checksum), content=True)
+    manifest = read_json(checkpoint / MANIFEST)
+    if manifest["sequence"] != sequence:
+        raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
+    check_files(checkpoint, manifest, content=False)
+    return manifest
+
+
+def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, content: bool) -> None:
+    """Compare every file with its seal. Raises DamagedError naming the first that differs."""
+    for name, (num_bytes, checksum) in manifest["files"].items():
+        check_seal(checkpoint / name, Seal(num_bytes, checksum), content=content)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what :func:`encoded` made of a document. Raises DamagedError for anything else."""
+    try:
+        text = path.read_bytes()
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise DamagedError(f"{path} is not a {FORMAT} file")
+    if text != encoded(document):
+        raise DamagedError(f"{path} is damaged: it is not as it was written")
+    return document
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a JSON file that says what format it is of."""
+    return (json.dumps({**document, "format": FORMAT}, indent=1, sort_keys=True) + "\n").encode("ascii")
+
+
+def check_keep(keep: int) -> None:
+    """Raise ConfigError unless ``keep`` is a number of checkpoints that can be kept."""
+    if keep < 1:
+        raise ConfigError(f"keep is {keep}; at least the new checkpoint is kept, so it must be 1 or more")
+
+
+@contextmanager
+def _io_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
     except IoError:
         raise
     except OSError as error:
@@ -92,83 +180,19 @@ def new_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator[New
         ) from error
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path:
-    """Return the last complete checkpoint below ``directory``.
+def _complete(root: Path) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints below ``root``, newest first, each with its number in time.
 
-    Raises:
-        CheckpointError: there is none.
+    One whose seal is damaged counts as the oldest.
     """
-    return _latest(Path(directory))[0]
-
-
-def read_manifest(directory: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the last complete checkpoint below ``directory`` and its manifest; check the sizes of all files.
-
-    Raises:
-        CheckpointError: there is none, or a file is missing or damaged.
-    """
-    checkpoint, seal = _latest(Path(directory))
-    check_seal(checkpoint / _MANIFEST, seal, content=True)
-    manifest = _read_json(checkpoint / _MANIFEST)
-    check_files(checkpoint, manifest, content=False)
-    return checkpoint, manifest
-
-
-def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, content: bool) -> None:
-    """Compare every file with its seal. Raises CheckpointError naming the first that differs."""
-    for name, (num_bytes, crc32) in manifest["files"].items():
-        check_seal(checkpoint / name, Seal(num_bytes, crc32), content=content)
-
-
-def _latest(root: Path) -> tuple[Path, Seal]:
-    if not (root / _LATEST).exists():
-        raise CheckpointError(
-            f"{root} holds no complete checkpoint; check the path, or train with this directory first"
-        )
-    document = _read_json(root / _LATEST)
-    try:
-        name = str(document["checkpoint"])
-        num_bytes, crc32 = document["manifest"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{root / _LATEST} is damaged: {error!r}") from error
-    if (root / name).parent != root or not (root / name / _MANIFEST).exists():
-        raise CheckpointError(f"{root / _LATEST} names {name!r}, which is not a complete checkpoint")
-    return root / name, Seal(int(num_bytes), int(crc32))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="ascii"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a {FORMAT} file")
-    return document
-
-
-def _encoded(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode("ascii")
-
-
-def _publish(root: Path, partial: Path, final: Path, manifest: Seal) -> None:
-    """Give a finished checkpoint its name, make it the latest, and only then remove the others."""
-    _sync(partial)
-    partial.rename(final)
-    _sync(root)  # the name must be durable before the file that tells it
-    temporary = root / (_LATEST + ".tmp")
-    seal = [manifest.num_bytes, manifest.crc32]
-    try:
-        with SealedFile(temporary) as file:
-            file.write(_encoded({"format": FORMAT, "checkpoint": final.name, "manifest": seal}))
-        temporary.replace(root / _LATEST)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise  # the next save removes what nothing names
-    _sync(root)
-    try:
-        _remove_others(root, final.name)
-    except OSError as error:
-        logger.warning("%s is complete, but an older one cannot be removed: %s", final, error)
+    found = []
+    for path in _own_directories(root, partial=False):
+        if (path / SEAL).exists():
+            try:
+                found.append((int(read_json(path / SEAL)["sequence"]), path))
+            except (DamagedError, KeyError, TypeError, ValueError):
+                found.append((0, path))
+    return sorted(found, reverse=True)
 
 
 def _make_private(root: Path) -> None:
@@ -186,7 +210,7 @@ def _exclusive(root: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(
-                f"another process is saving in {root}; give each its own directory"
+                f"another save is under way in {root}; give each training its own directory"
             ) from error
         except OSError as error:
             logger.info(
@@ -198,24 +222,15 @@ def _exclusive(root: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what killed or failed saves left behind; their disk space may be needed for this one."""
-    (root / (_LATEST + ".tmp")).unlink(missing_ok=True)
-    with suppress(
-        CheckpointError
-    ):  # without a latest one, complete ones that nothing names stay for the user
-        _remove_others(root, _latest(root)[0].name)
+    """Remove what killed saves left behind; the disk space may be needed for this one."""
     for partial in _own_directories(root, partial=True):
         shutil.rmtree(partial)
 
 
-def _remove_others(root: Path, keep: str) -> None:
-    for other in _own_directories(root, partial=False):
-        if other.name != keep:
-            shutil.rmtree(other)
-
-
 def _own_directories(root: Path, *, partial: bool) -> list[Path]:
-    """Return the checkpoints in ``root`` that are finished, or those that are not."""
+    """Return the checkpoints in ``root`` that have their name, or those that are being written."""
+    if not root.is_dir():
+        return []
     found = ((path, _OWN_NAME.fullmatch(path.name)) for path in root.iterdir())
     return [
         path
@@ -225,7 +240,7 @@ def _own_directories(root: Path, *, partial: bool) -> list[Path]:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    """Return a name that nothing has: a checkpoint of the same step stays until the new one is the latest."""
+    """Return a name that nothing has: a checkpoint of the same step stays until the new one is complete."""
     final, attempt = root / f"step-{step:08d}", 1
     while os.path.lexists(final) or os.path.lexists(_partial(final)):
         attempt += 1

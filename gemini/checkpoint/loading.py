@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from gemini.checkpoint import contents, plain_data, rng
+from gemini.checkpoint import contents, rng
 from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.directory import check_files, latest_checkpoint, read_manifest
+from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
+from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.sealed_file import DamagedError
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import write_state
+from gemini.optim.state_exchange import write_state, write_state_range
 from gemini.runtime import write_values
 
-# A save in another process may remove the checkpoint that is being read; then the newer one is read instead.
-_ATTEMPTS = 3
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -30,55 +31,57 @@ def load(
     *,
     scheduler: Scheduler | None = None,
 ) -> dict[str, Any]:
-    """Resume from the last complete checkpoint in ``directory``; return its ``extra``.
+    """Resume from the newest whole checkpoint in ``directory``; return its ``extra``.
 
     Restores weights, masters, moments, step counts, parameter groups, loss scale, scheduler, buffers and
-    random number generators, and gives pending gradients up. The budgets, policy, chunk size and precision
-    may be others than when it was saved. Every file is read twice: its checksum is compared before anything
-    changes. Extra memory: one parameter.
+    random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
+    number of ranks may be others than when it was saved. Every file is read twice: its checksum is compared
+    before anything changes. Where that finds damage, the checkpoint before is taken, with a warning in the
+    log. ``directory`` may also be one checkpoint. Extra memory: one parameter.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it was made for another model or without a
-            scheduler; nothing was changed.
+        CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
+            it was made for another model or without a scheduler; nothing was changed.
         IoError: a chunk could not be read or written; repeat the load.
     """
-    for attempt in range(_ATTEMPTS):
-        checkpoint = latest_checkpoint(directory)
+    tried: set[Path] = set()
+    damaged: DamagedError | None = None
+    # Looked up again each time: a save in another process may have removed the one that was being read.
+    while found := [path for path in complete_checkpoints(directory) if path not in tried]:
         try:
-            return _load_once(directory, model, optimizer, scheduler)
-        except CheckpointError:
-            if attempt == _ATTEMPTS - 1 or latest_checkpoint(directory) == checkpoint:
-                raise
-    raise AssertionError("unreachable")
+            return _load_once(found[0], model, optimizer, scheduler)
+        except DamagedError as error:
+            tried.add(found[0])
+            damaged = damaged or error
+            logger.warning("%s; looking for another checkpoint", error)
+    raise damaged or no_checkpoint(directory)
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Say whether ``directory`` holds a checkpoint whose files are all there, by name and size."""
     try:
-        read_manifest(directory)
+        latest(directory)
     except CheckpointError:
         return False
     return True
 
 
 def _load_once(
-    directory: str | os.PathLike[str],
-    model: GeminiDDP,
-    optimizer: GeminiOptimizer,
-    scheduler: Scheduler | None,
+    checkpoint: Path, model: GeminiDDP, optimizer: GeminiOptimizer, scheduler: Scheduler | None
 ) -> dict[str, Any]:
-    checkpoint, manifest = read_manifest(directory)
-    _check_model(checkpoint, manifest, model, optimizer)
-    if scheduler is not None and not manifest["scheduler"]:
-        raise CheckpointError(
-            f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
-        )
-    check_files(checkpoint, manifest, content=True)
-    objects = {name: plain_data.decode(data) for name, data in manifest["objects"].items()}
-    optimizer.zero_grad()
-    _load_weights(checkpoint, manifest, model)
-    _load_plain_state(checkpoint, manifest, model, objects["extra_states"])
-    _load_moments(checkpoint, manifest, model, optimizer)
+    with CheckpointReader(checkpoint) as reader:
+        manifest = reader.manifest
+        _check_model(checkpoint, manifest, model, optimizer)
+        if scheduler is not None and not manifest["scheduler"]:
+            raise CheckpointError(
+                f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
+            )
+        reader.verify()
+        objects, generators = reader.objects(), reader.rng()
+        model.manager.snapshot.before_write()
+        optimizer.zero_grad()
+        _load_weights(reader, model, objects["extra_states"])
+        _load_moments(reader, model, optimizer)
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         group.update(saved)
     if optimizer.loss_scale is not None and manifest["loss_scale"] is not None:
@@ -87,7 +90,7 @@ def _load_once(
         scheduler.load_state_dict(objects["scheduler"])
     optimizer.mark_complete()
     model.manager.step = int(manifest["step"])
-    rng.restore(manifest["rng"])
+    rng.restore(generators)
     extra: dict[str, Any] = manifest["extra"]
     return extra
 
@@ -95,9 +98,11 @@ def _load_once(
 def _check_model(
     checkpoint: Path, manifest: Mapping[str, Any], model: GeminiDDP, optimizer: GeminiOptimizer
 ) -> None:
-    _compare(checkpoint, "parameter", manifest["parameters"], contents.parameter_shapes(model))
-    shapes = {name: list(value.shape) for name, value in contents.buffers(model).items()}
-    _compare(checkpoint, "buffer", manifest["buffers"], shapes)
+    shapes = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
+    own_shapes = {name: entry["shape"] for name, entry in contents.parameters(model).items()}
+    _compare(checkpoint, "parameter", shapes, own_shapes)
+    buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
+    _compare(checkpoint, "buffer", manifest["buffers"], buffers)
     frozen = [name for name in manifest["optimizer_steps"] if model.storage.slots[name].group.grad is None]
     if frozen:
         raise CheckpointError(
@@ -124,53 +129,31 @@ def _compare(
         )
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a file one at a time, mapped from it."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+@torch.no_grad()
+def _load_weights(reader: CheckpointReader, model: GeminiDDP, extra_states: Mapping[str, Any]) -> None:
+    """Copy weights into their chunks, and buffers and extra states into the module."""
+    others = dict(extra_states)
+    for name in reader.weights:
+        if name in model.storage.slots:
+            write_values(model.storage.slots[name], reader.weight(name), model.manager)
+        else:
+            others[name] = reader.weight(name)
+    if others:
+        model.module.load_state_dict(others, strict=False)
 
 
 @torch.no_grad()
-def _load_weights(checkpoint: Path, manifest: Mapping[str, Any], model: GeminiDDP) -> None:
-    for file in _files(manifest, "model-"):
-        if file == contents.BUFFERS:
-            continue
-        for name, values in _tensors(checkpoint / file):
-            write_values(model.storage.slots[name], values, model.manager)
-
-
-def _load_plain_state(
-    checkpoint: Path, manifest: Mapping[str, Any], model: GeminiDDP, extra_states: Mapping[str, Any]
-) -> None:
-    state = dict(extra_states)
-    if contents.BUFFERS in manifest["files"]:
-        state.update(_tensors(checkpoint / contents.BUFFERS))
-    if state:
-        model.module.load_state_dict(state, strict=False)
-
-
-@torch.no_grad()
-def _load_moments(
-    checkpoint: Path, manifest: Mapping[str, Any], model: GeminiDDP, optimizer: GeminiOptimizer
-) -> None:
+def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
     slots = model.storage.slots
-    stale = optimizer.steps.keys() - {slots[name] for name in manifest["optimizer_steps"]}
-    for slot in stale:  # it starts anew, as it had when this checkpoint was saved
-        for kind in contents.MOMENTS.values():
+    counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
+    for slot in optimizer.steps.keys() - counts.keys():
+        for kind in contents.MOMENTS.values():  # it starts anew, as it had when this checkpoint was saved
             write_state(optimizer, slot, kind, torch.zeros(()))
-    optimizer.steps = {slots[name]: int(count) for name, count in manifest["optimizer_steps"].items()}
-    for moment, kind in contents.MOMENTS.items():
-        # "exp_avg-" is no beginning of "exp_avg_sq-..."
-        for file in _files(manifest, f"{moment}-"):
-            for name, values in _tensors(checkpoint / file):
-                write_state(optimizer, slots[name], kind, values)
-
-
-def _files(manifest: Mapping[str, Any], prefix: str) -> list[str]:
-    return sorted(
-        name for name in manifest["files"] if name.startswith(prefix) and name.endswith(".safetensors")
-    )
+    optimizer.steps = counts
+    for slot in counts:
+        for state, kind in contents.MOMENTS.items():
+            if reader.stride(slot.name) == slot.param_view.stride():
+                for first, values in reader.state_pieces(state, slot.name):
+                    write_state_range(optimizer, slot, kind, first, values)
+            else:
+                write_state(optimizer, slot, kind, reader.state(state, slot.name))

@@ -6,16 +6,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemini.checkpoint import contents, plain_data, rng
+from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.directory import NewCheckpoint, new_checkpoint
-from gemini.checkpoint.tensor_file import TensorSource, resident_source, write_tensors
-from gemini.checkpoint.values import moment_source, weight_source
+from gemini.checkpoint.writer import new_checkpoint
+from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.runtime import refresh_master
+
+SHARD_BYTES = "4GiB"
 
 
+@torch.no_grad()
 def save(
     directory: str | os.PathLike[str],
     model: GeminiDDP,
@@ -23,53 +29,78 @@ def save(
     *,
     scheduler: Scheduler | None = None,
     extra: dict[str, Any] | None = None,
+    keep: int = 2,
+    shard_bytes: int | str = SHARD_BYTES,
 ) -> Path:
     """Write everything a bit-exact resume needs; return the checkpoint's directory below ``directory``.
 
     Call it between steps. Weights (fp32, masters where there are any) are safetensors with a Hugging Face
-    index, readable without this library; moments are safetensors. Values pass from their chunk to the file:
-    extra memory is at most one parameter. Only the user can read the files. The last checkpoint is kept,
-    older ones are removed; a failure or a kill leaves the previous one.
+    index, readable without this library; so are moments, as ranges of flat parameters. Values pass from
+    their chunk to the file: extra memory is at most one parameter. Only the user can read the files. A
+    failure or a kill leaves the earlier checkpoints.
 
     Args:
         extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
             keys).
+        keep: how many checkpoints stay, this one included: :func:`load` falls back to an older one where the
+            newest is damaged. While this one is written there is one more.
+        shard_bytes: the most that a file holds, but at least one tensor.
 
     Raises:
         IoError: the directory cannot be written, or a chunk cannot be read.
         CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state holds
             objects that cannot be saved, or another process is saving in ``directory``.
     """
+    shard = checked_shard_bytes(shard_bytes)
+    manifest = prepare(model, optimizer, scheduler, extra)
+    with new_checkpoint(directory, model.manager.step, keep=keep) as writer:
+        writer.manifest, writer.rng = manifest, rng.capture()
+        for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
+            with model.manager.operator(block.tensors):
+                for extent in block.extents:
+                    extent.file.write(extent.tensor, extent.first, extent.read())
+    return writer.final
+
+
+def prepare(
+    model: GeminiDDP,
+    optimizer: GeminiOptimizer,
+    scheduler: Scheduler | None,
+    extra: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Bring the model into a state that can be saved; return the manifest. Raises as :func:`save`."""
+    if model.manager.sharding is not None:
+        raise CheckpointError(
+            "a model over several ranks cannot be saved yet; train with one process to use checkpoints"
+        )
+    model.manager.snapshot.close(finish=True)
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)
     model.manager.recover()  # an operator that raised may have left chunks pinned
     extra = {} if extra is None else extra
     _check_json(extra, "extra")
-    manifest = _manifest(model, optimizer, scheduler, extra)
-    with new_checkpoint(directory, model.manager.step) as checkpoint:
-        weight_map = _save_weights(checkpoint, model)
-        _save_moments(checkpoint, model, optimizer)
-        total = sum(source.nbytes for source in _weight_sources(model) + _buffer_sources(model))
-        checkpoint.add_json(contents.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        checkpoint.finish(manifest)
-    return checkpoint.path.with_suffix("")
-
-
-def _manifest(
-    model: GeminiDDP, optimizer: GeminiOptimizer, scheduler: Scheduler | None, extra: dict[str, Any]
-) -> dict[str, Any]:
+    for slot in model.storage.slots.values():
+        refresh_master(slot, model.manager)
     return {
         "step": model.manager.step,
-        "parameters": contents.parameter_shapes(model),
+        "parameters": contents.parameters(model),
+        "aliases": contents.aliases(model),
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
         "optimizer_steps": {slot.name: count for slot, count in optimizer.steps.items()},
         "group_members": contents.group_members(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict() if optimizer.loss_scale is not None else None,
         "scheduler": scheduler is not None,
-        "rng": rng.capture(),
         "objects": _objects(model, optimizer, scheduler),
         "extra": extra,
     }
+
+
+def checked_shard_bytes(shard_bytes: int | str) -> int:
+    """Return bytes. Raises ConfigError."""
+    found = parse_bytes(shard_bytes, name="shard_bytes")
+    if not found or found < 1:
+        raise ConfigError(f"shard_bytes is {shard_bytes!r}; a file holds 1 byte or more, as in '4GiB'")
+    return found
 
 
 def _refuse_pending_gradients(model: GeminiDDP) -> None:
@@ -79,45 +110,6 @@ def _refuse_pending_gradients(model: GeminiDDP) -> None:
             f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint holds none: "
             "save after optimizer.step(), or give the gradients up with optimizer.zero_grad()"
         )
-
-
-def _save_weights(checkpoint: NewCheckpoint, model: GeminiDDP) -> dict[str, str]:
-    """Write one file per parameter chunk, and one for buffers; return which file holds which name."""
-    weight_map: dict[str, str] = {}
-    tied = contents.aliases(model)
-    for number, group in enumerate(model.storage.groups):
-        name = contents.weights_file(number)
-        sources = [weight_source(model, slot) for slot in group.slots]
-        stored = {source.name for source in sources}
-        # As safetensors.torch.save_model does it: its load_model ties them again.
-        metadata = {alias: kept for alias, kept in tied.items() if kept in stored}
-        with checkpoint.file(name) as file:
-            write_tensors(file, sources, metadata)
-        weight_map.update(dict.fromkeys(stored, name))
-    sources = _buffer_sources(model)
-    if sources:
-        with checkpoint.file(contents.BUFFERS) as file:
-            write_tensors(file, sources, {})
-        weight_map.update(dict.fromkeys((source.name for source in sources), contents.BUFFERS))
-    return weight_map
-
-
-def _save_moments(checkpoint: NewCheckpoint, model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
-    for number, group in enumerate(model.storage.groups):
-        slots = [slot for slot in group.slots if slot in optimizer.steps]
-        if not slots:
-            continue
-        for moment, kind in contents.MOMENTS.items():
-            with checkpoint.file(contents.moment_file(moment, number)) as file:
-                write_tensors(file, [moment_source(model, slot, kind) for slot in slots], {})
-
-
-def _weight_sources(model: GeminiDDP) -> list[TensorSource]:
-    return [weight_source(model, slot) for slot in model.storage.slots.values()]
-
-
-def _buffer_sources(model: GeminiDDP) -> list[TensorSource]:
-    return [resident_source(name, value) for name, value in contents.buffers(model).items()]
 
 
 def _check_json(value: object, where: str) -> None:

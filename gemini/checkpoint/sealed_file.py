@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
+from gemini.checkpoint.checksum import combined, crc32c
 from gemini.errors import CheckpointError, IoError
 
 _READ_BYTES = 4 * 2**20
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint, or a file of it, is not what was written: an older one may be whole."""
 
 
 @dataclass(frozen=True)
@@ -19,82 +24,94 @@ class Seal:
     """What a file must have to be the one that was written."""
 
     num_bytes: int
-    crc32: int
+    crc32c: int
 
 
 class SealedFile:
-    """A new private file (mode 0600), written front to back; durable once the ``with`` block ends.
+    """A new private file (mode 0600), written at any place in any order; durable once :meth:`finish` returns.
 
-    Every failure is an :class:`gemini.errors.IoError` with path and offset.
+    Every failure is an :class:`gemini.errors.IoError` with path and offset. Not thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_bytes = 0
-        self._crc32 = 0
-        try:
+        self._parts: dict[int, tuple[int, int]] = {}  # by offset: bytes, checksum
+        with _io_error("create", path, 0):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise _io_error(error, "create", path, 0) from error
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``, all of it."""
-        rest = memoryview(data)
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Write ``data``, all of it, at ``offset``. No byte of the file may be written twice."""
+        rest, at = memoryview(data), offset
+        self._parts[offset] = (rest.nbytes, crc32c(rest))
         while rest:
-            try:
-                written = os.write(self._descriptor, rest)
-            except OSError as error:
-                raise _io_error(error, "write", self.path, self.num_bytes) from error
-            self._crc32 = zlib.crc32(rest[:written], self._crc32)
-            self.num_bytes += written
-            rest = rest[written:]
+            with _io_error("write", self.path, at):
+                written = os.pwrite(self._descriptor, rest, at)
+            rest, at = rest[written:], at + written
 
-    @property
-    def seal(self) -> Seal:
-        """Size and checksum of what was written so far."""
-        return Seal(self.num_bytes, self._crc32)
-
-    def __enter__(self) -> SealedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def finish(self) -> Seal:
+        """Make the file durable, close it, and return its seal."""
         try:
-            if kind is None:
+            with _io_error("sync", self.path, 0):
                 os.fsync(self._descriptor)
-        except OSError as failed:
-            raise _io_error(failed, "sync", self.path, self.num_bytes) from failed
         finally:
-            os.close(self._descriptor)
+            self.close()
+        parts, end = sorted(self._parts.items()), 0
+        for offset, (num_bytes, _) in parts:
+            assert offset == end, f"{self.path}: bytes {end} to {offset} were not written"
+            end += num_bytes
+        return Seal(end, combined(part for _, part in parts))
+
+    def close(self) -> None:
+        """Close the file, finished or not. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def write_sealed(path: Path, data: bytes) -> Seal:
+    """Write a small file as a whole; return its seal."""
+    file = SealedFile(path)
+    try:
+        file.write(data, 0)
+        return file.finish()
+    finally:
+        file.close()
 
 
 def check_seal(path: Path, seal: Seal, *, content: bool) -> None:
     """Compare a file's size, and its ``content`` if asked, with its seal.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, or another one than was written.
+        DamagedError: the file is missing, unreadable, or another one than was written.
     """
     try:
         size = path.stat().st_size
-        crc32 = _checksum(path) if content and size == seal.num_bytes else seal.crc32
+        checksum = _checksum(path) if content and size == seal.num_bytes else seal.crc32c
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from error
     if size != seal.num_bytes:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, {seal.num_bytes} were written")
-    if crc32 != seal.crc32:
-        raise CheckpointError(f"{path} is damaged: its {size} bytes are not those that were written")
+        raise DamagedError(f"{path} is damaged: it has {size} bytes, {seal.num_bytes} were written")
+    if checksum != seal.crc32c:
+        raise DamagedError(f"{path} is damaged: its {size} bytes are not those that were written")
 
 
 def _checksum(path: Path) -> int:
-    crc32 = 0
+    return combined((len(block), crc32c(block)) for block in _blocks(path))
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    """Yield the file piece by piece; each is overwritten by the next."""
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(_READ_BYTES))
         while count := file.readinto(buffer):
-            crc32 = zlib.crc32(buffer[:count], crc32)
-    return crc32
+            yield buffer[:count]
 
 
-def _io_error(error: OSError, doing: str, path: Path, offset: int) -> IoError:
-    code = error.errno or errno.EIO
-    return IoError(code, f"cannot {doing} the checkpoint: {error.strerror or error}", str(path), offset)
+@contextmanager
+def _io_error(doing: str, path: Path, offset: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or errno.EIO
+        message = f"cannot {doing} the checkpoint: {error.strerror or error}"
+        raise IoError(code, message, str(path), offset) from error

@@ -1,22 +1,23 @@
-"""Safetensors files written one tensor at a time, each one piece at a time: extra memory none.
+"""Safetensors files whose tensors are written piece by piece, in any order: extra memory none.
 
 The safetensors library writes whole dictionaries of tensors; here the values pass straight from a pinned
-chunk to the file.
+chunk, or from staging, to the file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from gemini.checkpoint.sealed_file import SealedFile
+from gemini.checkpoint.sealed_file import Seal, SealedFile
 from gemini.errors import CheckpointError
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -30,65 +31,86 @@ _TYPE_NAMES = {
 }
 _ALIGN = 8
 
-Sink = Callable[[torch.Tensor], None]
-
 
 @dataclass(frozen=True)
-class TensorSource:
-    """A tensor to be written: ``stream(sink)`` hands its elements, row by row, to ``sink`` piece by piece.
-
-    A piece is used before ``sink`` returns; it may be a view of memory that is only borrowed.
-    """
+class TensorSpec:
+    """A tensor that a file is to hold, its elements in row order."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stream: Callable[[Sink], None]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def resident_source(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Return the source of an ordinary tensor."""
-    return TensorSource(name, tensor.dtype, tuple(tensor.shape), lambda sink: sink(tensor.detach()))
+class TensorFile:
+    """A new safetensors file with room for given tensors. Errors are those of :class:`SealedFile`."""
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        """Create the file and write its header.
+
+        Raises:
+            CheckpointError: a tensor has a type that the format does not know.
+        """
+        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
+        header, begins = _header(ordered, {"format": "pt", **metadata})
+        self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
+        self._file = SealedFile(path)
+        try:
+            self._file.write(header, 0)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Write ``values`` (of the tensor's type, taken in row order) from element ``first`` of ``name``.
+
+        They are used before this returns. Every element must be written once.
+        """
+        tensor, begin = self._places[name]
+        assert values.dtype == tensor.dtype, name
+        if values.numel():
+            raw = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            self._file.write(raw, begin + first * tensor.dtype.itemsize)
+
+    def finish(self) -> Seal:
+        """Make the file durable, close it and return its seal."""
+        return self._file.finish()
+
+    def close(self) -> None:
+        """Close the file, finished or not. Idempotent."""
+        self._file.close()
 
 
-def write_tensors(file: SealedFile, sources: Sequence[TensorSource], metadata: dict[str, str]) -> None:
-    """Write ``sources`` to an empty ``file`` in the safetensors format.
-
-    Raises:
-        CheckpointError: a tensor has a type that the format does not know.
-        IoError: the file cannot be written.
-    """
-    ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # keeps every tensor aligned
-    file.write(_header(ordered, {"format": "pt", **metadata}))
-    for source in ordered:
-        begin = file.num_bytes
-
-        def sink(piece: torch.Tensor, dtype: torch.dtype = source.dtype) -> None:
-            assert piece.dtype == dtype
-            if piece.numel() > 0:
-                flat = piece.contiguous().reshape(-1).view(torch.uint8)
-                file.write(flat.numpy().data)
-
-        source.stream(sink)
-        assert file.num_bytes - begin == source.nbytes, source.name
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
+    """Write a file of ordinary tensors; return its seal."""
+    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+    file = TensorFile(path, specs, {})
+    try:
+        for name, value in tensors.items():
+            file.write(name, 0, value.detach())
+        return file.finish()
+    finally:
+        file.close()
 
 
-def _header(sources: Sequence[TensorSource], metadata: dict[str, str]) -> bytes:
+def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the tensors, and where in the file each tensor begins."""
     entries: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
-    for source in sources:
-        if source.dtype not in _TYPE_NAMES:
-            raise CheckpointError(f"{source.name!r} is {source.dtype}, which a safetensors file cannot hold")
-        entries[source.name] = {
-            "dtype": _TYPE_NAMES[source.dtype],
-            "shape": list(source.shape),
-            "data_offsets": [offset, offset + source.nbytes],
+    offsets, offset = {}, 0
+    for tensor in tensors:
+        if tensor.dtype not in TYPE_NAMES:
+            raise CheckpointError(f"{tensor.name!r} is {tensor.dtype}, which a safetensors file cannot hold")
+        entries[tensor.name] = {
+            "dtype": TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        offset += source.nbytes
+        offsets[tensor.name] = offset
+        offset += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text
+    base = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: base + at for name, at in offsets.items()}

@@ -94,6 +94,7 @@ class ChunkUpdate:
     def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         """Update the elements of a piece, everything they need pinned at once."""
         with operator(left.written + left.grads, left.written), torch.no_grad():
+            self._manager.snapshot.before_update(left.piece)
             rows: list[Row] = []
             grads: list[torch.Tensor] = []  # alive until the kernel has read them: some are copies
             for slot in left.slots:

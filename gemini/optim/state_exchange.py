@@ -25,13 +25,23 @@ def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, 
     """Copy ``values`` (the parameter's shape) into one state of a parameter."""
     full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
     full.copy_(values)
-    flat = torch.as_strided(full, (full.numel(),), (1,))
+    write_state_range(optimizer, slot, kind, 0, torch.as_strided(full, (full.numel(),), (1,)))
+
+
+def write_state_range(
+    optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, first: int, values: torch.Tensor
+) -> None:
+    """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
+    parameter's memory."""
+    manager = optimizer.model.manager
+    manager.snapshot.before_write()
+    begin = slot.start + first
     for piece in slot.group.pieces:
-        start, stop = slot.overlapping(piece)
+        start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
         if start < stop:
             tensors = (piece.tensors[kind],)
-            with optimizer.model.manager.operator(tensors, tensors):
-                piece.flat(kind, start, stop).copy_(flat[start - slot.start : stop - slot.start])
+            with manager.operator(tensors, tensors):
+                piece.flat(kind, start, stop).copy_(values[start - begin : stop - begin])
 
 
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.init import init_on
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.param import ManagedParameter, ManagedTensor
+from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.storage import (
     ChunkGroup,
     GroupSpec,
@@ -23,6 +24,7 @@ from gemini.runtime.storage import (
 from gemini.runtime.tensor_mgr import StatefulTensorMgr, TensorState
 
 __all__ = [
+    "NO_SNAPSHOT",
     "ChunkGroup",
     "GeminiManager",
     "GroupSpec",
@@ -31,6 +33,7 @@ __all__ = [
     "ManagedTensor",
     "ModelStorage",
     "PlacementContext",
+    "Snapshot",
     "StatePiece",
     "StatefulTensorMgr",
     "TensorState",

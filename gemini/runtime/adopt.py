@@ -85,6 +85,7 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
 def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
     """Copy ``values`` (shape of the parameter, any float dtype) into the parameter and, if there is one, its
     fp32 master."""
+    manager.snapshot.before_write()
     with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
         slot.param_view.copy_(values)
     manager.written.take(slot.param_ref.tensors[0])  # the master follows right here, uncast

@@ -22,6 +22,7 @@ from gemini.runtime.observer import StepObserver
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.recorder import Moment
+from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.strays import STRAYS
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
@@ -62,11 +63,10 @@ class GeminiManager:
         self._first_address, self._end_address = chunks.address_range()
         self.loose = LooseBytes(chunks.table)
         self.num_gradients = 0  # that arrived since the model was wrapped
-        # True while a loss scale is needed (fp16) and no scaled backward is under way.
-        self.expects_scaled_loss = False
-        # True once every chunk is on DEVICE for good: operators then need no PreOp.
-        self.resident = False
+        self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
+        self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
         self.observer: StepObserver | None = None
+        self.snapshot: Snapshot = NO_SNAPSHOT
         living.remember(self)
 
     # -- operators -------------------------------------------------------------------------------
@@ -320,6 +320,7 @@ class GeminiManager:
                 self._end_activations(on_trace=on_trace)
         if self.observer is not None:
             self.observer.step_ended()
+        self.snapshot.step_ended()
 
     def observe(self, observer: StepObserver | None) -> None:
         """Tell ``observer`` what happens from now on, None: nobody.
@@ -333,7 +334,7 @@ class GeminiManager:
             raise StateError("this model is being recorded already; leave that recording first")
         self.observer = self.chunks.observer = observer
         if observer is not None:
-            self.resident = False
+            self.resident = self.snapshot.residence(False)
 
     def timeline(self) -> list[Moment]:
         """Return the fill of the tiers at each moment of the last step, without updates still pending."""
@@ -348,7 +349,9 @@ class GeminiManager:
         try:
             if run_pending:
                 self.run_pending()
+                self.snapshot.close(finish=True)
         finally:
+            self.snapshot.close(finish=False)
             self.pending.clear()
             self.resident = self._in_step = False
             self._following = None
@@ -378,7 +381,8 @@ class GeminiManager:
             self._order.record_again()
             return
         may_be_resident = (activations is None or activations.keeps_all) and self.observer is None
-        self.resident = may_be_resident and not self.pending and self._fits_for_good()
+        resident = may_be_resident and not self.pending and self._fits_for_good()
+        self.resident = self.snapshot.residence(resident)
 
     def _abandon(self) -> None:
         """Go on without recording: the next training pass begins a new step, the next evaluation anew."""

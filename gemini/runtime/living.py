@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, NoReturn
 
 from gemini.runtime import unusable
+from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.strays import STRAYS
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def report_stray() -> NoReturn:
 def _after_fork_in_child() -> None:
     for manager in _living:
         manager.resident = False
+        manager.snapshot = NO_SNAPSHOT  # its thread is in the parent
         manager.pending.clear()
         manager.pre_op = manager.recover = unusable.in_child  # type: ignore[method-assign, assignment]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import torch
 from fault_training import (
     KIB,
     adam,
@@ -24,7 +25,8 @@ from fault_training import (
 )
 
 from gemini import checkpoint
-from gemini.checkpoint.directory import check_files, new_checkpoint, read_manifest
+from gemini.checkpoint.directory import check_files, latest, read_manifest
+from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import IoError
 
 
@@ -117,11 +119,12 @@ def save_until_call(directory: Path, number: int) -> bool:
 
 
 def write_one(directory: Path, number: int) -> None:
-    with new_checkpoint(directory, 3) as new:
+    with checkpoint.new_checkpoint(directory, 3, keep=1) as new:
+        new.manifest = {"parameters": {}, "number": number}
         for name in ("one", "two"):
-            with new.file(name) as file:
-                file.write(f"{name} {number}".encode())
-        new.finish({"number": number})
+            new.add_file(name, [TensorSpec("values", torch.int64, (2,))]).write(
+                "values", 0, torch.tensor([number, 3])
+            )
 
 
 def test_a_kill_before_any_call_leaves_one_complete_checkpoint(tmp_path: Path) -> None:
@@ -129,14 +132,15 @@ def test_a_kill_before_any_call_leaves_one_complete_checkpoint(tmp_path: Path) -
     died, number = True, 0
     while died:
         number += 1
-        before = read_manifest(tmp_path)[1]["number"]
+        before = read_manifest(latest(tmp_path))["number"]
         died = save_until_call(tmp_path, number)
-        path, manifest = read_manifest(tmp_path)
+        path = latest(tmp_path)
+        manifest = read_manifest(path)
         check_files(path, manifest, content=True)
         assert manifest["number"] in (before, number)
     assert number > 10
     assert manifest["number"] == number
-    assert {file.name for file in tmp_path.iterdir()} == {path.name, "latest.json"}
+    assert {file.name for file in tmp_path.iterdir()} == {path.name}
 
 
 @pytest.mark.parametrize("limit", [0, 100, 9 * KIB])
@@ -151,7 +155,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(tmp_path: P
         checkpoint.save(tmp_path / "run", model, optimizer)
     assert caught.value.errno
     assert str(caught.value.filename).startswith(str(tmp_path / "run"))
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {first.name, "latest.json"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {first.name}
     assert_sound(model)
     losses.append(train_step(model, optimizer, 2))
     checkpoint.load(tmp_path / "run", model, optimizer)
@@ -159,17 +163,3 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(tmp_path: P
     assert losses == want_losses[:3]
     assert_weights(weights(model), want)
     assert checkpoint.save(tmp_path / "run", model, optimizer).exists()
-
-
-def test_the_names_of_the_latest_file_cannot_be_written(tmp_path: Path) -> None:
-    model = managed(tmp_path)
-    optimizer = adam(model)
-    train_step(model, optimizer, 0)
-    checkpoint.save(tmp_path / "run", model, optimizer)
-    (tmp_path / "run" / "latest.json").rename(tmp_path / "run" / "moved")
-    (tmp_path / "run" / "latest.json").mkdir()  # nothing can replace a directory
-    with pytest.raises(IoError):
-        checkpoint.save(tmp_path / "run", model, optimizer)
-    (tmp_path / "run" / "latest.json").rmdir()
-    (tmp_path / "run" / "moved").rename(tmp_path / "run" / "latest.json")
-    checkpoint.load(tmp_path / "run", model, optimizer)

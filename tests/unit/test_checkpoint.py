@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_models import KIB, Run, assert_equal, assert_same, start
+from checkpoint_models import KIB, Model, Run, assert_equal, assert_same, start
 
 from gemini import checkpoint
 from gemini.errors import CheckpointError
@@ -177,6 +177,34 @@ def test_a_checkpoint_of_fp32_resumes_in_bf16_with_the_same_masters(tmp_path: Pa
     want, got = run.model.state_dict(), other.model.state_dict()
     trained = {name for name, param in run.model.module.named_parameters() if param.requires_grad}
     assert all(torch.equal(got[name], want[name]) for name in trained)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_keep_the_bits_that_16_do_not_hold(tmp_path: Path, precision: str) -> None:
+    """Saved masters cast to 16 bits and back are others: every file and every resume has all 32."""
+    run = start(mixed_precision=precision, **tight(tmp_path)).train(2)
+    want = run.model.state_dict()
+    run.save(tmp_path / "run")
+    half = torch.bfloat16 if precision == "bf16" else torch.float16
+    assert not torch.equal(want["up.weight"], want["up.weight"].to(half).float())
+    with checkpoint.CheckpointReader(checkpoint.latest(tmp_path / "run")) as reader:
+        assert torch.equal(reader.weight("up.weight"), want["up.weight"])
+    other = start(seed=7, mixed_precision=precision)
+    other.load(tmp_path / "run")
+    assert torch.equal(other.model.state_dict()["up.weight"], want["up.weight"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_first_checkpoint_has_the_weights_that_were_wrapped(tmp_path: Path, precision: str) -> None:
+    """Masters are made of the fp32 weights, not of what is left of them in 16 bits."""
+    torch.manual_seed(0)
+    want = {name: value.clone() for name, value in Model().named_parameters()}
+    run = start(mixed_precision=precision)
+    run.save(tmp_path / "run")
+    with checkpoint.CheckpointReader(checkpoint.latest(tmp_path / "run")) as reader:
+        for name, param in run.model.module.named_parameters():
+            if param.requires_grad:
+                assert torch.equal(reader.weight(name), want[name]), name
 
 
 def test_extra_comes_back(tmp_path: Path) -> None:

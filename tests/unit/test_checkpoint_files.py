@@ -11,16 +11,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from checkpoint_models import KIB, Model, Run, assert_equal, start
+from checkpoint_models import KIB, Model, Run, assert_equal, assert_same, start
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 import gemini
 from gemini import checkpoint
-from gemini.checkpoint.directory import new_checkpoint
-from gemini.checkpoint.sealed_file import SealedFile
-from gemini.checkpoint.tensor_file import resident_source, write_tensors
-from gemini.errors import CheckpointError, IoError
+from gemini.checkpoint import new_checkpoint
+from gemini.checkpoint.tensor_file import write_tensors
+from gemini.errors import CheckpointError, ConfigError, IoError
 
 MIB = 2**20
 
@@ -37,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 def saved(tmp_path: Path) -> tuple[Run, Path]:
     """A run after two steps in several chunks, and its checkpoint."""
     run = start(device_bytes=128 * KIB, disk_dir=str(tmp_path)).train(2)
-    return run, run.save(tmp_path / "run")
+    return run, run.save(tmp_path / "run", shard_bytes="32KiB")
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
@@ -68,7 +67,9 @@ def test_the_index_is_hugging_faces(saved: tuple[Run, Path]) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
     stored = {name for file in path.glob("model-*.safetensors") for name in load_file(file)}
     assert stored == set(index["weight_map"])
-    assert len(set(index["weight_map"].values())) > 2  # several chunks, several files
+    assert len(set(index["weight_map"].values())) > 2
+    names = sorted(file.name for file in path.glob("model-0*"))
+    assert names == [f"model-{n + 1:05d}-of-{len(names):05d}.safetensors" for n in range(len(names))]
 
 
 def test_safetensors_ties_what_was_tied(tmp_path: Path) -> None:
@@ -86,17 +87,23 @@ def test_only_the_owner_may_read(saved: tuple[Run, Path]) -> None:
     _, path = saved
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o700
-    files = [*path.iterdir(), path.parent / "latest.json"]
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
 
 
-def test_only_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_as_many_checkpoints_as_asked_are_kept(tmp_path: Path, keep: int) -> None:
     run = start()
-    paths = [run.train(steps).save(tmp_path / "run") for steps in (1, 1, 0, 0)]
-    assert paths[1] != paths[2] != paths[3]  # of one step: the older one stays until the newer is complete
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == sorted(
-        [paths[-1].name, "latest.json"]
-    )
+    paths = [run.train(steps).save(tmp_path / "run", keep=keep) for steps in (1, 1, 0, 0)]
+    assert len(set(paths[-2:])) == 2  # of one step: the older one stays until the newer is complete
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {path.name for path in paths[-keep:]}
+    assert checkpoint.latest(tmp_path / "run") == paths[-1]
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    run = start()
+    with pytest.raises(ConfigError, match="keep is 0"):
+        run.save(tmp_path / "run", keep=0)
+    assert not (tmp_path / "run").exists()
 
 
 def damage(file: Path, how: str) -> None:
@@ -111,26 +118,64 @@ def damage(file: Path, how: str) -> None:
     file.write_bytes(content)
 
 
+DAMAGED = [
+    "model-00002-of",
+    "model.safetensors.index",
+    "model-buffers",
+    "optimizer-rank-00000-of-00001-00002",
+    "optimizer.index",
+    "rank-00000",
+    "manifest",
+]
+
+
 @pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
-@pytest.mark.parametrize("name", ["model-00001.safetensors", "exp_avg_sq-00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_named_and_changes_nothing(saved: tuple[Run, Path], name: str, how: str) -> None:
     run, path = saved
     run.train(1)
     before = {key: value.clone() for key, value in run.model.state_dict().items()}, run.optimizer.state_dict()
-    damage(path / name, how)
-    with pytest.raises(CheckpointError, match=path.name if name == "manifest.json" else name):
+    (file,) = path.glob(f"{name}*")
+    damage(file, how)
+    with pytest.raises(CheckpointError, match=file.name):
         run.load(path.parent)
     assert_equal((run.model.state_dict(), run.optimizer.state_dict()), before)
     run.train(1)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "gemini-checkpoint-1"}'])
-def test_a_damaged_latest_file_is_named_and_removes_nothing(saved: tuple[Run, Path], text: str) -> None:
+@pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
+@pytest.mark.parametrize("name", [*DAMAGED, "seal"])
+def test_where_the_newest_is_damaged_the_one_before_loads(
+    saved: tuple[Run, Path], caplog: pytest.LogCaptureFixture, name: str, how: str
+) -> None:
     run, path = saved
-    (path.parent / "latest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"latest\.json"):
+    newest = run.train(2).save(path.parent, shard_bytes="32KiB")
+    (file,) = newest.glob(f"{name}*")
+    damage(file, how)
+    other = start(seed=7)
+    other.load(path.parent)
+    assert other.model.stats()["step"] == 2
+    assert other.train(2).losses == run.losses[2:]
+    assert_same(other, run)
+    assert (newest.name in caplog.text) == (name != "seal")  # without its seal it is no checkpoint
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "gemini-checkpoint-2"}'])
+def test_a_damaged_seal_is_named_and_removes_nothing(saved: tuple[Run, Path], text: str) -> None:
+    run, path = saved
+    (path / "seal.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"seal\.json"):
         run.load(path.parent)
     assert not checkpoint.is_complete(path.parent)
+    assert path.is_dir()
+
+
+def test_a_checkpoint_copied_elsewhere_loads(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    moved = path.rename(path.parent.parent / "best")
+    other = start(seed=7)
+    other.load(moved)
+    assert_same(other, run)
 
 
 def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
@@ -145,12 +190,29 @@ def test_leftovers_of_killed_saves_are_removed_and_nothing_else(saved: tuple[Run
     run, path = saved
     (path.parent / "step-00000009.partial").mkdir()
     (path.parent / "step-00000009.partial" / "model-00000.safetensors").write_bytes(b"x")
-    (path.parent / "step-00000008").mkdir()  # complete, but killed before it was named the latest
-    (path.parent / "latest.json.tmp").write_text("{")
+    (path.parent / "step-00000008").mkdir()  # nothing of ours is in it
     (path.parent / "notes.txt").write_text("mine")
     new = run.train(1).save(path.parent)
-    assert {file.name for file in path.parent.iterdir()} == {new.name, "latest.json", "notes.txt"}
+    left = {file.name for file in path.parent.iterdir()}
+    assert left == {path.name, new.name, "step-00000008", "notes.txt"}
     run.load(path.parent)
+
+
+def test_no_bytes_of_an_older_larger_file_stay(saved: tuple[Run, Path]) -> None:
+    """A smaller file in the place of a larger one must end where its own data ends."""
+    run, path = saved
+    killed = path.parent / "step-00000003.partial"
+    killed.mkdir()
+    for file in path.iterdir():
+        (killed / file.name).write_bytes(b"stale" * 100_000)
+    new = run.train(1).save(path.parent, shard_bytes="32KiB")
+    assert {file.name for file in new.iterdir()} == {file.name for file in path.iterdir()}
+    for file in new.glob("*.safetensors"):
+        header = int.from_bytes(file.read_bytes()[:8], "little")
+        assert file.stat().st_size == 8 + header + sum(value.nbytes for value in load_file(file).values())
+    other = start(seed=7)
+    other.load(path.parent)
+    assert_same(other, run)
 
 
 def test_what_only_looks_like_a_checkpoint_is_the_users(saved: tuple[Run, Path]) -> None:
@@ -166,18 +228,18 @@ def test_what_only_looks_like_a_checkpoint_is_the_users(saved: tuple[Run, Path])
     (root / "step-00000001").symlink_to(elsewhere)
     (root / "step-00000002-link").symlink_to(elsewhere)
     for _ in range(3):
-        new = run.train(1).save(root)
+        new = run.train(1).save(root, keep=1)
         run.load(root)
-    assert {file.name for file in root.iterdir()} == {new.name, "latest.json", "step-00000001", *mine}
+    assert {file.name for file in root.iterdir()} == {new.name, "step-00000001", *mine}
     assert elsewhere.is_dir()
 
 
 def test_a_second_saver_is_refused(saved: tuple[Run, Path]) -> None:
     run, path = saved
     with new_checkpoint(path.parent, 9) as other:
-        with pytest.raises(CheckpointError, match="another process"):
+        with pytest.raises(CheckpointError, match="another save is under way"):
             run.save(path.parent)
-        other.finish({})
+        other.manifest = {"parameters": {}}
     assert run.save(path.parent).exists()
 
 
@@ -186,16 +248,16 @@ def test_a_reader_overtaken_by_a_save_reads_the_newer_one(
 ) -> None:
     run, path = saved
     reader = start(seed=7)
-    check_files = checkpoint.loading.check_files
+    check_files = checkpoint.reader.check_files
     rounds: list[int] = []
 
     def overtaken(*args: Any, **kwargs: Any) -> None:
         if not rounds:
             rounds.append(1)
-            run.train(1).save(path.parent)  # removes the checkpoint being read
+            run.train(1).save(path.parent, keep=1)  # removes the checkpoint being read
         check_files(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.loading, "check_files", overtaken)
+    monkeypatch.setattr(checkpoint.reader, "check_files", overtaken)
     reader.load(path.parent)
     assert reader.model.stats()["step"] == 3
     assert_equal(reader.model.state_dict(), run.model.state_dict())
@@ -226,8 +288,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
     tensors = {
         f"{dtype}-{shape}": torch.ones(shape).to(dtype) for dtype in dtypes for shape in [(), (0, 3), (3, 5)]
     }
-    with SealedFile(tmp_path / "file") as file:
-        write_tensors(file, [resident_source(name, value) for name, value in tensors.items()], {})
+    write_tensors(tmp_path / "file", tensors)
     assert_equal(load_file(tmp_path / "file"), tensors)
 
 
@@ -237,7 +298,7 @@ def test_a_type_without_a_name_is_refused(tmp_path: Path) -> None:
     run.model.module.register_buffer("angle", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(CheckpointError, match="angle"):
         run.save(tmp_path / "run")
-    assert len(list((tmp_path / "run").iterdir())) == 2
+    assert len(list((tmp_path / "run").iterdir())) == 1
 
 
 class Wide(nn.Module):

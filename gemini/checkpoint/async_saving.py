@@ -1,0 +1,360 @@
+"""Saving while training goes on: a thread writes what is copied to staging before it changes.
+
+What the thread that trains does, and when, is in docs/notes/checkpoint.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemini.checkpoint import rng
+from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
+from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
+from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
+from gemini.config import parse_bytes
+from gemini.ddp import GeminiDDP
+from gemini.errors import CheckpointError, ConfigError
+from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
+
+logger = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 4 * 2**20
+
+
+@torch.no_grad()
+def save_async(
+    directory: str | os.PathLike[str],
+    model: GeminiDDP,
+    optimizer: GeminiOptimizer,
+    *,
+    scheduler: Scheduler | None = None,
+    extra: dict[str, Any] | None = None,
+    keep: int = 2,
+    shard_bytes: int | str = SHARD_BYTES,
+    staging_bytes: int | str = "64MiB",
+) -> SaveHandle:
+    """Begin what :func:`gemini.checkpoint.save` does and return; training goes on while it is written.
+
+    The checkpoint is what the model is now. Each piece of it is copied to staging right before the
+    optimizer changes it; where staging is full, that update waits. A model that is wholly on DEVICE is
+    written from where it is. The checkpoint is complete once ``wait()`` of what is returned has returned;
+    the next save and ``model.close()`` wait, too. Until then change weights through ``optimizer.step()`` or
+    ``load_state_dict`` alone: other writes may get into the checkpoint. Buffers are written before this
+    returns.
+
+    Args:
+        staging_bytes: the most memory that copies take, on top of the budgets; in units of 4 MiB.
+
+    Raises:
+        IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
+            that failed and that nobody waited for.
+    """
+    num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
+    if num_buffers < 1:
+        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")
+    shard = checked_shard_bytes(shard_bytes)
+    manifest = prepare(model, optimizer, scheduler, extra)
+    context = new_checkpoint(directory, model.manager.step, keep=keep)
+    writer = context.__enter__()
+    try:
+        writer.manifest, writer.rng = manifest, rng.capture()
+        blocks = CheckpointFiles(writer, model, optimizer, shard).blocks()
+        handle = SaveHandle(model.manager, context, writer, blocks, num_buffers)
+        model.manager.snapshot = handle
+        handle.start()
+    except BaseException as error:
+        model.manager.snapshot = NO_SNAPSHOT
+        context.__exit__(type(error), error, error.__traceback__)
+        raise
+    return handle
+
+
+class _Buffer:
+    """Values on their way to files, packed one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        self._used = 0
+        self._parts: list[tuple[Extent, int, torch.Tensor]] = []
+
+    def add(self, extent: Extent, first: int, values: torch.Tensor) -> int:
+        """Copy as many of ``values``, element ``first`` on, as fit; return how many."""
+        begin = -(-self._used // 8) * 8
+        size = values.dtype.itemsize
+        count = min(values.numel(), (_BUFFER_BYTES - begin) // size)
+        if count:
+            copy = self._memory[begin : begin + count * size].view(values.dtype)
+            copy.copy_(values[:count])
+            self._parts.append((extent, first, copy))
+            self._used = begin + count * size
+        return count
+
+    def write(self) -> None:
+        """Write everything to its file, and be empty again."""
+        for extent, first, values in self._parts:
+            extent.file.write(extent.tensor, first, values)
+        self._parts.clear()
+        self._used = 0
+
+
+class _Ended(Exception):
+    """The save has failed or was dropped: nothing more is copied or written."""
+
+
+class SaveHandle:
+    """A save under way. Its methods are for the thread that trains; another one writes.
+
+    A :class:`gemini.runtime.Snapshot` of its model.
+    """
+
+    def __init__(
+        self,
+        manager: GeminiManager,
+        context: AbstractContextManager[CheckpointWriter],
+        writer: CheckpointWriter,
+        blocks: list[Block],
+        num_buffers: int,
+    ) -> None:
+        self._manager = manager
+        self._context = context
+        self._writer = writer
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="gemini-checkpoint", daemon=True)
+        self._steps_ended = 0
+        self._shown = False  # the error, to whoever waited
+        self._changed = threading.Condition()
+        self._num_buffers = num_buffers
+        # Guarded by _changed:
+        self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
+        self._in_place = manager.resident  # the thread may read chunks where they are
+        self._reading: int | None = None  # what it reads there now
+        self._copying = False
+        self._filling: _Buffer | None = None  # while _copying, of the thread that trains alone
+        self._copied: deque[_Buffer] = deque()
+        self._free: list[_Buffer] = []
+        self._unmade = num_buffers  # of them, those that nobody needed yet
+        self._error: BaseException | None = None
+        self._over = False
+
+    def start(self) -> None:
+        """Begin to write."""
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    # -- for users ---------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Say whether the checkpoint is complete, or has failed: :meth:`wait` returns at once."""
+        return not self._thread.is_alive()
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Return the most memory that copies have taken."""
+        return (self._num_buffers - self._unmade) * _BUFFER_BYTES
+
+    def wait(self) -> Path:
+        """Write what is left and return the checkpoint's directory. Call it between steps.
+
+        Raises:
+            IoError, CheckpointError: it could not be written; the earlier checkpoints are as they were.
+        """
+        self.before_write()
+        self._thread.join()
+        self._settle()
+        if self._error is not None:
+            self._shown = True
+            raise self._error
+        return self._writer.final
+
+    def drop(self) -> None:
+        """Give the save up, if it is not complete, and remove what was written of it."""
+        if os.getpid() != self._pid:
+            return
+        self._end(CheckpointError("the save was dropped before it was complete"))
+        self._shown = True
+        self._thread.join()
+        self._settle()
+
+    # -- for the runtime ---------------------------------------------------------------------------
+
+    def before_update(self, piece: StatePiece) -> None:
+        """Copy what is still to be saved of ``piece``, which is pinned; wait for staging if it is full."""
+        self._copy(piece)
+
+    def before_write(self) -> None:
+        """Copy or write everything that is still to be saved."""
+        if self._in_place:
+            with self._changed:
+                self._changed.wait_for(lambda: not (self._left or self._reading) or self._over)
+            return
+        for block in list(self._left.values()):
+            self._fetch_and_copy(block)
+
+    def residence(self, resident: bool) -> bool:
+        """Leave chunks alone once they may leave DEVICE; return ``resident``."""
+        if self._in_place and not resident:
+            with self._changed:
+                self._in_place = False
+                self._changed.wait_for(lambda: self._reading is None)
+        return resident
+
+    def step_ended(self) -> None:
+        """Copy something of what no update touches, as far as staging is free."""
+        self._steps_ended += 1
+        if self._steps_ended < 2 or self._in_place:
+            return
+        # After two steps every update that is to come soon has come, also those that were put off.
+        room = self._num_buffers * _BUFFER_BYTES
+        while self._left and not self._copied and room > 0:
+            block = next(iter(self._left.values()))
+            self._fetch_and_copy(block)
+            room -= block.nbytes
+
+    def close(self, *, finish: bool) -> None:
+        """Finish, and raise an error that nobody saw; or drop. Idempotent."""
+        if finish and not self._shown:
+            self.wait()
+        else:
+            self.drop()
+
+    # -- inside, on the thread that trains ---------------------------------------------------------
+
+    def _fetch_and_copy(self, block: Block) -> None:
+        with self._manager.operator(block.tensors):
+            self._copy(block.owner)
+
+    def _copy(self, owner: StatePiece | ManagedSlot) -> None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reading != id(owner))
+                block = self._left.pop(id(owner), None)
+                self._copying = block is not None
+            if block is not None:
+                for extent in block.extents:
+                    self._stage(extent)
+        except _Ended:
+            pass
+        except BaseException as error:  # of what was taken off the list, part may be missing
+            self._end(CheckpointError(f"the save was given up: {error!r}"))
+            raise
+        finally:
+            with self._changed:
+                self._copying = False
+                if self._over:
+                    self._filling = None
+                self._changed.notify_all()
+
+    @torch.no_grad()
+    def _stage(self, extent: Extent) -> None:
+        values, at = extent.read(), 0
+        while at < values.numel():
+            if self._filling is None:
+                self._filling = self._take_buffer()
+            at += (count := self._filling.add(extent, extent.first + at, values[at:]))
+            if count == 0:
+                with self._changed:
+                    self._copied.append(self._filling)
+                    self._filling = None
+                    self._changed.notify_all()
+
+    def _take_buffer(self) -> _Buffer:
+        """Return an empty buffer, once there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._unmade or self._over)
+            if self._over:
+                raise _Ended
+            if self._free:
+                return self._free.pop()
+            self._unmade -= 1
+        return _Buffer()
+
+    def _settle(self) -> None:
+        """Forget everything that the save held, after the thread has ended."""
+        atexit.unregister(self._at_exit)
+        if self._manager.snapshot is self:
+            self._manager.snapshot = NO_SNAPSHOT
+
+    def _at_exit(self) -> None:
+        """End with the interpreter: complete if nothing more of the model is needed, else dropped."""
+        if os.getpid() != self._pid:
+            return
+        if self._left and not self._in_place:
+            logger.warning("%s is dropped: the program ended before it was complete", self._writer.path)
+            self._end(CheckpointError("the program ended"))
+        self._thread.join()
+
+    # -- inside, on the thread that writes ---------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while work := self._next():
+                work()
+        except BaseException as raised:
+            error = raised
+        try:
+            # Finishes the checkpoint, or removes it.
+            if error is None:
+                self._context.__exit__(None, None, None)
+            else:
+                self._context.__exit__(type(error), error, error.__traceback__)
+        except BaseException as raised:
+            error = raised
+        self._end(error)
+
+    def _next(self) -> partial[None] | None:
+        """Return what to do next, None: nothing is left. Waits for the thread that trains."""
+        with self._changed:
+            while not self._over:
+                if self._filling is not None and not self._copying:
+                    self._copied.append(self._filling)
+                    self._filling = None
+                if self._copied:
+                    return partial(self._write_copied, self._copied.popleft())
+                if self._in_place and self._left:
+                    self._reading = next(iter(self._left))
+                    return partial(self._write_in_place, self._left.pop(self._reading))
+                if not self._left and not self._copying:
+                    return None
+                self._changed.wait()
+        raise self._error or _Ended
+
+    def _write_copied(self, buffer: _Buffer) -> None:
+        buffer.write()
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    @torch.no_grad()
+    def _write_in_place(self, block: Block) -> None:
+        try:
+            for extent in block.extents:
+                extent.file.write(extent.tensor, extent.first, extent.read())
+        finally:
+            with self._changed:
+                self._reading = None
+                self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Stop both threads; the first call says why."""
+        with self._changed:
+            if not self._over:
+                self._over, self._error = True, error
+            self._left.clear()
+            self._copied.clear()
+            self._free.clear()
+            if not self._copying:
+                self._filling = None
+            self._changed.notify_all()

@@ -1,0 +1,49 @@
+"""Who writes a checkpoint: one process, or several that each write files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gemini.errors import CheckpointError
+
+_FAILED = "failed: "
+_DONE = "done: "
+
+
+def _alone(text: str) -> Sequence[str]:
+    return [text]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Process ``index`` of ``count`` that save one checkpoint together.
+
+    ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
+    (``torch.distributed.all_gather_object`` does).
+    """
+
+    index: int = 0
+    count: int = 1
+    exchange: Callable[[str], Sequence[str]] = _alone
+
+    def agree(self, action: Callable[[], str]) -> str:
+        """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded.
+
+        Raises:
+            CheckpointError: it failed on another rank. What it raises here is let through.
+        """
+        try:
+            result = action()
+        except BaseException as error:
+            self.tell_failure(error)
+            raise
+        said = self.exchange(_DONE + result)
+        for index, text in enumerate(said):
+            if text.startswith(_FAILED):
+                raise CheckpointError(f"rank {index} of {self.count} {text}")
+        return said[0].removeprefix(_DONE)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
+        self.exchange(f"{_FAILED}{type(error).__name__}: {error}")

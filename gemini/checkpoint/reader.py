@@ -1,0 +1,107 @@
+"""What a complete checkpoint holds, for whoever wants any part of it: the whole of it is never in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gemini.checkpoint import contents, plain_data
+from gemini.checkpoint.directory import check_files, read_json, read_manifest
+from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.tensor_reader import TensorReader
+
+_PIECE_BYTES = 4 * 2**20
+
+
+class CheckpointReader:
+    """Weights, states and settings of the checkpoint in a directory. Use as a context manager.
+
+    ``weights``: file by name, buffers included. ``states[state][parameter]``: its ranges, as
+    docs/notes/checkpoint.md has them.
+
+    Raises:
+        DamagedError: a file is missing, has another size, or is no file of ours. :meth:`verify` looks
+            closer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.weights: dict[str, str] = read_json(path / contents.MODEL_INDEX)["weight_map"]
+        self.states: dict[str, dict[str, list[list[Any]]]] = read_json(path / contents.OPTIMIZER_INDEX)[
+            "states"
+        ]
+        self._files: dict[str, TensorReader] = {}
+
+    def verify(self) -> None:
+        """Read every file and compare its checksum. Raises DamagedError naming the first that differs."""
+        check_files(self.path, self.manifest, content=True)
+
+    def objects(self) -> dict[str, Any]:
+        """Return param groups, the scheduler's state and extra states as they were saved."""
+        return {name: plain_data.decode(data) for name, data in self.manifest["objects"].items()}
+
+    def rng(self, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+        """Return the random number generators' states of a rank; of rank 0 where there were other ranks."""
+        saved = int(self.manifest["ranks"])
+        rank = rank if saved == num_ranks else 0
+        found: dict[str, Any] = read_json(self.path / contents.part_file(rank, saved))["rng"]
+        return found
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a copy of a weight or buffer."""
+        return self._file(self.weights[name]).whole(name)
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return type and shape of a weight or buffer."""
+        stored = self._file(self.weights[name]).tensors[name]
+        return stored.dtype, stored.shape
+
+    def stride(self, param: str) -> tuple[int, ...]:
+        """Return the stride, in elements, that the order of a parameter's flat states follows."""
+        return tuple(self.manifest["parameters"][param]["stride"])
+
+    def state_pieces(
+        self, state: str, param: str, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, values) of elements ``[start, stop)`` of a flat state, whoever saved them."""
+        for first, last, file, name in self.states[state][param]:
+            begin, end = max(start, first), last if stop is None else min(stop, last)
+            step = _PIECE_BYTES // 4
+            for at in range(begin, end, step):
+                count = min(step, end - at)
+                yield at, self._file(file).read(name, at - first, count)
+
+    def state(self, state: str, param: str) -> torch.Tensor:
+        """Return a copy of a parameter's state in the parameter's shape and memory order."""
+        shape = self.manifest["parameters"][param]["shape"]
+        full = torch.empty_strided(shape, self.stride(param))
+        flat = torch.as_strided(full, (full.numel(),), (1,))
+        for first, values in self.state_pieces(state, param):
+            flat[first : first + values.numel()] = values
+        return full
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> TensorReader:
+        if name not in self._files:
+            if name not in self.manifest["files"]:
+                raise DamagedError(f"{self.path} has no file {name!r}, which one of its indexes names")
+            self._files[name] = TensorReader(self.path / name)
+        return self._files[name]

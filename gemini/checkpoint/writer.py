@@ -1,0 +1,169 @@
+"""A checkpoint being written: every rank its own files, one of them the manifest, last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemini.checkpoint import contents
+from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
+from gemini.checkpoint.rank import Rank
+from gemini.checkpoint.sealed_file import Seal, write_sealed
+from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
+from gemini.errors import CheckpointError
+
+Range = tuple[int, int, str, str]  # first and last element, file, name of the tensor in it
+
+
+class CheckpointWriter:
+    """What one rank writes. Fill the files that :meth:`add_file` returns; leaving the block seals them.
+
+    ``states[state][parameter]`` says where ranges of flat parameters went, ``weights[name]`` where whole
+    weights did. Rank 0 sets ``manifest``.
+    """
+
+    def __init__(self, path: Path, rank: Rank) -> None:
+        self.path = path
+        self.rank = rank
+        self.final = path
+        self.manifest: Mapping[str, Any] = {}
+        self.rng: Mapping[str, Any] = {}
+        self.weights: dict[str, str] = {}
+        self.states: dict[str, dict[str, list[Range]]] = {state: {} for state in contents.MOMENTS}
+        self._weight_bytes = 0
+        self._open: dict[str, TensorFile] = {}
+        self._seals: dict[str, Seal] = {}
+
+    def add_file(
+        self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
+    ) -> TensorFile:
+        """Return a new file with room for ``tensors``, all of which must be written."""
+        self._open[name] = TensorFile(self.path / name, tensors, metadata or {})
+        return self._open[name]
+
+    def add_weights(
+        self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]
+    ) -> TensorFile:
+        """Do as :meth:`add_file` for whole weights."""
+        self.weights.update((tensor.name, name) for tensor in tensors)
+        self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
+        return self.add_file(name, tensors, metadata)
+
+    def add_buffers(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write ordinary tensors of the model's state."""
+        self.weights.update(dict.fromkeys(tensors, name))
+        self._weight_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._seals[name] = write_tensors(self.path / name, tensors)
+
+    def finish_part(self) -> str:
+        """Make all files durable and write down what they hold."""
+        for name in list(self._open):
+            self._seals[name] = self._open.pop(name).finish()
+        document = {
+            "files": {name: [seal.num_bytes, seal.crc32c] for name, seal in self._seals.items()},
+            "weights": self.weights,
+            "weight_bytes": self._weight_bytes,
+            "states": self.states,
+            "rng": self.rng,
+        }
+        write_sealed(self.path / contents.part_file(self.rank.index, self.rank.count), encoded(document))
+        return ""
+
+    def close(self) -> None:
+        """Close what is still open, unfinished. Idempotent."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+@contextmanager
+def new_checkpoint(
+    directory: str | os.PathLike[str], step: int, *, rank: Rank | None = None, keep: int = 2
+) -> Iterator[CheckpointWriter]:
+    """Yield what to write one rank's files with; on leaving the block the checkpoint is complete everywhere.
+
+    All ranks call it together. Where the block raises on one of them it raises on all, what was written is
+    removed and the earlier checkpoints stay.
+
+    Raises:
+        IoError: the directory cannot be written.
+        CheckpointError: another process is saving there, or another rank failed.
+    """
+    check_keep(keep)
+    rank = rank or Rank()
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            if rank.index:
+                return ""
+            return str(stack.enter_context(partial_checkpoint(directory, step)))
+
+        writer = CheckpointWriter(Path(rank.agree(begin)), rank)
+        try:
+            yield writer
+        except BaseException as error:
+            rank.tell_failure(error)
+            raise
+        else:
+            rank.agree(writer.finish_part)
+        finally:
+            writer.close()
+        writer.final = Path(rank.agree(lambda: "" if rank.index else str(_sealed(writer, keep))))
+
+
+def _sealed(writer: CheckpointWriter, keep: int) -> Path:
+    """Put together what the ranks wrote, and publish it."""
+    files: dict[str, list[int]] = {}
+    weights: dict[str, str] = {}
+    states: dict[str, dict[str, list[list[Any]]]] = {state: {} for state in contents.MOMENTS}
+    total = 0
+    for index in range(writer.rank.count):
+        name = contents.part_file(index, writer.rank.count)
+        part = read_json(writer.path / name)
+        raw = (writer.path / name).read_bytes()
+        files.update(part["files"])
+        files[name] = [len(raw), crc32c(raw)]
+        weights.update(part["weights"])
+        total += part["weight_bytes"]
+        for state, ranges in part["states"].items():
+            for param, found in ranges.items():
+                states[state].setdefault(param, []).extend(found)
+    _check_ranges(states, writer.manifest)
+    for name, document in (
+        (contents.MODEL_INDEX, {"metadata": {"total_size": total}, "weight_map": weights}),
+        (contents.OPTIMIZER_INDEX, {"states": states}),
+    ):
+        seal = write_sealed(writer.path / name, encoded(document))
+        files[name] = [seal.num_bytes, seal.crc32c]
+    return publish(writer.path, {**writer.manifest, "ranks": writer.rank.count, "files": files}, keep)
+
+
+def _check_ranges(states: Mapping[str, Mapping[str, list[list[Any]]]], manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the ranges of every state are its parameter, each element once; sort
+    them."""
+    for state, ranges in states.items():
+        for param, found in ranges.items():
+            found.sort()
+            end = 0
+            for start, stop, *_ in found:
+                if start != end:
+                    raise CheckpointError(
+                        f"{state} of {param!r}: elements {end} to {start} are not there once"
+                    )
+                end = stop
+            numel = _numel(manifest["parameters"][param]["shape"])
+            if end != numel:
+                raise CheckpointError(f"{state} of {param!r} ends at element {end} of {numel}")
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

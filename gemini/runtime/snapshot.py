@@ -1,0 +1,54 @@
+"""What is told before model data changes: a copy of it is being written elsewhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gemini.runtime.storage import StatePiece
+
+
+class Snapshot(Protocol):
+    """Keeps the model data as it was at some moment until it has a copy of all of it.
+
+    Called on the thread that trains.
+    """
+
+    def before_update(self, piece: StatePiece) -> None:
+        """An optimizer is about to change ``piece`` and the parameters over it, which are pinned."""
+
+    def before_write(self) -> None:
+        """Weights or states are about to be changed in another way. May fetch chunks, and raise as that
+        does."""
+
+    def residence(self, resident: bool) -> bool:
+        """Return ``resident``: from now on chunks stay on DEVICE, or they may leave it."""
+        ...
+
+    def step_ended(self) -> None:
+        """The optimizer has ended a step."""
+
+    def close(self, *, finish: bool) -> None:
+        """Finish, and raise what went wrong, or give up. Idempotent."""
+
+
+class NoSnapshot:
+    """What is there while nobody wants to know."""
+
+    def before_update(self, piece: StatePiece) -> None:
+        """Do nothing."""
+
+    def before_write(self) -> None:
+        """Do nothing."""
+
+    def residence(self, resident: bool) -> bool:
+        """Return ``resident``."""
+        return resident
+
+    def step_ended(self) -> None:
+        """Do nothing."""
+
+    def close(self, *, finish: bool) -> None:
+        """Do nothing."""
+
+
+NO_SNAPSHOT = NoSnapshot()

@@ -1,0 +1,173 @@
+"""Several ranks write one checkpoint, each its own files; any number of ranks can read it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gemini.checkpoint import CheckpointReader, Rank, latest, new_checkpoint
+from gemini.checkpoint.contents import optimizer_file, range_name, weights_file
+from gemini.checkpoint.directory import complete_checkpoints
+from gemini.checkpoint.tensor_file import TensorSpec
+from gemini.checkpoint.writer import CheckpointWriter
+from gemini.errors import CheckpointError
+
+SHAPES = {"a.weight": (7, 5), "b.weight": (3,), "c.weight": (2, 4)}
+WEIGHTS = {
+    name: torch.arange(15.0 * index, 15.0 * index + 60)[: torch.Size(shape).numel()].reshape(shape)
+    for index, (name, shape) in enumerate(SHAPES.items())
+}
+
+
+class Exchange:
+    """What ranks in threads of one process talk through."""
+
+    def __init__(self, count: int) -> None:
+        self._said = [""] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+
+    def rank(self, index: int) -> Rank:
+        def exchange(text: str) -> list[str]:
+            self._said[index] = text
+            self._barrier.wait()
+            said = list(self._said)
+            self._barrier.wait()
+            return said
+
+        return Rank(index, len(self._said), exchange)
+
+
+def share(numel: int, rank: Rank) -> tuple[int, int]:
+    """Return which elements of a flat parameter a rank has: all but the last have the same number."""
+    each = -(-numel // rank.count)
+    return min(numel, rank.index * each), min(numel, (rank.index + 1) * each)
+
+
+def write_part(writer: CheckpointWriter) -> None:
+    """Write what a rank has: its range of every moment, and every so manyth weight."""
+    rank = writer.rank
+    ranges = []
+    for name, weight in WEIGHTS.items():
+        start, stop = share(weight.numel(), rank)
+        if start < stop:
+            ranges += [(state, name, start, stop) for state in ("exp_avg", "exp_avg_sq")]
+    file_name = optimizer_file(rank.index, rank.count, 0)
+    specs = [
+        TensorSpec(range_name(name, state, start, stop), torch.float32, (stop - start,))
+        for state, name, start, stop in ranges
+    ]
+    file = writer.add_file(file_name, specs)
+    for spec, (state, name, start, stop) in zip(specs, ranges, strict=True):
+        values = moment(state, name)[start:stop]
+        half = len(values) // 2
+        file.write(spec.name, half, values[half:])  # in any order
+        file.write(spec.name, 0, values[:half])
+        writer.states[state].setdefault(name, []).append((start, stop, file_name, spec.name))
+    for number, (name, weight) in enumerate(WEIGHTS.items()):
+        if number % rank.count == rank.index:
+            spec = TensorSpec(name, torch.float32, SHAPES[name])
+            writer.add_weights(weights_file(number, len(WEIGHTS)), [spec], {}).write(name, 0, weight)
+    writer.rng = {"rank": rank.index}
+
+
+def moment(state: str, name: str) -> torch.Tensor:
+    flat = WEIGHTS[name].flatten()
+    return -flat if state == "exp_avg" else flat**2
+
+
+def manifest() -> dict[str, Any]:
+    parameters = {
+        name: {"shape": list(shape), "stride": list(torch.empty(shape).stride())}
+        for name, shape in SHAPES.items()
+    }
+    return {"parameters": parameters}
+
+
+def save_together(
+    directory: Path, count: int, write: Callable[[CheckpointWriter], None] = write_part
+) -> list[BaseException | Path]:
+    """Save from ``count`` threads; return what each of them got."""
+    exchange = Exchange(count)
+    results: list[BaseException | Path] = [Path()] * count
+
+    def run(index: int) -> None:
+        try:
+            with new_checkpoint(directory, 5, rank=exchange.rank(index)) as writer:
+                writer.manifest = manifest()
+                write(writer)
+            results[index] = writer.final
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("readers", [1, 2, 5])
+@pytest.mark.parametrize("writers", [1, 3, 8])
+def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path, writers: int, readers: int) -> None:
+    final = tmp_path / "run" / "step-00000005"
+    assert save_together(tmp_path / "run", writers) == [final] * writers
+    with CheckpointReader(latest(tmp_path / "run")) as reader:
+        reader.verify()
+        assert reader.manifest["ranks"] == writers
+        for name, weight in WEIGHTS.items():
+            assert torch.equal(reader.weight(name), weight)
+            for state in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(reader.state(state, name).flatten(), moment(state, name))
+                for index in range(readers):
+                    start, stop = share(weight.numel(), Rank(index, readers))
+                    got = torch.full((stop - start,), torch.nan)
+                    for first, values in reader.state_pieces(state, name, start, stop):
+                        got[first - start : first - start + len(values)] = values
+                    assert torch.equal(got, moment(state, name)[start:stop])
+        assert reader.rng(writers - 1, writers) == {"rank": writers - 1}
+        assert reader.rng(0, writers + 1) == {"rank": 0}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_fails_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
+    save_together(tmp_path / "run", 3)
+
+    def write(writer: CheckpointWriter) -> None:
+        write_part(writer)
+        if writer.rank.index == failing:
+            raise OSError(28, "No space left on device")
+
+    results = save_together(tmp_path / "run", 3, write)
+    for index, result in enumerate(results):
+        assert isinstance(result, OSError if index == failing else CheckpointError)
+    assert f"rank {failing} of 3 failed" in str(results[failing - 1])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("which", ["missing", "twice"])
+def test_ranges_that_are_not_the_whole_parameter_are_refused(tmp_path: Path, which: str) -> None:
+    def write(writer: CheckpointWriter) -> None:
+        write_part(writer)
+        if writer.rank.index == 1:
+            ranges = writer.states["exp_avg"]["a.weight"]
+            (start, stop, *where) = ranges[0]
+            ranges[:] = [] if which == "missing" else [(start - 1, stop, *where)]  # type: ignore[list-item]
+
+    results = save_together(tmp_path / "run", 2, write)
+    assert all(isinstance(result, CheckpointError) and "a.weight" in str(result) for result in results)
+    assert complete_checkpoints(tmp_path / "run") == []
+
+
+def test_a_saver_that_is_refused_keeps_no_other_rank_waiting(tmp_path: Path) -> None:
+    with new_checkpoint(tmp_path / "run", 1) as other:
+        results = save_together(tmp_path / "run", 3)
+        other.manifest = {"parameters": {}}
+    assert all(isinstance(result, CheckpointError) for result in results)
+    assert "another save is under way" in str(results[2])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
