@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
-from gemini.cli import bench, check, plan, simulate, trace, train
+from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -22,6 +22,7 @@ start here:
   gemini train --device-bytes 64MiB --disk-dir .
                                        train a GPT on Python's own sources in 64 MiB of memory
   gemini train --help                  every option, with its unit and default
+  gemini ckpt verify out/run           inspect, verify and convert its checkpoints
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
   gemini bench --help                  measure on this machine
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, plan, train, trace, simulate, bench):
+    for command in (check, plan, train, ckpt, trace, simulate, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -1,0 +1,153 @@
+"""Checkpoints in other formats: for transformers, for ``torch.load``, for torch.distributed.checkpoint.
+
+Tensors that are put together go through files that are mapped, so that a conversion needs little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemini.checkpoint import contents
+from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
+from gemini.errors import ConfigError
+from gemini.files import io_errors
+from gemini.offload.mapped import MappedTensors
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -> None:
+    """Write the checkpoint in directory ``checkpoint`` to ``target``, which must not be there yet.
+
+    Args:
+        form: ``"hf"`` (a directory for transformers' ``from_pretrained``: weights in ``dtype``), ``"torch"``
+            (one file for ``torch.load(weights_only=True)``) or ``"dcp"`` (a directory for
+            ``torch.distributed.checkpoint``). The last two hold ``model``, ``optimizer``, ``step``.
+
+    Raises:
+        DamagedError: a file differs from what was written.
+        ConfigError: ``target`` exists, or ``dtype`` or ``form`` is unknown.
+        IoError: ``target`` cannot be written.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"there is no form {form!r}; the forms are {', '.join(FORMS)}")
+    if dtype not in DTYPES or (dtype != "fp32" and form != "hf"):
+        raise ConfigError(f"dtype is {dtype!r}; it is fp32, or for hf also bf16 or fp16")
+    if target.exists():
+        raise ConfigError(f"{target} exists; remove it or name another place")
+    with CheckpointReader(checkpoint) as reader, io_errors("convert the checkpoint", target):
+        reader.verify()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Next to the target, so that it becomes it by a rename: whole or not there.
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            made = Path(scratch) / "made"
+            FORMS[form](reader, made, DTYPES[dtype])
+            made.rename(target)
+
+
+def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
+    target.mkdir()
+    total = 0
+    for file in sorted(set(reader.weights.values())):
+        names = [name for name, holder in reader.weights.items() if holder == file]
+        kinds = {name: reader.spec(name) for name in names}
+        specs = [
+            TensorSpec(name, dtype if kind.is_floating_point else kind, shape)
+            for name, (kind, shape) in kinds.items()
+        ]
+        total += sum(spec.nbytes for spec in specs)
+        written = TensorFile(target / file, specs, {})
+        try:
+            for spec in specs:
+                written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))
+            written.finish()
+        finally:
+            written.close()
+    index = {"metadata": {"total_size": total}, "weight_map": reader.weights}
+    (target / contents.MODEL_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _to_torch(reader: CheckpointReader, target: Path, _dtype: torch.dtype) -> None:
+    mapped = _Mapped(reader, target.parent)
+    names = [name for group in reader.manifest["group_members"] for name in group]
+    steps = reader.manifest["optimizer_steps"]
+    state = {index: mapped.state(name) for index, name in enumerate(names) if name in steps}
+    groups, first = [], 0
+    for settings, members in _groups(reader):
+        groups.append({**settings, "params": list(range(first, first + len(members)))})
+        first += len(members)
+    torch.save(
+        {
+            "model": mapped.weights(),
+            "optimizer": {"state": state, "param_groups": groups},
+            "scheduler": reader.objects()["scheduler"],
+            "step": reader.manifest["step"],
+            "extra": reader.manifest["extra"],
+        },
+        target,
+    )
+
+
+def _to_dcp(reader: CheckpointReader, target: Path, _dtype: torch.dtype) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    mapped = _Mapped(reader, target.parent)
+    states = {name: mapped.state(name) for name in reader.manifest["optimizer_steps"]}
+    groups = [{**settings, "params": members} for settings, members in _groups(reader)]
+    document = {
+        "model": mapped.weights(),
+        "optimizer": {"state": states, "param_groups": groups},
+        "step": reader.manifest["step"],
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        save(document, checkpoint_id=target, no_dist=True)
+
+
+FORMS: dict[str, Callable[[CheckpointReader, Path, torch.dtype], None]] = {
+    "hf": _to_hf,
+    "torch": _to_torch,
+    "dcp": _to_dcp,
+}
+
+
+class _Mapped:
+    """Whole tensors of a checkpoint, mapped from a file in ``scratch``."""
+
+    def __init__(self, reader: CheckpointReader, scratch: Path) -> None:
+        self._reader = reader
+        specs = {name: reader.spec(name) for name in reader.weights}
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in specs.values()]
+        sizes += [2 * 4 * math.prod(specs[name][1]) for name in reader.manifest["optimizer_steps"]]
+        self._file = MappedTensors(str(scratch), sum(sizes), 2 * len(sizes))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return all weights and buffers; tied ones are one tensor."""
+        found = {name: self._file.copy(self._reader.weight(name)) for name in self._reader.weights}
+        aliases = self._reader.manifest["aliases"]
+        return found | {alias: found[stored] for alias, stored in aliases.items()}
+
+    def state(self, param: str) -> dict[str, torch.Tensor]:
+        """Return the states of a parameter as torch's Adam names them."""
+        count = self._reader.manifest["optimizer_steps"][param]
+        moments = {state: self._file.copy(self._reader.state(state, param)) for state in contents.MOMENTS}
+        return {"step": torch.tensor(float(count)), **moments}
+
+
+def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return settings and members of each parameter group, in terms of torch's AdamW."""
+    settings = reader.objects()["param_groups"]
+    found = []
+    for group, members in zip(settings, reader.manifest["group_members"], strict=True):
+        decoupled = group.get("adamw_mode", True)
+        found.append(({**group, "decoupled_weight_decay": decoupled}, list(members)))
+    return found

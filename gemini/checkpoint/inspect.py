@@ -1,0 +1,66 @@
+"""What a checkpoint holds and whether it is whole, as plain data."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.sealed_file import DamagedError
+
+
+def describe(checkpoint: Path) -> dict[str, Any]:
+    """Return what is in a checkpoint; ``damage`` says why it cannot be read, or is None. The content of
+    tensors is not looked at."""
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            return _described(reader)
+    except DamagedError as error:
+        return {"path": str(checkpoint), "damage": str(error)}
+
+
+def verdict(checkpoint: Path) -> dict[str, Any]:
+    """Read every byte of a checkpoint; ``damage`` names the first file that differs from what was written, or
+    is None."""
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            reader.verify()
+            return {"path": str(checkpoint), "damage": None, "bytes": _size(reader)}
+    except DamagedError as error:
+        return {"path": str(checkpoint), "damage": str(error), "bytes": None}
+
+
+def _described(reader: CheckpointReader) -> dict[str, Any]:
+    manifest = reader.manifest
+    shapes = [entry["shape"] for entry in manifest["parameters"].values()]
+    groups = zip(reader.objects()["param_groups"], manifest["group_members"], strict=True)
+    return {
+        "path": str(reader.path),
+        "damage": None,
+        "format": manifest["format"],
+        "step": manifest["step"],
+        "ranks": manifest["ranks"],
+        "bytes": _size(reader),
+        "files": len(manifest["files"]),
+        "num_parameters": sum(math.prod(shape) for shape in shapes),
+        "num_tensors": len(shapes),
+        "num_states": len(manifest["optimizer_steps"]),
+        "num_buffers": len(manifest["buffers"]),
+        "aliases": manifest["aliases"],
+        "param_groups": [
+            {**{key: value for key, value in group.items() if _is_plain(value)}, "num_tensors": len(members)}
+            for group, members in groups
+        ],
+        "loss_scale": manifest["loss_scale"],
+        "scheduler": manifest["scheduler"],
+        "extra": manifest["extra"],
+    }
+
+
+def _size(reader: CheckpointReader) -> int:
+    return sum(num_bytes for num_bytes, _ in reader.manifest["files"].values())
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str, list, tuple)) or value is None

@@ -1,0 +1,139 @@
+"""``gemini ckpt``: what is in a checkpoint, whether it is whole, and other formats of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gemini.cli.ckpt_output import render_checkpoints, render_verdicts
+from gemini.config import format_bytes
+
+EXIT_DAMAGED = 1
+
+HELP = """\
+PATH is a directory of checkpoints (the newest is meant), one checkpoint (step-00000200), or what was given to
+gemini train as --checkpoint. Nothing in PATH is ever changed.
+
+examples:
+  gemini ckpt inspect out/book                what there is: steps, sizes, parameters, settings
+  gemini ckpt verify out/book                 read every byte and compare it with its checksum
+  gemini ckpt convert out/book model --to hf --dtype bf16
+"""
+
+VERIFY_HELP = """\
+exit codes:
+  0 every checkpoint is whole    1 one is damaged    2 an error: there is none, or it cannot be read
+"""
+
+CONVERT_HELP = """\
+formats:
+  hf     a directory with weights in Hugging Face's format; put the model's config.json and tokenizer beside
+         them and transformers' from_pretrained() loads it
+  torch  one file: torch.load(FILE, weights_only=True) gives "model", "optimizer", "scheduler", "step" and
+         "extra"; the first two are for load_state_dict() of the module and of torch.optim.AdamW
+  dcp    a directory: torch.distributed.checkpoint.load() fills {"model", "optimizer", "step"} as
+         torch.distributed.checkpoint.state_dict returns them, sharded over any number of ranks
+
+Weights are fp32, the masters where training was in 16 bits. TARGET appears when it is complete; every byte of
+the checkpoint is verified on the way.
+
+examples:
+  gemini ckpt convert out/book out/model --to hf --dtype bf16
+  gemini ckpt convert out/book/checkpoint/step-00000200 state.pt --to torch
+  gemini ckpt convert out/book out/dcp --to dcp
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``ckpt`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "ckpt",
+        help="inspect, verify and convert checkpoints",
+        description="Look at checkpoints, verify them, and write them in other formats.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    inspect = _add(commands, "inspect", "what checkpoints there are and what is in the newest", HELP)
+    inspect.set_defaults(run=run_inspect)
+    verify = _add(commands, "verify", "read every byte and compare it with its checksum", VERIFY_HELP)
+    verify.set_defaults(run=run_verify)
+    convert = _add(commands, "convert", "write a checkpoint in another format", CONVERT_HELP)
+    convert.add_argument("target", type=Path, metavar="TARGET", help="what to make; must not exist")
+    convert.add_argument("--to", required=True, choices=("hf", "torch", "dcp"), help="the format")
+    convert.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights, for hf (default: fp32)"
+    )
+    convert.set_defaults(run=run_convert)
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Print what there is; return 0."""
+    from gemini.checkpoint.inspect import describe
+
+    found = [describe(path) for path in _checkpoints(options.path)]
+    if options.json:
+        print(json.dumps({"checkpoints": found}, indent=2))
+    else:
+        render_checkpoints(found)
+    return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Verify every checkpoint, print the verdicts, return the exit code."""
+    from gemini.checkpoint.inspect import verdict
+
+    found = [verdict(path) for path in _checkpoints(options.path)]
+    if options.json:
+        print(json.dumps({"checkpoints": found}, indent=2))
+    else:
+        render_verdicts(found)
+    return 0 if all(entry["damage"] is None for entry in found) else EXIT_DAMAGED
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Convert the newest checkpoint; return 0."""
+    from gemini.checkpoint import latest
+    from gemini.checkpoint.convert import convert
+
+    source = latest(_directory(options.path))
+    convert(source, options.target, options.to, dtype=options.dtype)
+    files = [path for path in (options.target, *options.target.rglob("*")) if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    if options.json:
+        print(json.dumps({"source": str(source), "target": str(options.target), "bytes": size}, indent=2))
+    else:
+        print(f"{source} -> {options.target}: {options.to}, {format_bytes(size)}")
+    return 0
+
+
+def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint or a directory of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _directory(path: Path) -> Path:
+    """Return the directory of checkpoints that ``path`` means."""
+    from gemini.checkpoint.directory import complete_checkpoints
+
+    inner = path / "checkpoint"  # of a run of gemini train
+    return inner if inner.is_dir() and not complete_checkpoints(path) else path
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    from gemini.checkpoint.directory import complete_checkpoints, no_checkpoint
+
+    found = complete_checkpoints(_directory(path))
+    if not found:
+        raise no_checkpoint(path)
+    return found
