@@ -17,6 +17,7 @@ _QUICK = {
     "adam": "arrays this small may stay in the caches; these figures say only that the cases run.",
     "io": "--quick: everything is tiny; these figures say only that the cases run.",
     "placement": "--quick: few points; these figures say only that the cases run.",
+    "checkpoint": "--quick: everything is tiny; these figures say only that the cases run.",
     "nvme": "--quick: everything is tiny; these figures say only that the cases run.",
 }
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gemini.cli.bench_checkpoint import add_checkpoint
 from gemini.cli.bench_disk import add_io, add_nvme
 from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini.cli.bench_placement import add_placement
@@ -74,6 +75,7 @@ def add_parser(subparsers: Any) -> None:
     add_io(kinds)
     add_nvme(kinds)
     add_placement(kinds)
+    add_checkpoint(kinds)
 
 
 def _add_runtime(kinds: Any) -> None:

@@ -25,6 +25,7 @@ from fault_training import (
 )
 
 from gemini import checkpoint
+from gemini.bench.checkpoint_kills import kill_and_resume
 from gemini.checkpoint.directory import check_files, latest, read_manifest
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import IoError
@@ -163,3 +164,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(tmp_path: P
     assert losses == want_losses[:3]
     assert_weights(weights(model), want)
     assert checkpoint.save(tmp_path / "run", model, optimizer).exists()
+
+
+def test_kill_9_at_random_moments_of_a_training_changes_nothing(tmp_path: Path) -> None:
+    """Synchronous and asynchronous saves, a DISK tier, bf16, and batches from a generator that is saved."""
+    found = kill_and_resume(tmp_path, 6, seed=3)
+    assert found["different"] == 0
+    assert found["resumes"] >= 3
+    assert found["steps"] > 10
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "undisturbed"}  # nothing of the DISK tier
