@@ -23,7 +23,7 @@ examples:
       for scripts: nothing but the summary, as JSON
 
 in the --checkpoint directory:
-  checkpoint/    the newest complete one               metrics.jsonl   one line per step
+  checkpoint/    the two newest (see gemini ckpt)      metrics.jsonl   one line per step
   summary.json   what is printed at the end            memory.png      memory per tier over one step
 
 exit codes:
