@@ -346,10 +346,11 @@ class GeminiDDP(nn.Module):
     def close(self) -> None:
         """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent.
 
-        Pending updates run first, so that one that fails is not lost in silence.
+        Pending updates run first, and an asynchronous save is finished, so that one that fails is not lost in
+        silence.
 
         Raises:
-            OutOfBudgetError, IoError: an update or a transfer failed. Everything has been returned.
+            OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
         """
         self.manager.close()
 

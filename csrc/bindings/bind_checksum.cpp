@@ -1,12 +1,11 @@
 // gemini._C: the checksum of memory.
-#include "common/crc32c.h"
-
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <cstdint>
 
 #include "bindings/bind.h"
+#include "common/crc32c.h"
 
 namespace py = pybind11;
 
