@@ -150,8 +150,7 @@ def _measure_overhead(options: dict[str, Any]) -> dict[str, Any]:
                 _train(settings, model, optimizer)
 
             found[name].append(_seconds(period))
-            if model.manager.snapshot is not None:
-                model.manager.snapshot.close(finish=True)
+            model.manager.snapshot.close(finish=True)
     model.close()
     return found
 
