@@ -41,9 +41,9 @@ py::dict stats_of(const TransferEngine& engine) {
   for (const Link link :
        {Link::kHostToDevice, Link::kDeviceToHost, Link::kDiskRead, Link::kDiskWrite}) {
     const LinkStats stats = engine.stats(link);
-    result[link_name(link)] =
-        py::dict(py::arg("bytes") = stats.bytes, py::arg("seconds") = stats.seconds,
-                 py::arg("transfers") = stats.transfers);
+    result[link_name(link)] = py::dict(
+        py::arg("bytes") = stats.bytes, py::arg("seconds") = stats.seconds,
+        py::arg("shared_seconds") = stats.shared_seconds, py::arg("transfers") = stats.transfers);
   }
   return result;
 }
@@ -150,7 +150,8 @@ void bind_engine(py::module_& m) {
       .def("close", &TransferEngine::close, ReleaseGil(),
            "Complete all transfers and stop the threads. Idempotent.")
       .def_property_readonly("num_in_flight", &TransferEngine::num_in_flight)
-      .def("stats", &stats_of, "Return {link: {bytes, seconds, transfers}} since the start.");
+      .def("stats", &stats_of,
+           "Return {link: {bytes, seconds, shared_seconds, transfers}} since the start.");
 }
 
 }  // namespace

@@ -66,11 +66,26 @@ struct TransferEngine::State {
   std::vector<TransferResult> completions;  // guarded by mutex; not polled yet
   int64_t num_in_flight = 0;                // guarded by mutex
   Ticket next_ticket = 1;                   // guarded by mutex
+  Clock::time_point shared_until = {};      // guarded by mutex; sharing is counted up to here
   bool closed = false;                      // guarded by mutex
   bool stopping = false;                    // guarded by mutex: leave when the queue is empty
   std::atomic<bool> abandoned{false};       // destructor: nobody will see the copy's result
 
   Queue& queue(Link link) { return queues[static_cast<size_t>(link)]; }
+
+  // Counts the time in which both disk links had something at the file. Called with the mutex held
+  // before `started` of a disk link changes.
+  void count_sharing() {
+    const Clock::time_point now = Clock::now();
+    Queue& reads = queue(Link::kDiskRead);
+    Queue& writes = queue(Link::kDiskWrite);
+    if (!reads.started.empty() && !writes.started.empty()) {
+      const double shared = seconds(now) - seconds(shared_until);
+      reads.stats.shared_seconds += shared;
+      writes.stats.shared_seconds += shared;
+    }
+    shared_until = now;
+  }
 
   // Counts and publishes an outcome; the caller holds the mutex.
   void report(Queue& queue, const Job& job, TransferResult&& result, double busy_seconds) {
@@ -219,6 +234,7 @@ void TransferEngine::work_disk(Queue& queue) {
     const double busy_s = completion.end_s - std::max(last_s, completion.begin_s);
     last_s = completion.end_s;
     lock.lock();
+    state.count_sharing();
     queue.started.pop_front();
     queue.started_bytes -= job.nbytes;
     start_ready(queue);
@@ -239,6 +255,7 @@ void TransferEngine::start_ready(Queue& queue) {
     } catch (...) {
       job.refusal = std::current_exception();
     }
+    state_->count_sharing();
     queue.started_bytes += job.nbytes;
     queue.started.push_back(std::move(job));
     queue.jobs.pop_front();

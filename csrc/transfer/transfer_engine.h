@@ -35,8 +35,11 @@ struct TransferResult {
 };
 
 struct LinkStats {
-  int64_t bytes = 0;      // of successful transfers
-  double seconds = 0;     // the link was busy, failures included
+  int64_t bytes = 0;   // of successful transfers
+  double seconds = 0;  // the link was busy, failures included
+  // Of a disk link: while the other one had something at the file too, so that each had a part of
+  // the disk. 0 of copies.
+  double shared_seconds = 0;
   int64_t transfers = 0;  // finished
 };
 

@@ -201,7 +201,8 @@ class ChunkManager:
         self._under_pressure = False
 
     def link_stats(self) -> dict[str, dict[str, float]]:
-        """Return bytes moved and seconds busy per link since construction."""
+        """Return per link, since construction: bytes moved, seconds busy, and for disk links how many of
+        those the other direction was busy as well."""
         stats: dict[str, dict[str, float]] = self._engine.stats()
         return stats
 

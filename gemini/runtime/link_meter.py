@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gemini.chunk import ChunkManager
 from gemini.memstats import LINKS, LinkSpeed
 from gemini.placement.probe import probe_links
@@ -24,8 +26,9 @@ class LinkMeter:
     def speeds(self) -> tuple[LinkSpeed, ...]:
         """Return the speed of each link between tiers that exist.
 
-        A speed from use contains the latency of transfers as large as those were. Probes where a link was
-        used little.
+        A speed from use contains the latency of transfers as large as those were, and is that of the link
+        alone: while both directions of a disk were busy, each counts as having had half of it, as the
+        simulator gives it. Probes where a link was used little.
         """
         budgets = self._chunks.budgets
         disk_dir = budgets.disk_dir if budgets.disk_bytes else None
@@ -40,7 +43,12 @@ class LinkMeter:
         speeds = []
         for name, now in self._chunks.link_stats().items():
             nbytes = now["bytes"] - self._before[name]["bytes"]
-            seconds = now["seconds"] - self._before[name]["seconds"]
+            seconds = _alone(now) - _alone(self._before[name])
             if nbytes >= ENOUGH_BYTES and seconds > 0:
                 speeds.append(LinkSpeed(name, nbytes / seconds, 0.0))
         return speeds
+
+
+def _alone(stats: Mapping[str, float]) -> float:
+    """Return the seconds that a link would have needed with the disk to itself."""
+    return stats["seconds"] - stats["shared_seconds"] / 2

@@ -144,6 +144,29 @@ TEST(TransferEngine, SlowDiskHoldsUpNeitherCopiesNorTheOtherDirection) {
   EXPECT_EQ(done[0].ticket, slow);
 }
 
+TEST(TransferEngine, TheTimeInWhichBothDirectionsUseTheDiskIsCountedForBoth) {
+  const TempDir dir;
+  const auto gate = std::make_shared<GateHook>();
+  AsyncFile file({dir.path()}, kMib, {.direct = false}, gate);
+  TransferEngine engine(&file);
+  std::vector<char> from(1000, 1);
+  std::vector<char> to(1000);
+  (void)engine.write(from.data(), 1000, 0, Link::kDiskWrite);
+  (void)engine.read(to.data(), 1000, 4096, Link::kDiskRead);  // while the gate holds the write back
+  gate->open();
+  (void)finish(engine);
+  const LinkStats reads = engine.stats(Link::kDiskRead);
+  const LinkStats writes = engine.stats(Link::kDiskWrite);
+  EXPECT_GT(reads.shared_seconds, 0);
+  EXPECT_EQ(reads.shared_seconds, writes.shared_seconds);
+  (void)engine.write(from.data(), 1000, 0, Link::kDiskWrite);
+  (void)finish(engine);
+  (void)engine.read(to.data(), 1000, 0, Link::kDiskRead);
+  (void)finish(engine);
+  EXPECT_EQ(engine.stats(Link::kDiskRead).shared_seconds, reads.shared_seconds);
+  EXPECT_EQ(engine.stats(Link::kHostToDevice).shared_seconds, 0);
+}
+
 TEST(TransferEngine, CopiesOfOneLinkRunOneAfterTheOther) {
   TransferEngine engine(nullptr);
   std::vector<char> bytes(2 * kMib);

@@ -87,9 +87,13 @@ class UsedChunks:
         self.budgets = TierBudgets(1, 1, 1, disk_dir)
         self.stall_seconds = 0.0
         self.moved = dict.fromkeys(link_meter.LINKS, 0)
+        self.shared_seconds = 0.0
 
     def link_stats(self) -> dict[str, dict[str, float]]:
-        return {name: {"bytes": nbytes, "seconds": nbytes / 2**30} for name, nbytes in self.moved.items()}
+        return {
+            name: {"bytes": nbytes, "seconds": nbytes / 2**30, "shared_seconds": self.shared_seconds}
+            for name, nbytes in self.moved.items()
+        }
 
 
 def test_a_link_that_moved_enough_in_the_step_is_judged_by_that(tmp_path: Path) -> None:
@@ -102,6 +106,15 @@ def test_a_link_that_moved_enough_in_the_step_is_judged_by_that(tmp_path: Path) 
     assert list(speeds) == list(link_meter.LINKS)
     assert speeds["d2h"] == LinkSpeed("d2h", 2**30, 0.0)
     assert [name for name, speed in speeds.items() if speed.bytes_per_second == 2**30] == ["d2h"]
+
+
+def test_half_of_the_time_in_which_a_disk_was_shared_counts(tmp_path: Path) -> None:
+    chunks: Any = UsedChunks(str(tmp_path))
+    meter = LinkMeter(chunks)
+    chunks.moved.update(disk_read=2**30, disk_write=2**30)  # a second each
+    chunks.shared_seconds = 0.5
+    speeds = {speed.name: speed.bytes_per_second for speed in meter.speeds()}
+    assert speeds["disk_read"] == speeds["disk_write"] == 2**30 / 0.75
 
 
 def test_nothing_is_probed_where_use_says_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
