@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from gemini.bench import placement_real, placement_search, placement_traces
+from gemini.bench import placement_overlap, placement_real, placement_search, placement_traces
 from gemini.bench.cases import choose, run_cases
 from gemini.bench.session import CaseResult, Session
 
@@ -16,6 +16,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "exact": placement_search.exact,
         "plan-time": placement_search.plan_time,
         "predicted": placement_real.predicted,
+        "overlap": placement_overlap.overlap,
     }
 )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,21 @@ class Trainee(Protocol):
         """Train on one batch and return its loss."""
 
 
+class StepParts(NamedTuple):
+    """The loss of one step and the seconds of its parts, as the program has them: with updates that wait,
+    ``forward`` contains those of the step before."""
+
+    loss: float
+    forward: float
+    backward: float
+    update: float
+
+    @property
+    def whole(self) -> float:
+        """The seconds of the step."""
+        return self.forward + self.backward + self.update
+
+
 class PlainTrainee:
     """Plain torch with this project's CPUAdam; everything stays in memory.
 
@@ -78,22 +94,34 @@ class PlainTrainee:
 class ManagedTrainee:
     """The same model under GeminiDDP, built on ``meta`` so that it is never whole outside its chunks.
 
-    ``budgets`` are keywords of GeminiDDP. Close it, or leave that to the end of the process.
+    ``overlap`` and ``max_norm`` are GeminiOptimizer's, ``budgets`` keywords of GeminiDDP. Close it, or leave
+    that to the end of the process.
     """
 
-    def __init__(self, config: GPTConfig, **budgets: Any) -> None:
+    def __init__(
+        self, config: GPTConfig, *, overlap: bool = True, max_norm: float = 0.0, **budgets: Any
+    ) -> None:
         torch.manual_seed(_SEED)
         with init_on("meta"):
             module = GPT(config)
         self.model = GeminiDDP(module, **budgets)
-        self._optimizer = GeminiOptimizer(CPUAdam(self.model.parameters(), lr=_LEARNING_RATE), self.model)
+        adam = CPUAdam(self.model.parameters(), lr=_LEARNING_RATE)
+        self._optimizer = GeminiOptimizer(adam, self.model, overlap=overlap, max_norm=max_norm)
 
     def step(self, batch: Batch) -> float:
         """Train on one batch and return its loss."""
+        return self.step_in_parts(batch).loss
+
+    def step_in_parts(self, batch: Batch) -> StepParts:
+        """Train on one batch; return its loss and what each part of the step took."""
+        times = [time.perf_counter()]
         loss = language_loss(self.model(batch[0]), batch[1])
+        times.append(time.perf_counter())
         self._optimizer.backward(loss)
+        times.append(time.perf_counter())
         self._optimizer.step()
-        return float(loss.detach())
+        times.append(time.perf_counter())
+        return StepParts(float(loss.detach()), *(after - before for before, after in pairwise(times)))
 
     @property
     def resident(self) -> bool:

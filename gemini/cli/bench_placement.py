@@ -16,6 +16,8 @@ cases:
   plan-time  planning 1,000 chunks and 1,000 moments
   predicted  GPT-2 124M with three budgets and two other GPTs, the rest on DISK: steps and peaks against those
              that the plan in force promised
+  overlap    GPT-2 124M, a part of its states on DISK: updates that wait until their chunks are needed against
+             updates inside the step, in turns
 
 examples:
   gemini bench placement --out benchmarks/results/placement.json
@@ -23,8 +25,8 @@ examples:
   gemini bench placement --quick --json
 
 {EXIT_CODES.format(tiny="with --quick")}
-'plan-time' and 'predicted' need a machine that does nothing else. A full run takes 20 to 30 minutes, most of
-it for bounds, and for a while 4 GB of disk.
+'plan-time', 'predicted' and 'overlap' need a machine that does nothing else. A full run takes 20 to 30
+minutes, most of it for bounds, and for a while 4 GB of disk.
 """
 
 
