@@ -37,7 +37,7 @@ class Settings:
     seq: int = 128
     max_norm: float = 1.0
     threads: int = 1
-    warmup_steps: int = 4
+    warmup_steps: int = 6
     rounds: int = 7
     turn_steps: int = 1
     keywords: dict[str, Any] = field(default_factory=dict)

@@ -23,13 +23,13 @@ TINY = GPTConfig(layers=4, hidden=128, heads=2)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. The first steps record and time the order; from then on a plan is in force."""
+    """One run. The first five steps record and time the order; from then on a plan is in force."""
 
     model: GPTConfig
     share: float
     batch: int = 4
     seq: int = 128
-    warmup_steps: int = 4
+    warmup_steps: int = 6
     measured_steps: int = 5
     keywords: dict[str, Any] = field(default_factory=dict)
 

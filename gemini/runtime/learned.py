@@ -13,6 +13,8 @@ from gemini.runtime.planned import Place, Planned, StepPlanner
 from gemini.runtime.recorder import Accesses, Recorded, Recorder
 from gemini.runtime.trace_order import steady_modes
 
+TIMED_ITERATIONS = 3  # the middle one by its computing time counts
+
 
 @dataclass(frozen=True)
 class PlacementContext:
@@ -28,8 +30,8 @@ class Learned:
     """What training steps and evaluation passes have in common.
 
     The first iteration is the warmup. Its record becomes the trace, and the plan is made. The times of a
-    warmup are those of memory that is touched for the first time, so the first iteration that follows a new
-    trace is timed again; then the trace is final and the plan is made once more.
+    warmup are those of memory that is touched for the first time, so the first iterations that follow a new
+    trace are timed; with the times of the middle one the trace is final and the plan is made once more.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Learned:
         self.plan: PlacementPlan = context.policy.warmup_plan(context.size, context.capacity)
         self.trace: Trace | None = None
         self.timed = False  # whether the times of the trace are final
+        self._candidates: list[Trace] = []  # iterations that followed the trace, timed
         self._kind = kind
         self._chunks = chunks
         self._context = context
@@ -74,7 +77,7 @@ class Learned:
     def start_recording(self) -> None:
         """Begin an iteration, and measure what is not known yet."""
         warmup = self.trace is None
-        if not self.timed:
+        if not self.timed and not self._candidates:
             self._links.begin()
         self._recorder.begin(
             warmup=warmup, timed=not self.timed, sampled=warmup and self.plan.sample_non_model
@@ -111,9 +114,18 @@ class Learned:
         self._adopt(self._with_links(trace), timed=False)
 
     def complete(self, trace: Trace | None) -> None:
-        """Take the trace with its final times, if there is one, and plan once more."""
-        if trace is not None:
-            self._adopt(self._with_links(trace), timed=True)
+        """Take the trace with the times of this iteration, if it has any; plan once more when there are
+        enough of them.
+
+        One iteration may be slowed by anything; times of different ones are not mixed, so that they add up
+        to an iteration that was.
+        """
+        if trace is None:
+            return
+        self._candidates.append(trace)
+        if len(self._candidates) == TIMED_ITERATIONS:
+            middle = sorted(self._candidates, key=lambda one: sum(one.seconds))[TIMED_ITERATIONS // 2]
+            self._adopt(self._with_links(self.grown(middle)), timed=True)
 
     def grown(self, trace: Trace) -> Trace:
         """Return ``trace`` with the chunks that were made since it was recorded: those of activations."""
@@ -135,6 +147,7 @@ class Learned:
         self.plan = self._context.policy.warmup_plan(self._context.size, self._context.capacity)
         self.planner.forget()
         self.trace, self.timed, self._rival = None, False, None
+        self._candidates.clear()
 
     def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> Planned:
         """Return what the table follows; planned if the order is ``steady``, to be repeated."""
@@ -150,6 +163,7 @@ class Learned:
         self.trace = trace
         self.timed = timed
         self._rival = None
+        self._candidates.clear()
 
     def _belongs(self, trace: Trace) -> bool:
         return (

@@ -151,12 +151,23 @@ def test_the_plan_is_made_of_the_warmup_and_once_more_of_its_final_times(
     assert [link.name for link in final.links] == ["disk_read", "disk_write"]
 
 
+def test_the_times_are_those_of_the_iteration_in_the_middle(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(TinyGPT), **tight(tmp_path)) as model:
+        managed_step(model, managed_optimizer(model), gpt_loss, Recipe(), 0)
+        order, trace = model.manager._order, model.memstats()
+        for seconds in (9.0, 1.0, 2.0):
+            assert not order.timed
+            order.complete(replace(trace, seconds=(seconds,) * trace.num_moments))
+        assert order.timed
+        assert model.memstats().seconds == (2.0,) * trace.num_moments
+
+
 def test_a_lasting_change_of_order_is_timed_again(tmp_path: Path) -> None:
     spy = Spy()
     with GeminiDDP(seeded(TinyGPT), placement_policy=spy, **tight(tmp_path)) as model:
         optimizer = managed_optimizer(model)
-        for index in range(8):
-            managed_step(model, optimizer, gpt_loss, Recipe(accumulate=1 if index < 4 else 2), index)
+        for index in range(14):
+            managed_step(model, optimizer, gpt_loss, Recipe(accumulate=1 if index < 6 else 2), index)
         first, timed, second, timed_again = spy.traces
         assert first.hash() == timed.hash() != second.hash() == timed_again.hash()
         assert len(second.accesses) > len(first.accesses)
