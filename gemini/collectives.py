@@ -83,6 +83,12 @@ class ProcessGroupPeers(Peers):
         self.traffic.reduced += whole.nbytes // self._share.size * (self._share.size - 1)
         return _started(dist.all_to_all_single(parts, whole, group=self.group, async_op=True))
 
+    def say(self, text: str) -> list[str]:
+        """Return what every rank, in order, has said here."""
+        said: list[Any] = [None] * self._share.size
+        dist.all_gather_object(said, text, group=self._messages)
+        return said
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self.group, group_src=0)
 

@@ -58,9 +58,12 @@ def save_async(
         staging_bytes: the most memory that copies take, on top of the budgets; in units of 4 MiB.
 
     Raises:
+        ConfigError: the model is cut among several ranks.
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
+    if model.peers is not None:
+        raise ConfigError("save_async writes for one process; over several ranks call save()")
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")

@@ -56,12 +56,13 @@ class CheckpointFiles:
         self._weights = _weight_files(writer, model, shard_bytes)
         self._states = _state_files(writer, optimizer, shard_bytes)
         tensors = contents.buffers(model)
-        if tensors:
+        if tensors and writer.rank.index == 0:
             writer.add_buffers(contents.BUFFERS, tensors)
         for slot in model.storage.slots.values():
-            if not slot.param_view.is_contiguous():
-                values = read_values(slot, model.manager).to(contents.weight_dtype(slot))
-                self._weights[slot.name].write(slot.name, 0, values)
+            if not self._in_blocks(slot):
+                values = read_values(slot, model.manager)  # over ranks, by all of them
+                if slot.name in self._weights:
+                    self._weights[slot.name].write(slot.name, 0, values.to(contents.weight_dtype(slot)))
 
     def blocks(self) -> list[Block]:
         """Return all blocks, those of state pieces in the order in which they are updated."""
@@ -69,8 +70,12 @@ class CheckpointFiles:
         for group in self._model.storage.groups:
             found += [self._piece(group, piece) for piece in group.pieces]
             if not group.pieces:
-                found += [self._frozen(slot) for slot in group.slots if slot.param_view.is_contiguous()]
+                found += [self._frozen(slot) for slot in group.slots if self._in_blocks(slot)]
         return [block for block in found if block.extents]
+
+    def _in_blocks(self, slot: ManagedSlot) -> bool:
+        """Say whether a weight is written block by block: this rank has all of it, in the order of rows."""
+        return self._model.peers is None and slot.param_view.is_contiguous()
 
     def _frozen(self, slot: ManagedSlot) -> Block:
         file = self._weights[slot.name]
@@ -86,8 +91,8 @@ class CheckpointFiles:
             start, stop = slot.overlapping(piece)
             if start >= stop:
                 continue
-            if slot.param_view.is_contiguous():
-                read: Callable[[], torch.Tensor]
+            read: Callable[[], torch.Tensor]
+            if self._in_blocks(slot):
                 dtype = contents.weight_dtype(slot)
                 if piece.has(ChunkKind.MASTER):
                     tensors[piece.tensors[ChunkKind.MASTER]] = None
@@ -103,8 +108,8 @@ class CheckpointFiles:
                     tensors[piece.tensors[kind]] = None
                     name = _range_name(slot, state)
                     read = partial(piece.flat, kind, start, stop)
-                    file = self._states[name]
-                    extents.append(Extent(file, name, start - slot.start, 4 * (stop - start), read))
+                    file, first = self._states[name], start - slot.start - _owned(slot)[0]
+                    extents.append(Extent(file, name, first, 4 * (stop - start), read))
         return Block(piece, tuple(tensors), tuple(extents))
 
 
@@ -112,12 +117,20 @@ def _param_values(group: ChunkGroup, start: int, stop: int, dtype: torch.dtype) 
     return group.param.tensor[start:stop].to(dtype)
 
 
+def _owned(slot: ManagedSlot) -> tuple[int, int]:
+    """Return the elements ``[start, stop)`` of a parameter whose states this rank has."""
+    start, stop = slot.start, slot.stop
+    if slot.group.shard is not None:
+        start, stop = slot.group.shard.clip(start, stop)
+    return start - slot.start, stop - slot.start
+
+
 def _range_name(slot: ManagedSlot, state: str) -> str:
-    return contents.range_name(slot.name, state, 0, slot.param_view.numel())
+    return contents.range_name(slot.name, state, *_owned(slot))
 
 
 def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) -> dict[str, TensorFile]:
-    """Open the files of all weights; return which weight is in which."""
+    """Open the files of the weights that this rank writes; return which weight is in which."""
     specs = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
         for group in model.storage.groups
@@ -125,8 +138,11 @@ def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) 
     ]
     tied = contents.aliases(model)
     files: dict[str, TensorFile] = {}
-    shards = _shards(specs, shard_bytes)
+    rank = writer.rank
+    shards = _shards(specs, min(shard_bytes, -(-sum(spec.nbytes for spec in specs) // rank.count)))
     for number, shard in enumerate(shards):
+        if number % rank.count != rank.index:
+            continue
         stored = {spec.name for spec in shard}
         # As safetensors.torch.save_model does it: its load_model ties them again.
         metadata = {alias: kept for alias, kept in tied.items() if kept in stored}
@@ -142,11 +158,10 @@ def _state_files(
     specs, owners = [], {}
     for group in optimizer.model.storage.groups:
         for slot in group.slots:
-            if slot in optimizer.steps:
+            start, stop = _owned(slot)
+            if slot in optimizer.steps and start < stop:
                 for state in contents.MOMENTS:
-                    specs.append(
-                        TensorSpec(_range_name(slot, state), torch.float32, (slot.param_view.numel(),))
-                    )
+                    specs.append(TensorSpec(_range_name(slot, state), torch.float32, (stop - start,)))
                     owners[specs[-1].name] = (slot, state)
     files: dict[str, TensorFile] = {}
     for number, shard in enumerate(_shards(specs, shard_bytes)):
@@ -155,7 +170,7 @@ def _state_files(
         for spec in shard:
             slot, state = owners[spec.name]
             files[spec.name] = file
-            writer.states[state][slot.name] = [(0, slot.param_view.numel(), name, spec.name)]
+            writer.states[state][slot.name] = [(*_owned(slot), name, spec.name)]
     return files
 
 

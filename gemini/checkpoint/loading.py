@@ -13,6 +13,7 @@ import torch
 from gemini.checkpoint import contents, rng
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
+from gemini.checkpoint.rank import rank_of
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError
 from gemini.ddp import GeminiDDP
@@ -44,17 +45,30 @@ def load(
             it was made for another model or without a scheduler; nothing was changed.
         IoError: a chunk could not be read or written; repeat the load.
     """
-    tried: set[Path] = set()
-    damaged: DamagedError | None = None
-    # Looked up again each time: a save in another process may have removed the one that was being read.
-    while found := [path for path in complete_checkpoints(directory) if path not in tried]:
+    rank = rank_of(model)
+    damaged: dict[Path, DamagedError] = {}
+    while True:
+        # The first rank looks at the files, so that all load the same checkpoint.
+        found = Path(rank.agree(lambda: str(_newest_whole(directory, damaged)) if rank.index == 0 else ""))
         try:
-            return _load_once(found[0], model, optimizer, scheduler)
+            return _load_once(found, model, optimizer, scheduler)
+        except DamagedError as error:  # a save in another process may have removed it
+            if rank.count > 1:
+                raise
+            damaged[found] = error
+
+
+def _newest_whole(directory: str | os.PathLike[str], damaged: dict[Path, DamagedError]) -> Path:
+    """Return the newest checkpoint whose files have their checksums; add to ``damaged`` what is not whole."""
+    while found := [path for path in complete_checkpoints(directory) if path not in damaged]:
+        try:
+            with CheckpointReader(found[0]) as reader:
+                reader.verify()
+            return found[0]
         except DamagedError as error:
-            tried.add(found[0])
-            damaged = damaged or error
+            damaged[found[0]] = error
             logger.warning("%s; looking for another checkpoint", error)
-    raise damaged or no_checkpoint(directory)
+    raise next(iter(damaged.values()), no_checkpoint(directory))
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -76,8 +90,8 @@ def _load_once(
             raise CheckpointError(
                 f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
             )
-        reader.verify()
-        objects, generators = reader.objects(), reader.rng()
+        rank = rank_of(model)
+        objects, generators = reader.objects(), reader.rng(rank.index, rank.count)
         model.manager.snapshot.before_write()
         optimizer.zero_grad()
         _load_weights(reader, model, objects["extra_states"])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gemini.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gemini.ddp import GeminiDDP
 
 _FAILED = "failed: "
 _DONE = "done: "
@@ -47,3 +51,11 @@ class Rank:
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
         self.exchange(f"{_FAILED}{type(error).__name__}: {error}")
+
+
+def rank_of(model: GeminiDDP) -> Rank:
+    """Return this process's place among those that share ``model``."""
+    if model.peers is None:
+        return Rank()
+    share = model.peers.share
+    return Rank(share.rank, share.size, model.peers.say)

@@ -11,6 +11,7 @@ import torch
 from gemini.checkpoint import contents, plain_data, rng
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.rank import rank_of
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
@@ -37,7 +38,8 @@ def save(
     Call it between steps. Weights (fp32, masters where there are any) are safetensors with a Hugging Face
     index, readable without this library; so are moments, as ranges of flat parameters. Values pass from
     their chunk to the file: extra memory is at most one parameter. Only the user can read the files. A
-    failure or a kill leaves the earlier checkpoints.
+    failure or a kill leaves the earlier checkpoints. Over several ranks all of them call it, with one
+    directory that all see; each writes its own states and some of the weights.
 
     Args:
         extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
@@ -53,7 +55,7 @@ def save(
     """
     shard = checked_shard_bytes(shard_bytes)
     manifest = prepare(model, optimizer, scheduler, extra)
-    with new_checkpoint(directory, model.manager.step, keep=keep) as writer:
+    with new_checkpoint(directory, model.manager.step, rank=rank_of(model), keep=keep) as writer:
         writer.manifest, writer.rng = manifest, rng.capture()
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
             with model.manager.operator(block.tensors):
@@ -69,10 +71,6 @@ def prepare(
     extra: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Bring the model into a state that can be saved; return the manifest. Raises as :func:`save`."""
-    if model.manager.sharding is not None:
-        raise CheckpointError(
-            "a model over several ranks cannot be saved yet; train with one process to use checkpoints"
-        )
     model.manager.snapshot.close(finish=True)
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)

@@ -1,0 +1,118 @@
+"""Checkpoints of a model cut among ranks: bit for bit at the same number, loadable at any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import RanksFailed, run_on_ranks
+from sharded_harness import Recipe, assert_near, assert_same, mlp, tied, train_plain, train_step, wrap
+from torch import Tensor
+from torch import distributed as dist
+
+from gemini import ConfigError
+from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
+
+RECIPE = Recipe(clip=0.1)
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def _train_and_save(directory: str, build: Any, until: int, further: int, options: dict[str, Any]) -> Any:
+    """Resume if there is something, train up to step ``until``, save, train ``further`` steps."""
+    model, optimizer = wrap(build, RECIPE, **options)
+    with model:
+        if any(Path(directory).glob("step-*")):
+            load(directory, model, optimizer)
+        for step in range(model.manager.step, until):
+            train_step(model, optimizer, RECIPE, step)
+        save(directory, model, optimizer)
+        saved = _state(model)
+        for step in range(until, until + further):
+            train_step(model, optimizer, RECIPE, step)
+        return saved, _state(model)
+
+
+def _resume(directory: str, build: Any, steps: int, options: dict[str, Any]) -> Any:
+    model, optimizer = wrap(build, RECIPE, **options)
+    with model:
+        load(directory, model, optimizer)
+        loaded = _state(model)
+        first = model.manager.step
+        for step in range(first, first + steps):
+            train_step(model, optimizer, RECIPE, step)
+        return loaded, _state(model)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_resume_at_the_same_number_of_ranks_continues_bit_for_bit(
+    tmp_path: Path, precision: str | None
+) -> None:
+    options = {"mixed_precision": precision}
+    tight = {"device_bytes": "600KiB", "disk_dir": str(tmp_path), "non_model_bytes": 0}
+    path = str(tmp_path / "run")
+    went_on = run_on_ranks(_train_and_save, 2, path, tied, 2, 2, options, timeout=120.0)
+    resumed = run_on_ranks(_resume, 2, path, tied, 2, {**options, **tight}, timeout=120.0)
+    for (saved, final), (loaded, again) in zip(went_on, resumed, strict=True):
+        assert_same(loaded, saved)
+        assert_same(again, final)
+
+
+def test_worlds_of_4_3_1_and_2_ranks_hand_over_to_each_other(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    for until, world in enumerate([4, 3, 1, 2], start=1):
+        results = run_on_ranks(_train_and_save, world, path, mlp, until, 0, {}, timeout=120.0)
+        with CheckpointReader(latest(path)) as reader:
+            reader.verify()
+            assert reader.manifest["ranks"] == world
+            assert_same({name: reader.weight(name) for name in reader.weights}, results[0][0])
+    _, want = train_plain(mlp, RECIPE)
+    for saved, _ in results:
+        assert_near(saved, want)
+
+
+def _damage_seen_by_all(directory: str) -> None:
+    model, optimizer = wrap(mlp, RECIPE)
+    with model:
+        for step in range(2):
+            train_step(model, optimizer, RECIPE, step)
+            save(directory, model, optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            victim = next(latest(directory).glob("optimizer-rank-00001*"))
+            content = bytearray(victim.read_bytes())
+            content[-1] ^= 1
+            victim.write_bytes(content)
+        dist.barrier()
+        load(directory, model, optimizer)
+        assert model.manager.step == 1
+
+
+def test_damage_to_one_ranks_file_makes_all_load_the_checkpoint_before(tmp_path: Path) -> None:
+    run_on_ranks(_damage_seen_by_all, 2, str(tmp_path))
+
+
+def _fail_on_rank_1(directory: str) -> None:
+    model, optimizer = wrap(mlp, RECIPE)
+    with model:
+        train_step(model, optimizer, RECIPE, 0)
+        save(directory, model, optimizer, extra={} if dist.get_rank() == 0 else {"rank": object()})
+
+
+def test_a_save_that_fails_on_one_rank_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="extra"):
+        run_on_ranks(_fail_on_rank_1, 2, str(tmp_path), timeout=30.0)
+    assert not [path for path in tmp_path.glob("step-*") if path.suffix != ".partial"]
+
+
+def _refused() -> None:
+    model, optimizer = wrap(mlp, RECIPE)
+    with model, pytest.raises(ConfigError, match="one process"):
+        save_async("unused", model, optimizer)
+
+
+def test_saving_beside_training_is_for_one_process() -> None:
+    run_on_ranks(_refused, 2)
