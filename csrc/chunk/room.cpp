@@ -102,12 +102,14 @@ void start_wanted(Residency& chunks, const Policy& policy, std::span<const Chunk
 
 std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy) {
   Best best;
-  std::optional<int64_t> on_host;  // computed for the first candidate that has to be copied
+  const int64_t free_on_host = chunks.ledger().free_bytes(Tier::kHost);
+  std::optional<int64_t> on_host;  // computed for the first candidate that needs more than that
   for (ChunkId id = 0; id < chunks.size(); ++id) {
     const Chunk& chunk = chunks[id];
     const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
     if (!chunk.resident() || chunk.pins > 0 || (chunk.flight.has_value() && !flushing)) continue;
-    if (chunk.dirty() && !flushing && !fits_on_disk(chunks, chunk)) {
+    const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
+    if (!has_place && !fits_on_disk(chunks, chunk)) {
       if (!on_host.has_value()) on_host = host_room(chunks, policy);
       if (chunk.nbytes > *on_host) continue;
     }
@@ -123,7 +125,9 @@ void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim,
     actions.push_back(chunks.drop(victim, Tier::kDevice));
     return;
   }
-  if (chunk.nbytes > host_room(chunks, policy)) {
+  const bool fits_on_host = chunk.nbytes <= chunks.ledger().free_bytes(Tier::kHost) ||
+                            chunk.nbytes <= host_room(chunks, policy);
+  if (!fits_on_host) {
     actions.push_back(chunks.start(victim, ActionKind::kSpill, Tier::kDevice, Tier::kDisk));
     return;
   }

@@ -78,7 +78,7 @@ void Schedule::index_uses() {
 
 std::span<const ChunkId> Schedule::access_at(int64_t moment) const {
   if (num_moments_ == 0) return {};
-  const auto m = static_cast<size_t>(moment % num_moments_);
+  const auto m = static_cast<size_t>(within(moment));
   return std::span(accesses_).subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
 }
 
@@ -87,9 +87,9 @@ NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
   const auto c = static_cast<size_t>(chunk);
   const auto uses = std::span(uses_).subspan(use_begin_[c], use_begin_[c + 1] - use_begin_[c]);
   if (uses.empty()) return {};
-  const int64_t within = moment % num_moments_;
-  const int64_t step_begin = moment - within;
-  const auto found = std::ranges::lower_bound(uses, within);
+  const int64_t in_step = within(moment);
+  const int64_t step_begin = moment - in_step;
+  const auto found = std::ranges::lower_bound(uses, in_step);
   const bool wraps = found == uses.end();
   const auto index = wraps ? 0 : static_cast<size_t>(found - uses.begin());
   const int64_t at = step_begin + uses[index] + (wraps ? num_moments_ : 0);
@@ -97,11 +97,11 @@ NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
 }
 
 int64_t Schedule::planned_bytes(int64_t moment) const {
-  return planned() ? planned_bytes_[static_cast<size_t>(moment % num_moments_)] : 0;
+  return planned() ? planned_bytes_[static_cast<size_t>(within(moment))] : 0;
 }
 
 int64_t Schedule::reserve_bytes(int64_t moment) const {
-  return num_moments_ == 0 ? 0 : reserve_bytes_[static_cast<size_t>(moment % num_moments_)];
+  return num_moments_ == 0 ? 0 : reserve_bytes_[static_cast<size_t>(within(moment))];
 }
 
 }  // namespace gemini

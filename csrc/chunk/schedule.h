@@ -63,6 +63,10 @@ class Schedule {
   [[nodiscard]] int64_t max_reserve() const { return max_reserve_; }
 
  private:
+  // The moment of the step; a division costs more than the rest of a look-up.
+  [[nodiscard]] int64_t within(int64_t moment) const {
+    return moment < num_moments_ ? moment : moment % num_moments_;
+  }
   void index_uses();
   void index_plan(const std::vector<std::vector<ChunkId>>& accesses, Retention retention);
 
