@@ -35,7 +35,6 @@ NEAR_BOUND = 1.08
 MIN_SHARE_NEAR_BOUND = 0.80
 
 _PCIE = tuple(LinkSpeed(name, 25e9, 10e-6) for name in ("h2d", "d2h"))
-_BOUND_BUCKETS = 24
 _LONG = 12  # steps: long enough for plans that do not repeat after one
 
 
@@ -134,7 +133,7 @@ def measure(point: Point) -> Found | None:
         opt_seconds=opt,
         plan_seconds=opt if chosen.hints is None else simulator.seconds(chosen.hints, steps=_LONG),
         plan=chosen.name,
-        bound_seconds=lower_bound(iteration, machine, buckets=_BOUND_BUCKETS) if point.judged else None,
+        bound_seconds=lower_bound(iteration, machine) if point.judged else None,
     )
 
 

@@ -1,231 +1,270 @@
 """A lower bound of a steady step, whatever a plan does: the optimum of a fluid linear program.
 
-Moments are gathered in buckets. Chunks are divisible, a transfer flows in as many buckets as it likes, and
-within a bucket only what must be there all the time takes room; each of these only lets more plans in, so
-no plan that leaves the reserve free takes less time on average (docs/notes/placement.md).
+Chunks are divisible and what is read early or written late is counted in sums over all chunks, moment by
+moment; each of these only lets more plans in, so no plan that leaves the reserve free takes less time on
+average (docs/notes/placement.md).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from gemini.placement.intervals import NO_RUN, Intervals, find_intervals
+from gemini.placement.intervals import NO_RUN, Floats, Intervals, Ints, find_intervals
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 
-NUM_BUCKETS = 64
+# What is on its way is counted in seconds, its room in bytes: no transfer is taken to be slower than this
+# share of the bandwidth (short ones are, for their latency), so that seconds say how many bytes there are.
+_RATE = 0.95
+
+_Entries = Iterable[tuple[int, float]]
 
 
-def lower_bound(iteration: Iteration, machine: Machine, *, buckets: int = NUM_BUCKETS) -> float:
-    """Return seconds that no steady step stays below; more ``buckets`` make it tighter and slower to find."""
+def lower_bound(iteration: Iteration, machine: Machine) -> float:
+    """Return seconds that no steady step stays below."""
     compute = sum(iteration.seconds)
     if iteration.total_bytes <= machine.device_bytes - max(iteration.reserve_bytes, default=0):
         return compute
-    stall = _Fluid(iteration, machine, min(buckets, iteration.num_moments)).stall_seconds()
-    return compute + stall
-
-
-@dataclass(frozen=True)
-class _Span:
-    """An interval in buckets: of one use (moment) to the next (its bucket may lie in the next step)."""
-
-    begin: int
-    end: int
-    use: int
-    next_use: int
-    dirty: bool
-    in_run: bool
+    return compute + _Fluid(iteration, machine).stall_seconds()
 
 
 class _Rows:
-    """Rows ``sum(value * column) <= limit`` of a sparse program, and its columns."""
+    """The rows and columns of a sparse program."""
 
     def __init__(self) -> None:
-        self.upper: list[float] = []
-        self.limits: list[float] = []
-        self._entries: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._bounds: list[tuple[float, float]] = []
+        self._entries: dict[bool, tuple[list[int], list[int], list[float]]] = {}
+        self._limits: dict[bool, list[float]] = {}
+        for is_equal in (False, True):
+            self._entries[is_equal] = ([], [], [])
+            self._limits[is_equal] = []
 
-    def columns(self, count: int, upper: float = np.inf) -> list[int]:
-        """Add columns between 0 and ``upper``."""
-        first = len(self.upper)
-        self.upper += [upper] * count
+    def columns(self, count: int, lowest: float = 0.0, highest: float = np.inf) -> list[int]:
+        """Add columns between two numbers."""
+        first = len(self._bounds)
+        self._bounds += [(lowest, highest)] * count
         return list(range(first, first + count))
 
-    def add(self, entries: list[tuple[int, float]], limit: float) -> None:
-        """Add a row; a column may occur in it several times."""
-        rows, columns, values = self._entries
-        rows += [len(self.limits)] * len(entries)
-        columns += [column for column, _ in entries]
-        values += [value for _, value in entries]
-        self.limits.append(limit)
+    def at_most(self, entries: _Entries, limit: float) -> None:
+        """Add the row ``sum(value * column) <= limit``; a column may occur in it several times."""
+        self._add(entries, limit, is_equal=False)
+
+    def equal(self, entries: _Entries, value: float) -> None:
+        """Add the row ``sum(value * column) == value``."""
+        self._add(entries, value, is_equal=True)
 
     def minimize(self, costs: list[int]) -> float:
         """Return the least sum of the ``costs`` columns; 0, which bounds nothing, if the solver fails."""
-        objective = np.zeros(len(self.upper))
+        objective = np.zeros(len(self._bounds))
         objective[costs] = 1.0
-        rows, columns, values = self._entries
-        shape = (len(self.limits), len(self.upper))
-        matrix = sparse.csr_matrix((values, (rows, columns)), shape=shape)
-        bounds = np.stack([np.zeros(len(self.upper)), np.array(self.upper)], axis=1)
-        found = linprog(objective, A_ub=matrix, b_ub=self.limits, bounds=bounds, method="highs")
+        found = linprog(
+            objective,
+            A_ub=self._matrix(is_equal=False),
+            b_ub=self._limits[False],
+            A_eq=self._matrix(is_equal=True),
+            b_eq=self._limits[True],
+            bounds=np.array(self._bounds),
+            method="highs-ipm",
+        )
         return max(0.0, float(found.fun)) if found.status == 0 else 0.0
+
+    def _add(self, entries: _Entries, limit: float, *, is_equal: bool) -> None:
+        rows, columns, values = self._entries[is_equal]
+        for column, value in entries:
+            rows.append(len(self._limits[is_equal]))
+            columns.append(column)
+            values.append(value)
+        self._limits[is_equal].append(limit)
+
+    def _matrix(self, *, is_equal: bool) -> sparse.csr_matrix:
+        rows, columns, values = self._entries[is_equal]
+        shape = (len(self._limits[is_equal]), len(self._bounds))
+        return sparse.csr_matrix((values, (rows, columns)), shape=shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prices:
+    """``seconds``: of one transfer, per interval or run; at least ``bytes_per_second`` times it is moved."""
+
+    seconds: Floats
+    bytes_per_second: float
+
+    @classmethod
+    def of(cls, nbytes: Ints, machine: Machine, *links: str) -> _Prices:
+        """Price transfers; the links of two tiers work on the same one at the same time."""
+        tiers = zip((machine.host_bytes, machine.disk_bytes), links, strict=True)
+        speeds = [machine.speed(link) for present, link in tiers if present]
+        if not speeds:
+            return cls(np.full(len(nbytes), np.inf), 0.0)
+        sizes = nbytes.astype(np.float64)
+        per_second = np.zeros(len(sizes))
+        for speed, latency in speeds:
+            per_second += 1.0 / (latency + sizes / speed)
+        alone: Floats = 1.0 / per_second
+        slowest = float((sizes / alone).min(initial=np.inf))
+        rate = max(slowest, _RATE * sum(speed for speed, _ in speeds)) if len(sizes) else 0.0
+        return cls(np.minimum(alone, sizes / rate) if rate else alone, rate)
 
 
 class _Fluid:
-    """Builds the program. Chunks that are used alike share their columns."""
+    """Builds the program.
 
-    def __init__(self, iteration: Iteration, machine: Machine, buckets: int) -> None:
-        moments = iteration.num_moments
-        self._iteration, self._machine, self._buckets = iteration, machine, buckets
-        self._bucket = [moment * buckets // moments for moment in range(moments)]
-        self._rows = _Rows()
-        self._stall = self._rows.columns(buckets)
-        self._reads: list[list[tuple[int, float]]] = [[] for _ in range(buckets)]
-        self._writes: list[list[tuple[int, float]]] = [[] for _ in range(buckets)]
-        self._room: list[list[tuple[int, float]]] = [[] for _ in range(buckets)]
-        self._due: dict[int, list[tuple[int, float]]] = defaultdict(list)  # per moment of the use
-        self._ready: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    Time is looked at when an operator begins and when it ends: a *point* is twice the moment, plus one for
+    the end. Seconds are those of a link, bytes are divided by the DEVICE budget.
+    """
+
+    def __init__(self, iteration: Iteration, machine: Machine) -> None:
+        self._iteration, self._machine = iteration, machine
+        self._moments = moments = iteration.num_moments
+        self._them: Intervals = find_intervals(iteration)
+        self._scale = 1.0 / machine.device_bytes
+        self._reads = _Prices.of(self._them.nbytes, machine, "h2d", "disk_read")
+        self._writes = _Prices.of(self._them.run_bytes, machine, "d2h", "disk_write")
+        self._rows = rows = _Rows()
+        self._kept = rows.columns(len(self._them), highest=1.0)  # share of each interval that stays
+        self._left = rows.columns(len(self._them.run_bytes), highest=1.0)  # share of each run that is written
+        # Of a kept interval, what is written at some time of its run, not necessarily before it.
+        self._later = rows.columns(len(self._them), highest=1.0)
+        self._stall = rows.columns(moments)
+        # Sums since the step began, per moment: seconds of what has been used after a read, and of what has
+        # been made and has to be written; per point: seconds of what was read and written. What the step
+        # before has left to write makes the last one negative.
+        self._due = rows.columns(moments)
+        self._made = rows.columns(moments)
+        self._read = rows.columns(2 * moments)
+        self._written = rows.columns(2 * moments, lowest=-np.inf)
+        # Bytes that stay, seconds of `_later` among them; per point, bytes that leave when they are written.
+        self._stay = rows.columns(moments)
+        self._stay_later = rows.columns(moments)
+        self._leaving = rows.columns(2 * moments)
 
     def stall_seconds(self) -> float:
         """Return the least time that all operators of a step wait."""
-        for (nbytes, spans), members in self._classes().items():
-            self._add_chunks(nbytes, spans, float(members))
+        self._add_runs()
+        self._add_spans(self._stay, self._kept, self._them.nbytes.astype(np.float64) * self._scale)
+        self._add_spans(self._stay_later, self._later, self._write_seconds())
+        self._add_sums()
         self._add_links()
-        self._add_deadlines()
         self._add_room()
         return self._rows.minimize(self._stall)
 
-    def _classes(self) -> dict[tuple[int, tuple[_Span, ...]], int]:
-        """Count the chunks of each size and sequence of intervals."""
-        them: Intervals = find_intervals(self._iteration)
-        spans: dict[int, list[_Span]] = defaultdict(list)
-        moments = self._iteration.num_moments
-        for i in range(len(them)):
-            begin, end = int(them.begin[i]), int(them.end[i])
-            turn, next_use = divmod(end, moments)
-            spans[int(them.chunk[i])].append(
-                _Span(
-                    begin=self._bucket[begin],
-                    end=self._bucket[next_use] + turn * self._buckets,
-                    use=begin,
-                    next_use=next_use,
-                    dirty=bool(them.dirty[i]),
-                    in_run=int(them.run[i]) != NO_RUN,
-                )
-            )
-        classes: dict[tuple[int, tuple[_Span, ...]], int] = defaultdict(int)
-        for chunk, of_chunk in spans.items():
-            classes[self._iteration.chunk_bytes[chunk], tuple(of_chunk)] += 1
-        return classes
+    def _write_seconds(self) -> Floats:
+        """Return, per interval, what writing its run takes; 0 where nothing is written."""
+        seconds = np.zeros(len(self._them))
+        in_run = self._them.run != NO_RUN
+        seconds[in_run] = self._writes.seconds[self._them.run[in_run]]
+        return seconds
 
-    def _add_chunks(self, nbytes: int, spans: tuple[_Span, ...], members: float) -> None:
-        start = 0
-        for stop in range(1, len(spans) + 1):
-            if stop == len(spans) or spans[stop].dirty:  # the end of a dirty run
-                self._add_run(nbytes, spans[start:stop], members)
-                start = stop
+    def _add_runs(self) -> None:
+        """What does not stay is written, once per run."""
+        of_run = self._them.run[self._them.run != NO_RUN]
+        lengths = np.bincount(of_run, minlength=len(self._left))
+        for i, run in enumerate(self._them.run.tolist()):
+            if run == NO_RUN or lengths[run] == 1:  # what stays in its only interval is not written
+                self._rows.equal([(self._later[i], 1.0)], 0.0)
+            if run == NO_RUN:
+                continue
+            if lengths[run] == 1:
+                self._rows.equal([(self._kept[i], 1.0), (self._left[run], 1.0)], 1.0)
+                continue
+            self._rows.at_most([(self._kept[i], -1.0), (self._left[run], -1.0)], -1.0)
+            self._rows.at_most([(self._later[i], 1.0), (self._kept[i], -1.0)], 0.0)
+            self._rows.at_most([(self._later[i], 1.0), (self._left[run], -1.0)], 0.0)
 
-    def _add_run(self, nbytes: int, spans: tuple[_Span, ...], members: float) -> None:
-        """Add the intervals between two writes, or all of a chunk that nothing writes."""
-        away = [span for span in spans if span.begin < span.end]
-        if not away:
-            return
-        # A run that goes on past the end of the step has its later intervals in the step after.
-        first = spans[0].begin
-        written = self._written(nbytes, spans, members) if spans[0].in_run and spans[0].dirty else None
-        for span in away:
-            shift = self._buckets if span.begin < first else 0
-            kept, inner = self._fetched(nbytes, span, members)
-            if written is not None:  # what leaves has been written
-                self._rows.add([(kept, -1.0), (written[-1], -1.0)], -members)
-            for bucket, so_far in inner:
-                at = bucket % self._buckets
-                if written is None:
-                    self._room[at].append((so_far, float(nbytes)))
-                    continue
-                done = written[min(bucket + shift - first, len(written) - 1)]
-                (there,) = self._rows.columns(1)
-                self._rows.add([(so_far, 1.0), (there, -1.0)], 0.0)
-                self._rows.add(
-                    [(so_far, 1.0), (kept, -1.0), (done, -1.0), (there, -1.0)],
-                    -members,
-                )
-                self._room[at].append((there, float(nbytes)))
+    def _add_spans(self, sums: list[int], shares: list[int], weights: Floats) -> None:
+        """Per moment, ``sums`` is that of the weighted shares of all intervals with their uses around it."""
+        moments = self._moments
+        changes: list[list[tuple[int, float]]] = [[] for _ in range(moments)]
+        at_start: list[tuple[int, float]] = []
+        for i, weight in enumerate(weights.tolist()):
+            first, last = int(self._them.begin[i]) + 1, int(self._them.end[i])
+            if last <= first:
+                continue
+            changes[first % moments].append((shares[i], -weight))
+            changes[last % moments].append((shares[i], weight))
+            if first <= moments < last:
+                at_start.append((shares[i], -weight))
+        self._rows.equal([(sums[0], 1.0), *at_start], 0.0)
+        for moment in range(1, moments):
+            self._rows.equal([(sums[moment], 1.0), (sums[moment - 1], -1.0), *changes[moment]], 0.0)
 
-    def _fetched(self, nbytes: int, span: _Span, members: float) -> tuple[int, list[tuple[int, int]]]:
-        """Add one interval: return the column of what stays, and for each bucket between the uses that of
-        what stays or has been fetched before it."""
-        seconds = self._seconds(nbytes, "h2d", "disk_read")
-        count = span.end - span.begin + 1
-        (kept,) = self._rows.columns(1, members)
-        amounts = [kept, *self._rows.columns(count, members)]
-        self._rows.add([(amounts[-1], -1.0)], -members)
-        for i in range(count):
-            flow = [(amounts[i + 1], seconds), (amounts[i], -seconds)]
-            self._rows.add([(column, -value) for column, value in flow], 0.0)
-            self._reads[(span.begin + i) % self._buckets] += flow
-        self._due[span.next_use] += [(amounts[-1], seconds), (amounts[-2], -seconds)]
-        return kept, [(span.begin + i, amounts[i]) for i in range(1, count - 1)]
-
-    def _written(self, nbytes: int, spans: tuple[_Span, ...], members: float) -> list[int]:
-        """Add the copying below of what the first use of a run wrote: columns of what has been copied by the
-        end of each bucket from that of the use on."""
-        seconds = self._seconds(nbytes, "d2h", "disk_write")
-        first = spans[0].begin
-        last = spans[-1].end + (self._buckets if spans[-1].begin < first else 0)
-        amounts = self._rows.columns(min(last - first, self._buckets) + 1, members)
-        before: list[tuple[int, float]] = []
-        for i, amount in enumerate(amounts):
-            flow = [(amount, seconds), *before]
-            self._rows.add([(column, -value) for column, value in flow], 0.0)
-            self._writes[(first + i) % self._buckets] += flow
-            before = [(amount, -seconds)]
-        self._ready[spans[0].use].append((amounts[0], seconds))
-        return amounts
-
-    def _seconds(self, nbytes: int, *links: str) -> float:
-        """Return how long a transfer takes at least; links of two tiers work at the same time."""
-        machine = self._machine
-        tiers = zip((machine.host_bytes, machine.disk_bytes), links, strict=True)
-        speeds = [machine.speed(link) for present, link in tiers if present]
-        rate = sum(1.0 / (latency + nbytes / speed) for speed, latency in speeds)
-        return 1.0 / rate
+    def _add_sums(self) -> None:
+        """Add up what has to have been read when an operator begins, and what was made before it."""
+        ends: list[list[int]] = [[] for _ in range(self._moments)]
+        self._makes: list[list[tuple[int, float]]] = [[] for _ in range(self._moments)]
+        for i, end in enumerate(self._them.end.tolist()):
+            ends[end % self._moments].append(i)
+            if self._them.dirty[i]:
+                run = int(self._them.run[i])
+                makes = (self._left[run], float(self._writes.seconds[run]))
+                self._makes[int(self._them.begin[i])].append(makes)
+        seconds = self._reads.seconds
+        for moment in range(self._moments):
+            due = [(self._due[moment], 1.0), *((self._kept[i], float(seconds[i])) for i in ends[moment])]
+            made = [(self._made[moment], 1.0)]
+            if moment:
+                due.append((self._due[moment - 1], -1.0))
+                made.append((self._made[moment - 1], -1.0))
+                made += [(column, -value) for column, value in self._makes[moment - 1]]
+            self._rows.equal(due, float(sum(seconds[i] for i in ends[moment])))
+            self._rows.equal(made, 0.0)
 
     def _add_links(self) -> None:
-        """In a bucket, a link works as long as operators compute or wait."""
-        compute = np.bincount(self._bucket, weights=self._iteration.seconds, minlength=self._buckets)
+        """A link works on what is read or written between two points at most as long as that takes."""
         shared = self._machine.disk_shared and not self._machine.host_bytes
-        for bucket, stall in enumerate(self._stall):
-            flows = (self._reads[bucket], self._writes[bucket])
-            for flow in [flows[0] + flows[1]] if shared else flows:
-                self._rows.add([*flow, (stall, -1.0)], float(compute[bucket]))
-
-    def _add_deadlines(self) -> None:
-        """What is fetched in the bucket of its use is there before it; what is copied was written first."""
-        moments = range(self._iteration.num_moments)
-        for order, flows in ((moments, self._due), (reversed(moments), self._ready)):
-            bucket, passed, due = -1, 0.0, list[tuple[int, float]]()
-            for moment in order:
-                if self._bucket[moment] != bucket:
-                    bucket, passed, due = self._bucket[moment], 0.0, []
-                if moment in flows:
-                    due = due + flows[moment]
-                    self._rows.add([*due, (self._stall[bucket], -1.0)], passed)
-                passed += self._iteration.seconds[moment]
+        last = self._moments - 1
+        for point in range(2 * self._moments):
+            moment, is_end = divmod(point, 2)
+            read = [(self._read[point], 1.0), (self._read[point - 1], -1.0)]
+            written = [(self._written[point], 1.0), (self._written[point - 1], -1.0)]
+            if point == 0:  # the step before has counted from its own beginning
+                read.append((self._due[last], 1.0))
+                written += [(self._made[last], 1.0), *self._makes[last]]
+            for flow in (read, written):
+                self._rows.at_most([(column, -value) for column, value in flow], 0.0)
+            stall = [] if is_end else [(self._stall[moment], -1.0)]
+            limit = self._iteration.seconds[moment] if is_end else 0.0
+            for flow in [read + written] if shared else [read, written]:
+                self._rows.at_most([*flow, *stall], limit)
+            if not is_end:
+                self._rows.at_most([(self._due[moment], 1.0), (self._read[point], -1.0)], 0.0)
+            self._rows.at_most([(self._written[point], 1.0), (self._made[moment], -1.0)], 0.0)
 
     def _add_room(self) -> None:
-        """What is there all through a bucket fits beside the operands of each of its moments."""
-        room = [np.inf] * self._buckets
-        sizes = self._iteration.chunk_bytes
-        for moment, chunks in enumerate(self._iteration.accesses):
-            limit = self._machine.device_bytes - self._iteration.reserve_bytes[moment]
-            free = limit - sum(sizes[chunk] for chunk in chunks)
-            bucket = self._bucket[moment]
-            room[bucket] = min(room[bucket], max(free, 0))
-        for entries, nbytes in zip(self._room, room, strict=True):
-            self._rows.add(entries, float(nbytes))
+        """What is there while an operator runs, besides its operands, fits: chunks that stay, that have been
+        read early, and that leave but have not been written; an interval is only one of these."""
+        leaves = self._scale * self._writes.bytes_per_second
+        early = self._scale * self._reads.bytes_per_second
+        unwritten = self._unwritten_operands()
+        around = self._them.occupied(self._them.begin + 1, self._them.end) * self._scale
+        for moment in range(self._moments):
+            reserve = self._iteration.reserve_bytes[moment]
+            free = self._machine.device_bytes - reserve - int(self._them.operand_bytes[moment])
+            for point in (2 * moment, 2 * moment + 1):
+                waiting = [(self._made[moment], leaves), (self._written[point], -leaves)]
+                waiting += [(self._stay_later[moment], -leaves), (self._leaving[point], -1.0)]
+                waiting += [(column, -leaves * seconds) for column, seconds in unwritten[moment]]
+                self._rows.at_most(waiting, 0.0)
+                there = [(self._stay[moment], 1.0), (self._leaving[point], 1.0)]
+                there += [(self._read[point], early), (self._due[moment], -early)]
+                self._rows.at_most(there, min(max(free, 0) * self._scale, float(around[moment])))
+
+    def _unwritten_operands(self) -> list[list[tuple[int, float]]]:
+        """Return, per moment, what its operands may have of what was made earlier and is written later."""
+        found: list[list[tuple[int, float]]] = [[] for _ in range(self._moments)]
+        uses = set(zip(self._them.chunk.tolist(), self._them.begin.tolist(), strict=True))
+        for i, run in enumerate(self._them.run.tolist()):
+            if run == NO_RUN:
+                continue
+            share = (self._left[run], float(self._writes.seconds[run]))
+            if not self._them.dirty[i]:
+                found[int(self._them.begin[i])].append(share)
+            next_use = int(self._them.end[i]) % self._moments
+            if (int(self._them.chunk[i]), next_use) not in uses:  # the content dies with this use
+                found[next_use].append(share)
+        return found
