@@ -80,9 +80,7 @@ def add_parser(subparsers: Any) -> None:
         default=True,
         help="run each update right before the next use of what it changes (default: yes)",
     )
-    parser.add_argument(
-        "--bound", action="store_true", help="also find a lower bound; takes seconds"
-    )
+    parser.add_argument("--bound", action="store_true", help="also find a lower bound; takes seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 

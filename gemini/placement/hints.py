@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,14 +39,14 @@ def make_hints(iteration: Iteration, intervals: Intervals, keep: Flags, flushed_
     gone[intervals.run[in_run & ~keep]] = True
     flush = np.zeros(len(intervals), dtype=bool)
     flush[in_run] = intervals.dirty[in_run] & gone[intervals.run[in_run]]
-    flags = [[0] * len(chunks) for chunks in iteration.accesses]
-    values = KEEP * keep + FLUSH * flush
-    places = zip(intervals.begin.tolist(), intervals.slot.tolist(), values.tolist(), strict=True)
-    for moment, slot, value in places:
-        flags[moment][slot] = value
+    starts = np.cumsum([0, *map(len, iteration.accesses)])
+    flags = np.zeros(starts[-1], dtype=np.int64)
+    flags[starts[intervals.begin] + intervals.slot] = KEEP * keep + FLUSH * flush
     leaving = np.where(flush & ~keep, intervals.begin + 1, flushed_at)
     planned = intervals.kept_bytes(keep) + intervals.occupied(leaving, flushed_at)
-    return Hints(tuple(map(tuple, flags)), tuple(planned.tolist()))
+    values, at = flags.tolist(), starts.tolist()
+    of_moments = (tuple(values[first:last]) for first, last in pairwise(at))
+    return Hints(tuple(of_moments), tuple(planned.tolist()))
 
 
 def make_schedule(iteration: Iteration, hints: Hints | None) -> _C.Schedule:

@@ -44,12 +44,11 @@ class Intervals:
     def occupied(self, first: Ints, last: Ints) -> Ints:
         """Return, per moment, the bytes of intervals that take part in ``first <= moment < last``."""
         moments = self.num_moments
-        change = np.zeros(3 * moments + 1, dtype=np.int64)
         some = last > first
-        np.add.at(change, first[some], self.nbytes[some])
-        np.add.at(change, last[some], -self.nbytes[some])
-        filled = np.cumsum(change[: 3 * moments])
-        folded: Ints = filled.reshape(3, moments).sum(axis=0)
+        begun = np.bincount(first[some], weights=self.nbytes[some], minlength=3 * moments)
+        ended = np.bincount(last[some], weights=self.nbytes[some], minlength=3 * moments)
+        filled = np.cumsum(begun[: 3 * moments] - ended[: 3 * moments])  # exact: whole numbers below 2**53
+        folded: Ints = filled.reshape(3, moments).sum(axis=0).astype(np.int64)
         return folded
 
     def kept_bytes(self, keep: Flags) -> Ints:

@@ -17,6 +17,7 @@ from gemini.placement.hints import Hints, make_hints
 from gemini.placement.intervals import Flags
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
+from gemini.placement.moves import move_near_a_wait
 from gemini.placement.problem import PlanProblem
 from gemini.placement.simulator import Simulation, Simulator
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 OPT = "opt"
 
-# How much is tried at most, in units of about 0.15 us: less than a second for a thousand chunks and moments.
+# How much is tried at most, in units of about 0.03 us: less than a second for a thousand chunks and moments.
 # Counted, not timed, so that every rank finds the same plan.
-_MOST_EFFORT = 5_000_000
-_UNITS_PER_SECOND = 7_000_000
+_MOST_EFFORT = 25_000_000
+_UNITS_PER_SECOND = 30_000_000
 _STEPS_WORTH = 20  # planning may take as long as this many steps wait without it
 # Lead of fetches and lag of flushes in the program, and how long what is being flushed counts then, each
 # times the transfer; the more often best on the shipped traces, the earlier. The second gives the bound.
@@ -40,8 +41,9 @@ _PROGRAMS = (
     (1.0, 1.0, 2.0),
     (4.0, 2.0, 1.0),
 )
+_MOVE_COST = 5_000
+_FIRST_AND_LAST = 3  # the order alone and the chosen plan, in simulations of three steps
 _GREEDY_AFTER = 4  # programs come density and the static share
-_LONGEST_MOVE = 3  # intervals changed at once while improving
 _WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
 # Steps may take long to settle: the last comparison skips six and takes the mean of six more, if that is no
 # more than a quarter of the effort.
@@ -85,23 +87,26 @@ def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
 
 
 class _Search:
-    """Keeps the best plan so far, and the effort left."""
+    """Keeps the best plan so far, be it better than the order alone or not, and the effort left."""
 
     def __init__(self, problem: PlanProblem, simulator: Simulator, opt_seconds: float) -> None:
         self._problem = problem
         self._simulator = simulator
         self.name = OPT
         self.best: Hints | None = None
-        self._seconds = opt_seconds
+        self._seconds = float("inf")
         self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
         self._lag = 0.0
+        self._waits: list[float] = []
         self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]
         self.bound = 0.0
         chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
         self._run_cost = 2_000 + moments * (chunks + 200)
-        self._solve_cost = 20_000 + 500 * (len(problem.intervals) + moments)
+        rows = len(problem.intervals) + moments
+        self._solve_cost = 20_000 + 200 * rows + rows * rows // 5
         waiting = opt_seconds - sum(problem.iteration.seconds)
-        self._effort = min(_MOST_EFFORT, int(_STEPS_WORTH * waiting * _UNITS_PER_SECOND)) - self._run_cost
+        most = min(_MOST_EFFORT, int(_STEPS_WORTH * waiting * _UNITS_PER_SECOND))
+        self._effort = most - _FIRST_AND_LAST * self._run_cost
         self._checks_settled = 4 * _SETTLED_COST * self._run_cost <= self._effort
         if self._checks_settled:
             self._effort -= _SETTLED_COST * self._run_cost
@@ -124,19 +129,20 @@ class _Search:
         return settled[0] <= (1 - _WORTH_IT) * settled[1]
 
     def improve(self) -> None:
-        """Change a few intervals of the best plan at a time, as long as there is effort, and keep what is no
-        worse."""
+        """Change a few intervals of the best plan at a time, mostly near its waits; keep what is no worse,
+        as long as there is effort."""
         if self.best is None or not len(self._keep):
             return
         chance = random.Random(0)
         before = self._seconds
-        while self._afford(self._run_cost):
-            keep = self._keep.copy()
-            for _ in range(chance.randint(1, _LONGEST_MOVE)):
-                i = chance.randrange(len(keep))
-                keep[i] = not keep[i]
-            if self._problem.fits(keep):
-                self._try(self.name, keep, self._lag)
+        enough = (1 + _WORTH_IT) * sum(self._problem.iteration.seconds)
+        while self._seconds > enough and self._afford(_MOVE_COST):
+            keep = move_near_a_wait(self._problem, self._keep, self._waits, chance)
+            if keep is None or not self._problem.fits(keep):
+                continue
+            if not self._afford(self._run_cost):
+                break
+            self._try(self.name, keep, self._lag)
         if self._seconds < before:
             self.name += " improved"
             self.tried.append((self.name, self._seconds))
@@ -171,12 +177,12 @@ class _Search:
         problem = self._problem
         hints = make_hints(problem.iteration, problem.intervals, keep, problem.flushed_at(lag))
         try:
-            seconds = self._simulator.seconds(hints)
+            seconds, waits = self._simulator.waits(hints)
         except OutOfBudgetError:
             return float("inf")
         if seconds <= self._seconds:
             self.name, self.best, self._seconds = name, hints, seconds
-            self._keep, self._lag = keep, lag
+            self._keep, self._lag, self._waits = keep, lag, waits
         return seconds
 
     def _afford(self, cost: int) -> bool:

@@ -50,7 +50,12 @@ class Simulator:
 
     def seconds(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> float:
         """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
-        return self._native.run(make_schedule(self._iteration, hints), after + steps, steps).seconds
+        return self.waits(hints, after=after, steps=steps)[0]
+
+    def waits(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> tuple[float, list[float]]:
+        """Return that and how long the operator of each moment waits in it."""
+        found = self._native.run(make_schedule(self._iteration, hints), after + steps, steps)
+        return found.seconds, found.stall_seconds
 
     def run(self, hints: Hints | None, *, told: bool = True) -> Simulation:
         """Return the mean of two steps after two others. Without ``told`` the order is not known either: what
