@@ -190,7 +190,7 @@ class GeminiDDP(nn.Module):
         self._times_given_up += 1
         self.manager.recover()
         if self.manager.sharding is not None:
-            self.manager.sharding.forget_gradients()
+            self.manager.sharding.forget_gradients(keep=not set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
             for param in self.module.parameters():
                 param.grad = None

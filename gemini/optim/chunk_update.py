@@ -88,8 +88,7 @@ class ChunkUpdate:
         while self._left:
             self._update(self._left[0], self._rewritten, operator)
         for slot in self.steps:
-            slot.trainable_grad.free()
-            slot.trainable_grad.use_up()
+            slot.trainable_grad.end_update()
 
     def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         """Update the elements of a piece, everything they need pinned at once."""

@@ -347,6 +347,8 @@ class GeminiManager:
             OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
         """
         try:
+            if self.sharding is not None:
+                self.sharding.abandon_transfers()
             if run_pending:
                 self.run_pending()
                 self.snapshot.close(finish=True)

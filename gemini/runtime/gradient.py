@@ -167,6 +167,15 @@ class SlotGradient:
         if self._in_chunk and not self._is_taken:
             self.use_up()
 
+    def end_update(self) -> None:
+        """Give up what an update has used, also a gradient that was taken for it.
+
+        Raises:
+            StateError: it is in use; it stays.
+        """
+        self._set_loose(None)
+        self.use_up()
+
     def use_up(self) -> None:
         """Give up the memory of a gradient in a chunk, also of one that was taken: its update has run.
 

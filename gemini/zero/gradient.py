@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +25,26 @@ class ShardPlace(NamedTuple):
     first: int
 
 
+class GradientEvents(Protocol):
+    """Whoever exchanges gradients, as one gradient sees it."""
+
+    def arrived(self) -> None:
+        """Backward has made a gradient, or added to it."""
+        ...
+
+    def assigned(self) -> None:
+        """The user has set the gradient."""
+        ...
+
+    def given_up(self) -> None:
+        """There is none any more, here."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the exchange that the gradient is part of, if one is under way."""
+        ...
+
+
 class ShardedGradient(SlotGradient):
     """Collects the whole gradient in its chunk until all ranks exchange it; what is left then is the mean
     over the ranks, each holding its shard.
@@ -33,7 +52,9 @@ class ShardedGradient(SlotGradient):
     ``param.grad`` is what backward has made here so far, and None once it was exchanged.
     """
 
-    __slots__ = ("_place", "is_shared", "on_arrival")
+    __slots__ = ("_place", "events", "is_shared")
+
+    events: GradientEvents  # set by who exchanges gradients
 
     def __init__(
         self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor, place: ShardPlace
@@ -41,7 +62,6 @@ class ShardedGradient(SlotGradient):
         super().__init__(name, manager, tensor, view)
         self._place = place
         self.is_shared = False  # there is a mean over the ranks
-        self.on_arrival: Callable[[], None] = _nothing
 
     @property
     def is_local(self) -> bool:
@@ -78,18 +98,24 @@ class ShardedGradient(SlotGradient):
 
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None once the gradient was exchanged."""
+        self.events.settle()
         return super().alias() if self._in_chunk else None
 
     def collect(self, grad: torch.Tensor) -> None:
         """Do as the base; tell who exchanges gradients."""
         super().collect(grad)
-        self.on_arrival()
+        self.events.arrived()
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Do as the base; the next step exchanges it."""
+        """Do as the base; the next step exchanges it. A gradient of the parameter's dtype is taken too."""
+        place = self._place
+        if grad is not None and grad.dtype == place.shard.param.spec.dtype:
+            grad = grad.to(self.view.dtype)
         super().assign(grad)
         if grad is not None:
-            self.give_up_shard()
+            if not self._shard_is_taken:
+                self.give_up_shard()
+            self.events.assigned()
 
     def fill_zero(self) -> None:
         """Set both to zeros, where they exist."""
@@ -97,20 +123,22 @@ class ShardedGradient(SlotGradient):
             if self._in_chunk:
                 with self._manager.operator(self.ref.tensors, self.ref.tensors):
                     self.view.zero_()
-            if self.is_shared:
+            if self.is_shared and not self._shard_is_taken:
                 with self._manager.operator(self.tensors, self.tensors):
                     self.value.zero_()
 
     def free(self) -> None:
         """Give both up, but not a shard that a pending update has taken."""
+        self.events.settle()
         if self._in_chunk:
             super().use_up()
         if not self._shard_is_taken:
             self.give_up_shard()
+        self.events.given_up()
 
-    def use_up(self) -> None:
-        """Give both up, also a shard that was taken: its update has run."""
-        super().use_up()
+    def end_update(self) -> None:
+        """Give up the shard, which the update has used. What has come to the chunk since is another
+        gradient."""
         self.give_up_shard()
 
     def give_up_whole(self) -> None:
@@ -121,7 +149,9 @@ class ShardedGradient(SlotGradient):
             self._manager.chunks.free(self.ref.tensors)
 
     def _await_update(self) -> None:
-        """A pending update has taken the shard, not the chunk that a new gradient comes to."""
+        """Wait until the chunk may be written: a pending update has taken the shard, but an exchange under
+        way sends the chunk."""
+        self.events.settle()
 
     @property
     def _shard_is_taken(self) -> bool:
@@ -134,7 +164,3 @@ class ShardedGradient(SlotGradient):
         if self._manager.tensors.state(tensor[0]) != TensorState.FREE:
             self._manager.chunks.free(tensor)
         self.is_shared = False
-
-
-def _nothing() -> None:
-    pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,7 @@ class GradientExchange:
         self._peers = peers
         self._enter_round = enter_round
         self._groups = storage.groups
-        self._had: set[int] = set()  # places in _slots of what had a gradient here since they were given up
+        self._had: set[int] = set()  # places in _gradients of what had one here since they were given up
         self._arrived: list[set[int]] = [set() for _ in storage.groups]
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
@@ -46,7 +45,7 @@ class GradientExchange:
         self._gradients: list[ShardedGradient] = []
         for index, group in enumerate(storage.groups):
             for grad in _gradients(group):
-                grad.on_arrival = partial(self._note_arrival, index, len(self._gradients))
+                grad.events = _Events(self, index, len(self._gradients))
                 self._gradients.append(grad)
 
     def complete(self) -> list[int]:
@@ -70,13 +69,19 @@ class GradientExchange:
         parts = self._parts.tensor[:numel]
         self._under_way = index, self._peers.scatter_all(group.grad.tensor, parts)
 
+    def wait(self) -> None:
+        """Wait for the exchange under way, if there is one; what it brought is void."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way[1].wait()
+
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for the exchange under way, if there is one, and add its mean to the shard."""
         if self._under_way is None:
             return
-        (index, transfer), self._under_way = self._under_way, None
-        transfer.wait()
+        index = self._under_way[0]
+        self.wait()
         group, manager, size = self._groups[index], self._manager, self._peers.share.size
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
         manager.chunks.release(whole, dirty=True)
@@ -95,6 +100,9 @@ class GradientExchange:
         manager.run_due(own)  # of the step before: it reads the shard
         manager.next_moment(own)
         if any(grad.is_shared for grad in _gradients(group)):
+            for grad in _gradients(group):
+                if not grad.is_shared:  # what was given up since is not zero by itself
+                    grad.value.zero_()
             shard.grad.tensor.add_(mean)
         else:
             shard.grad.tensor.copy_(mean)
@@ -116,18 +124,32 @@ class GradientExchange:
         self._complete.clear()
         had = set(_union(message[len(words) :] for message in said))
         for place, grad in enumerate(self._gradients):
-            if place not in had:
+            if place not in had and grad.exists:
                 grad.give_up_shard()
 
-    def forget(self) -> None:
-        """The gradients are about to be given up."""
+    def forget(self, *, keep: bool) -> None:
+        """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
         self.settle()
-        self._had.clear()
+        if not keep:
+            self._had.clear()
         self._complete.clear()
         for arrived in self._arrived:
             arrived.clear()
 
-    def _note_arrival(self, index: int, place: int) -> None:
+    def settle_group(self, index: int) -> None:
+        """Do as :meth:`settle` if the exchange under way is that of a group."""
+        if self._under_way is not None and self._under_way[0] == index:
+            self.settle()
+
+    def note_presence(self, place: int, *, present: bool) -> None:
+        """A gradient is there, or none any more."""
+        if present:
+            self._had.add(place)
+        else:
+            self._had.discard(place)
+
+    def note_arrival(self, index: int, place: int) -> None:
+        """Backward has made a gradient of a group."""
         self._had.add(place)
         if self.is_held:
             return
@@ -136,6 +158,29 @@ class GradientExchange:
         if len(arrived) == len(_gradients(self._groups[index])):
             self._complete.add(index)
             self._enter_round()
+
+
+class _Events:
+    """Tells the exchange what happens to one gradient of a group."""
+
+    __slots__ = ("_exchange", "_index", "_place")
+
+    def __init__(self, exchange: GradientExchange, index: int, place: int) -> None:
+        self._exchange = exchange
+        self._index = index
+        self._place = place
+
+    def arrived(self) -> None:
+        self._exchange.note_arrival(self._index, self._place)
+
+    def assigned(self) -> None:
+        self._exchange.note_presence(self._place, present=True)
+
+    def given_up(self) -> None:
+        self._exchange.note_presence(self._place, present=False)
+
+    def settle(self) -> None:
+        self._exchange.settle_group(self._index)
 
 
 def _gradients(group: ChunkGroup) -> list[ShardedGradient]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,11 @@ class Sharding:
         self._members = range(peers.share.size)
         self._current: tuple[int, ...] = ()
         self._in_round = False
+
+    def __del__(self) -> None:
+        # A model that is dropped without close(): its memory goes right after this.
+        with suppress(RuntimeError, AttributeError):
+            self.abandon_transfers()
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -105,6 +110,13 @@ class Sharding:
         self._chunks.wait()
         self._gradients.settle()
 
+    def abandon_transfers(self) -> None:
+        """Wait for what is under way, because its memory is about to go."""
+        try:
+            self._gradients.wait()
+        finally:
+            self._chunks.wait()
+
     def repin(self) -> None:
         """Pin again what is whole, after everything was unpinned."""
         self._current = ()
@@ -122,13 +134,14 @@ class Sharding:
     def finish_gradients(self) -> None:
         """Exchange what is left of all gradients, when every rank has come here; serve those that have
         not."""
+        self._current = ()  # a round may close it
         while not self._round((), (), done=True).all_done:
             pass
         self._gradients.finish()
 
-    def forget_gradients(self) -> None:
-        """The gradients were given up."""
-        self._gradients.forget()
+    def forget_gradients(self, *, keep: bool = False) -> None:
+        """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
+        self._gradients.forget(keep=keep)
 
     # -- rounds ----------------------------------------------------------------------------------
 
