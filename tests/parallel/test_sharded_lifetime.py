@@ -1,0 +1,53 @@
+"""The end of a sharded model."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from processes import run_on_ranks
+from sharded_harness import Recipe, batch, mlp, own_part, wrap
+
+
+class _Counted:
+    """A transfer that is in ``under_way`` until somebody has waited for it."""
+
+    def __init__(self, work: Any, under_way: set[_Counted]) -> None:
+        self._work = work
+        self._under_way = under_way
+        under_way.add(self)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._under_way.discard(self)
+
+
+def _under_way_at_the_end(*, is_closed: bool) -> tuple[int, int]:
+    """Return how many transfers were under way before a model ended, and after."""
+    under_way: set[_Counted] = set()
+    model, optimizer = wrap(mlp, Recipe(), gather_bytes=1)
+    assert model.peers is not None
+    gather, scatter = model.peers.gather, model.peers.scatter_all
+    model.peers.gather = lambda *args: _Counted(gather(*args), under_way)  # type: ignore[method-assign]
+    model.peers.scatter_all = lambda *args: _Counted(scatter(*args), under_way)  # type: ignore[method-assign]
+    for step in range(3):
+        optimizer.backward(model(own_part(batch(step))).square().mean())
+        if step < 2:
+            optimizer.step()
+    before = len(under_way)
+    if is_closed:
+        model.close()
+    del model, optimizer
+    gc.collect()
+    return before, len(under_way)
+
+
+def _end_both_ways() -> list[tuple[int, int]]:
+    return [_under_way_at_the_end(is_closed=True), _under_way_at_the_end(is_closed=False)]
+
+
+def test_model_that_ends_waits_for_what_is_written_to_its_memory() -> None:
+    for ends in run_on_ranks(_end_both_ways, 2):
+        for before, after in ends:
+            assert before > 0
+            assert after == 0

@@ -1,0 +1,106 @@
+"""The parts of ZeRO that only compute: shares, rounds, the order of uses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from gemini.zero.rounds import WANTS, decode, encode, from_bits, to_bits
+from gemini.zero.share import Share
+from gemini.zero.use_order import NEVER, UseOrder
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("numel", [1, 2047, 2048, 4097, 1_000_003])
+def test_shares_cover_a_chunk_in_equal_parts(size: int, numel: int) -> None:
+    whole = Share(0, size).whole_numel(numel)
+    ranges = [Share(rank, size).range_of(whole) for rank in range(size)]
+    assert numel <= whole < numel + size * 2048
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == whole
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert {(stop - start) for start, stop in ranges} == {whole // size}
+    assert all(start % 2048 == 0 for start, _ in ranges)
+    assert Share(0, size).whole_numel(whole) == whole
+
+
+@pytest.mark.parametrize("size", [0, 1, 61, 62, 63, 124, 200])
+def test_sets_survive_being_written_as_signed_integers(size: int) -> None:
+    for members in ([], list(range(size)), list(range(0, size, 3)), list(range(max(0, size - 1), size))):
+        words = to_bits(members, size)
+        assert len(words) == len(to_bits([], size))
+        assert all(0 <= word < 2**63 for word in words)
+        assert from_bits(words) == members
+
+
+def test_round_gathers_what_anybody_wants_once_and_first_wants_first() -> None:
+    said = decode([encode(wants, [], 9, done=False) for wants in ([5, 3], [3, 7], [5])])
+    assert said.wants == ((5, 3), (3, 7), (5,))
+    assert said.gathers(range(3)) == [(3, [0, 1]), (5, [0, 2]), (7, [1])]
+    assert said.gathers([2]) == [(5, [2])]
+
+
+def test_round_exchanges_what_every_rank_has_complete() -> None:
+    said = decode([encode([], complete, 70, done=False) for complete in ([0, 65, 69], [65, 69, 3], [69, 65])])
+    assert said.complete == (65, 69)
+
+
+def test_round_is_the_last_when_every_rank_is_done() -> None:
+    def all_done(*done: bool) -> bool:
+        return decode([encode([], [], 1, done=d) for d in done]).all_done
+
+    assert all_done(True, True)
+    assert not all_done(True, False)
+
+
+def test_messages_of_all_ranks_are_equally_long() -> None:
+    lengths = {len(encode(list(range(n)), list(range(n)), 100, done=False)) for n in range(WANTS + 1)}
+    assert len(lengths) == 1
+
+
+def _iterate(order: UseOrder, chunks: list[int]) -> None:
+    order.begin()
+    for chunk in chunks:
+        order.note(chunk)
+    order.end()
+
+
+def test_nothing_is_foretold_before_the_first_iteration_has_ended() -> None:
+    order = UseOrder()
+    order.begin()
+    order.note(4)
+    assert order.next_use(4) == NEVER
+    assert list(order.upcoming()) == []
+
+
+def test_iteration_is_foretold_from_the_one_before() -> None:
+    order = UseOrder()
+    _iterate(order, [0, 1, 2, 1, 0])
+    assert [order.next_use(chunk) for chunk in (0, 1, 2, 9)] == [0, 1, 2, NEVER]
+    order.note(0)
+    order.note(1)
+    assert list(order.upcoming()) == [2, 1, 0]
+    assert [order.next_use(chunk) for chunk in (0, 1, 2)] == [2, 1, 0]
+    for chunk in (2, 1, 0):
+        order.note(chunk)
+    assert list(order.upcoming()) == []
+    assert order.next_use(0) == NEVER
+
+
+def test_skipped_and_unknown_uses_do_not_stop_the_foretelling() -> None:
+    order = UseOrder()
+    _iterate(order, [0, 1, 2, 3])
+    order.note(2)  # 0 and 1 are left out
+    assert list(order.upcoming()) == [3]
+    order.note(9)
+    assert order.next_use(3) == 0
+    order.end()
+    assert list(order.upcoming()) == [2, 9]
+
+
+def test_iteration_without_uses_keeps_what_was_foretold() -> None:
+    order = UseOrder()
+    _iterate(order, [1, 0])
+    _iterate(order, [])
+    assert list(order.upcoming()) == [1, 0]
