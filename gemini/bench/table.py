@@ -19,6 +19,7 @@ _QUICK = {
     "placement": "--quick: few points; these figures say only that the cases run.",
     "checkpoint": "--quick: everything is tiny; these figures say only that the cases run.",
     "nvme": "--quick: everything is tiny; these figures say only that the cases run.",
+    "zero": "--quick: everything is tiny; these figures say only that the cases run.",
 }
 
 

@@ -11,6 +11,7 @@ from gemini.cli.bench_checkpoint import add_checkpoint
 from gemini.cli.bench_disk import add_io, add_nvme
 from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini.cli.bench_placement import add_placement
+from gemini.cli.bench_zero import add_zero
 from gemini.config import parse_bytes
 
 RUNTIME_HELP = f"""\
@@ -76,6 +77,7 @@ def add_parser(subparsers: Any) -> None:
     add_nvme(kinds)
     add_placement(kinds)
     add_checkpoint(kinds)
+    add_zero(kinds)
 
 
 def _add_runtime(kinds: Any) -> None:

@@ -30,6 +30,7 @@ class Sharding:
         self.peers = peers
         self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
         self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients)
+        self.gather_bytes = gather_bytes
         self._num_groups = len(storage.groups)
         self._members = range(peers.share.size)
         self._current: tuple[int, ...] = ()
