@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,16 @@ def run_worker(
     limit_bytes: int | None = None,
     sample_seconds: float = 0.002,
     timeout_seconds: float = 3600.0,
+    stop: threading.Event | None = None,
 ) -> WorkerRun:
-    """Run one task in a fresh process under the watch."""
+    """Run one task in a fresh process under the watch, until it ends or ``stop`` is set."""
     request = json.dumps({"task": task, "options": options})
     watched = run_watched(
         [sys.executable, "-m", "gemini.bench.worker", request],
         limit_bytes=limit_bytes,
         sample_seconds=sample_seconds,
         timeout_seconds=timeout_seconds,
+        stop=stop,
     )
     finished = watched.ending is Ending.FINISHED
     return WorkerRun(json.loads(watched.output) if finished else None, watched)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Ending(enum.Enum):
     FAILED = "failed"  # any other exit code, or a signal that the watch did not send
     OVER_LIMIT = "over the memory limit"  # killed by the watch
     OUT_OF_TIME = "out of time"  # killed by the watch
+    STOPPED = "stopped"  # killed by the watch, which was told to
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ def run_watched(
     limit_bytes: int | None = None,
     sample_seconds: float = 0.002,
     timeout_seconds: float = 3600.0,
+    stop: threading.Event | None = None,
 ) -> WatchedRun:
-    """Run ``command`` to its end, or kill it once a sample of its resident memory exceeds ``limit_bytes``.
+    """Run ``command`` to its end, or kill it once a sample of its resident memory exceeds ``limit_bytes`` or
+    ``stop`` is set.
 
     The process gets SIGKILL also when this function is left by an exception (Ctrl-C): none outlives the call.
     Children of the process are not counted.
@@ -75,6 +79,8 @@ def run_watched(
                     killed = Ending.OVER_LIMIT
                 elif time.monotonic() - start > timeout_seconds:
                     killed = Ending.OUT_OF_TIME
+                elif stop is not None and stop.is_set():
+                    killed = Ending.STOPPED
                 if killed is not None:
                     break
                 time.sleep(sample_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,26 +23,37 @@ _TIMEOUT_SECONDS = 600.0
 
 def run_ranks(session: Session, task: str, options: dict[str, Any], world: int) -> list[WorkerRun]:
     """Run one task in ``world`` fresh processes at once, each under the watch; return what became of each, by
-    rank. The task enters :func:`rank_of` with its options.
+    rank. The task enters :func:`rank_of` with its options. When one ends without a result, or this function
+    is left by an exception, the others are killed: they would wait for it.
 
     Raises:
         WorkerFailed: a rank ended without a result.
     """
     store = Path(session.disk_dir, f"store-{len(list(session.disk_dir.iterdir()))}")
     common = {**options, "world": world, "store": str(store)}
+    stop = threading.Event()
+    failed: list[WorkerRun] = []
 
     def run(rank: int) -> WorkerRun:
-        return session.run(
+        found = session.run(
             task,
             {**common, "rank": rank},
             sample_seconds=SAMPLE_SECONDS,
             timeout_seconds=_TIMEOUT_SECONDS,
+            stop=stop,
         )
+        if found.result is None:
+            failed.append(found)
+            stop.set()
+        return found
 
     with ThreadPoolExecutor(world) as pool:
-        runs = list(pool.map(run, range(world)))
-    for found in runs:
-        found.data()
+        try:
+            runs = list(pool.map(run, range(world)))
+        finally:
+            stop.set()
+    if failed:
+        failed[0].data()  # raises: the first to fail is why the others were killed
     return runs
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def test_watch_kills_a_process_over_its_limit() -> None:
 def test_watch_kills_a_process_over_its_time() -> None:
     run = run_watched(python("while True: pass"), timeout_seconds=0.3)
     assert run.ending is Ending.OUT_OF_TIME
+    assert run.exit_code == -9
+
+
+def test_watch_kills_a_process_that_it_is_told_to_stop() -> None:
+    stop = threading.Event()
+    stop.set()
+    run = run_watched(python("while True: pass"), timeout_seconds=60, stop=stop)
+    assert run.ending is Ending.STOPPED
     assert run.exit_code == -9
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from gemini.bench import zero_step, zero_volume
 from gemini.bench.session import Session, WorkerFailed, WorkerRun
 from gemini.bench.watch import Ending, WatchedRun
+from gemini.bench.zero_ranks import run_ranks
 from gemini.cli.main import main
 from gemini.errors import StateError
 
@@ -69,6 +71,17 @@ def test_a_rank_without_a_result_fails_the_case(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerFailed, match="reason"):
         zero_step.run(Session(tmp_path, quick=True, run=run), 1)
+
+
+def test_the_first_failure_ends_the_other_ranks_and_is_the_one_reported(tmp_path: Path) -> None:
+    def run(_task: str, options: dict[str, Any], *, stop: threading.Event, **_watch: Any) -> WorkerRun:
+        if options["rank"] == 0:
+            assert stop.wait(60)
+            return WorkerRun(None, WatchedRun(Ending.STOPPED, -9, 0.1, 0, "", "another reason"))
+        return ended(None)
+
+    with pytest.raises(WorkerFailed, match=r"failed.*\n?reason"):
+        run_ranks(Session(tmp_path, run=run), "task", {}, 2)
 
 
 @pytest.mark.parametrize(("sent", "met"), [(3.0, True), (3.1, False)])
