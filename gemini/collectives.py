@@ -80,8 +80,15 @@ class ProcessGroupPeers(Peers):
         return _started(dist.irecv(tensor, group=self.group, group_src=rank))
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
-        self.traffic.reduced += whole.nbytes // self._share.size * (self._share.size - 1)
-        return _started(dist.all_to_all_single(parts, whole, group=self.group, async_op=True))
+        size = self._share.size
+        self.traffic.reduced += whole.nbytes // size * (size - 1)
+        if whole.device.type != "cpu":
+            return _started(dist.all_to_all_single(parts, whole, group=self.group, async_op=True))
+        # As in gather(); nor is this rank's own part copied.
+        mine, theirs = whole.view(size, -1), parts.view(size, -1)
+        works = [self._send(mine[rank], rank) for rank in self._others()]
+        works += [self._receive(theirs[rank], rank) for rank in self._others()]
+        return _Works(works)
 
     def say(self, text: str) -> list[str]:
         """Return what every rank, in order, has said here."""

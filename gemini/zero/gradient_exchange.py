@@ -83,19 +83,14 @@ class GradientExchange:
         index = self._under_way[0]
         self.wait()
         group, manager, size = self._groups[index], self._manager, self._peers.share.size
+        total = self._add_parts(group)
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
         manager.chunks.release(whole, dirty=True)
         for grad in _gradients(group):
             grad.give_up_whole()
-        shard, parts = group.shard, self._parts
-        assert group.grad is not None
+        shard = group.shard
         assert shard is not None
         assert shard.grad is not None
-        assert parts is not None
-        mean, *others = parts.tensor[: group.grad.spec.numel].view(size, -1).unbind(0)
-        for other in others:
-            mean.add_(other)
-        mean.mul_(1.0 / size)
         own = [grad.update_tensor for grad in _gradients(group)]
         manager.run_due(own)  # of the step before: it reads the shard
         manager.next_moment(own)
@@ -103,14 +98,29 @@ class GradientExchange:
             for grad in _gradients(group):
                 if not grad.is_shared:  # what was given up since is not zero by itself
                     grad.value.zero_()
-            shard.grad.tensor.add_(mean)
+            shard.grad.tensor.add_(total.mul_(1.0 / size))
         else:
-            shard.grad.tensor.copy_(mean)
+            torch.mul(total, 1.0 / size, out=shard.grad.tensor)
         manager.chunks.release(own, dirty=True)
         for grad in _gradients(group):
             grad.is_shared = True
         manager.chunks.release((self._parts_tensor,), dirty=False)
         manager.chunks.free((self._parts_tensor,))
+
+    def _add_parts(self, group: ChunkGroup) -> torch.Tensor:
+        """Return this rank's part of a whole gradient plus those that have arrived, added in the order of the
+        ranks."""
+        assert group.grad is not None
+        assert self._parts is not None
+        share, numel = self._peers.share, group.grad.spec.numel
+        start, stop = share.range_of(numel)
+        places = list(self._parts.tensor[:numel].view(share.size, -1).unbind(0))
+        total = places[share.rank]  # nothing has arrived there
+        terms = [*places[: share.rank], group.grad.tensor[start:stop], *places[share.rank + 1 :]]
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+        return total
 
     def finish(self) -> None:
         """Exchange what is left; then a gradient is there on all ranks if it was on one."""

@@ -41,8 +41,8 @@ class Peers(Protocol):
         ...
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
-        """Send every rank its part of ``whole``; ``parts``, of the same size, receives what the ranks have
-        for this one's, in order of their ranks."""
+        """Send every other rank its part of ``whole``; ``parts``, of the same size, receives what the others
+        have for this one, in order of their ranks. This rank's own place in ``parts`` is left undefined."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
