@@ -38,7 +38,7 @@ class Settings:
     max_norm: float = 1.0
     threads: int = 1
     warmup_steps: int = 6
-    rounds: int = 7
+    rounds: int = 5
     turn_steps: int = 1
     keywords: dict[str, Any] = field(default_factory=dict)
 
