@@ -253,7 +253,8 @@ class GeminiManager:
                 self.observer.step_begins(self.step + 1)
             self._in_step = True
             self._order.begin(self.pending.all())
-            self._begin_uses(training=True)
+            if self.sharding is not None:
+                self.sharding.begin(training=True)
         self._following = self._order if training and self._in_step else None
         self.phase = FORWARD
         try:
@@ -275,9 +276,11 @@ class GeminiManager:
         try:
             self._following, self.phase = evaluations, FORWARD
             evaluations.begin(self._order.room_bytes)
-            self._begin_uses(training=False)
-            yield
-            self._end_uses()
+            if self.sharding is None:
+                yield
+            else:
+                with self.sharding.evaluation():
+                    yield
             if self._following is evaluations:
                 evaluations.end()
         finally:
@@ -308,7 +311,8 @@ class GeminiManager:
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         self._settle_activations()
-        self._end_uses()
+        if self.sharding is not None:
+            self.sharding.end()
         if self._in_step:
             self._in_step = False
             self._following = None
@@ -363,14 +367,6 @@ class GeminiManager:
             self.chunks.close()
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _begin_uses(self, *, training: bool) -> None:
-        if self.sharding is not None:
-            self.sharding.begin(training=training)
-
-    def _end_uses(self) -> None:
-        if self.sharding is not None:
-            self.sharding.end()
 
     def _settle_activations(self) -> None:
         if self.activations is not None and self.activations.waiting:

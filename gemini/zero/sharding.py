@@ -91,6 +91,13 @@ class Sharding:
 
     # -- the step --------------------------------------------------------------------------------
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Foresee an evaluation within the block."""
+        self.begin(training=False)
+        yield
+        self.end()
+
     def begin(self, *, training: bool) -> None:
         """Start a step, or an evaluation."""
         self._current = ()
