@@ -65,6 +65,18 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def current_device() -> torch.device:
+    """Return the current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if cuda_available() else torch.device("cpu")
+
+
+def select_device(index: int) -> None:
+    """Make GPU ``index`` the current one, so that processes of one machine take one each; does nothing
+    without a GPU."""
+    if cuda_available():
+        torch.cuda.set_device(index % torch.cuda.device_count())
+
+
 def cuda_name(device: torch.device) -> str:
     """Return what a CUDA device calls itself."""
     return torch.cuda.get_device_name(device)

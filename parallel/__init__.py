@@ -6,6 +6,14 @@ if __name__ == "parallel":
     # From a checkout Python would find this folder and make a second, different set of classes.
     raise ImportError("import it as gemini.parallel")
 
-from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
+from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
-__all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "LowLevelZeroPlugin"]
+__all__ = [
+    "Booster",
+    "GeminiPlugin",
+    "LowLevelZeroModel",
+    "LowLevelZeroOptimizer",
+    "LowLevelZeroPlugin",
+    "TorchDDPPlugin",
+]

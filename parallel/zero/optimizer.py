@@ -160,6 +160,14 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         self._clipped = True
         return norm
 
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every element of the mean gradients to ``[-clip_value, clip_value]``, without loss scale."""
+        self._settle()
+        for bucket in self._reducer.buckets:
+            if bucket.mean is not None:
+                bucket.mean.clamp_(-clip_value, clip_value)
+        self._clipped = True
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
 

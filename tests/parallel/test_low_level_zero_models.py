@@ -10,7 +10,7 @@ from processes import run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gemini.parallel import LowLevelZeroPlugin
+from gemini.parallel.zero import LowLevelZeroPlugin
 
 transformers = pytest.importorskip("transformers", reason="the models come from transformers")
 

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from zero_models import adamw, assert_same, loss_of, odd_net, own_rows, tokens_of, train, train_plain, weights
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, zero_model_wrapper, zero_optim_wrapper
-from gemini.parallel import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
 
 
 class Normed(nn.Module):

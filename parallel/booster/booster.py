@@ -1,0 +1,239 @@
+"""Booster: one training program for every way to train."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from gemini.checkpoint import Scheduler
+from gemini.errors import ConfigError
+from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.mixed_precision import MixedPrecision, choose_precision
+from gemini.parallel.booster.plugin import Plugin, TorchDDPPlugin
+from gemini.parallel.booster.plugin.base import Criterion
+from gemini.parallel.booster.ranks import join_launched_group
+
+logger = logging.getLogger(__name__)
+Path = str | os.PathLike[str]
+_Reference = Callable[[], torch.optim.Optimizer | None]
+
+
+class Backward(Protocol):
+    """What the optimizers have that :meth:`Booster.boost` returns."""
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+
+class Booster:
+    """Give a model, its optimizer and what goes with them the features of a plugin::
+
+        booster = Booster(plugin=GeminiPlugin(device_bytes="4GiB"))
+        model, optimizer, criterion, _, _ = booster.boost(model, optimizer, criterion)
+        ...
+        booster.backward(criterion(model(batch), target), optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+
+    The same program runs on one process, with no launch at all, and under ``torchrun``.
+
+    Args:
+        mixed_precision: None (fp32), ``"fp16"``, ``"bf16"``, ``"fp16_naive"`` or an object of
+            :mod:`gemini.parallel.booster.mixed_precision`. A plugin that replicates the model computes under
+            torch's autocast, the others cast the model and keep fp32 masters.
+        plugin: how to train; None is TorchDDPPlugin().
+
+    Raises:
+        ConfigError: there is no such mixed precision, or ``plugin`` is none.
+    """
+
+    def __init__(
+        self, mixed_precision: str | MixedPrecision | None = None, plugin: Plugin | None = None
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise ConfigError(
+                f"plugin is {plugin!r}; pass an object of a class in gemini.parallel.booster.plugin, such as "
+                "GeminiPlugin() or TorchDDPPlugin()"
+            )
+        self.plugin = plugin or TorchDDPPlugin()
+        self._precision = choose_precision(mixed_precision)
+        # What boost() returned. Optimizers keep their models alive, so they must not be values here.
+        self._models: WeakKeyDictionary[nn.Module, _Reference] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, files.Names] = WeakKeyDictionary()
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, Any, Any, Any, Any]:
+        """Return all five, boosted where the plugin does something for them; None for what is not given.
+
+        The model is changed in place and must be used through what is returned. A scheduler made for
+        ``optimizer`` goes on working.
+
+        Raises:
+            ConfigError: the plugin cannot train these; OutOfBudgetError: not within the budgets it was given.
+        """
+        self._check_new(model, optimizer)
+        join_launched_group()
+        if lr_scheduler is not None:
+            _check_scheduler(lr_scheduler, optimizer)
+        if dataloader is not None:
+            self._check_dataloader(dataloader)
+        boosted = self.plugin.configure(model, optimizer, criterion, self._precision)
+        self._models[boosted.model] = lambda: None
+        if boosted.optimizer is not None:
+            self._models[boosted.model] = ref(boosted.optimizer)
+            self._optimizers[boosted.optimizer] = files.parameter_names(boosted.model)
+        return boosted.model, boosted.optimizer, boosted.criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Compute the gradients of ``loss``, scaled as the mixed precision needs it."""
+        self._require_boosted(optimizer)
+        cast(Backward, optimizer).backward(loss)
+
+    def no_sync(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context whose backward passes accumulate gradients without synchronizing ranks; do not
+        step inside."""
+        if model not in self._models:
+            raise ConfigError("no_sync() takes a model that boost() of this booster has returned")
+        return self.plugin.no_sync(model, optimizer or self._models[model]())
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+    ) -> None:
+        """Write the weights to ``checkpoint``: a file, or with ``shard`` a directory that transformers reads.
+
+        All ranks must call it; the first one writes. A tensor at a time is in memory beside the model. What
+        was there before stays loadable until the new one is complete. Weights behind 16-bit ones are written
+        as fp32.
+
+        Args:
+            gather_dtensor: write whole tensors; must be True.
+            prefix: what file names in the directory begin with.
+            size_per_shard: the largest file in MB (2**20 bytes); a larger tensor has a file of its own.
+            use_safetensors: must be True: nothing here is pickled.
+
+        Raises:
+            IoError: it cannot be written. CheckpointError: the model holds something a file cannot.
+        """
+        layout = files.layout(shard, prefix, size_per_shard)
+        files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
+        files.require_true(
+            "use_safetensors",
+            use_safetensors,
+            "torch.save(model.state_dict(), ...) writes the pickled format",
+        )
+        files.save_model(model, self._optimizer_of(model), checkpoint, layout, self.plugin.ranks)
+
+    def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:
+        """Read weights into a model, boosted or not.
+
+        ``checkpoint`` is a safetensors file, a file of ``torch.save`` (read without running any code), a
+        directory of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without
+        ``strict``, names that only one side has are passed over.
+
+        Raises:
+            CheckpointError: it is none of these, damaged, or made for another model; nothing was changed.
+        """
+        files.load_model(model, self._optimizer_of(model), checkpoint, strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Write the optimizer's state, groups and loss scale; arguments and promises as :meth:`save_model`.
+
+        States are stored by parameter name: any number of ranks can load them, and so can the other plugins
+        if their optimizer is of the same kind.
+        """
+        names = self._require_boosted(optimizer)
+        layout = files.layout(shard, prefix, size_per_shard)
+        files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
+        files.save_optimizer(optimizer, names, checkpoint, layout, self.plugin.ranks)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+        """Read what :meth:`save_optimizer` wrote.
+
+        Raises:
+            CheckpointError: it is damaged or made for other parameters; nothing was changed.
+        """
+        files.load_optimizer(optimizer, self._require_boosted(optimizer), checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
+        """Write the scheduler's state to a file. All ranks must call it; the first one writes."""
+        files.save_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
+
+    def load_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
+        """Read what :meth:`save_lr_scheduler` wrote. Raises CheckpointError."""
+        files.load_scheduler(lr_scheduler, checkpoint)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return self._models[model]() if model in self._models else None
+
+    def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
+        try:
+            return self._optimizers[optimizer]
+        except (KeyError, TypeError):
+            raise ConfigError(
+                f"this {type(optimizer).__name__} is not what boost() of this booster has returned; "
+                "write model, optimizer, ... = booster.boost(model, optimizer, ...)"
+            ) from None
+
+    def _check_new(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; boost() takes the model first")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}; boost() takes model, optimizer, criterion, "
+                "dataloader, lr_scheduler in this order"
+            )
+        if model in self._models or (optimizer is not None and optimizer in self._optimizers):
+            raise ConfigError("this model or optimizer is boosted already")
+
+    def _check_dataloader(self, dataloader: DataLoader[Any]) -> None:
+        if self.plugin.ranks.size > 1 and not isinstance(
+            getattr(dataloader, "sampler", None), DistributedSampler
+        ):
+            logger.warning(
+                "the dataloader does not divide its data over the %d ranks: make it with "
+                "plugin.prepare_dataloader(...) unless its dataset does",
+                self.plugin.ranks.size,
+            )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a scheduler that would change nothing."""
+    driven = getattr(scheduler, "optimizer", None)
+    if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
+        raise ConfigError(
+            "lr_scheduler was made for another optimizer than the one given; pass both to the same boost()"
+        )

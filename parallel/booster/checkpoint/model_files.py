@@ -1,0 +1,132 @@
+"""A model's weights in files, in the formats of transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.checkpoint import plain_data
+from gemini.ddp import GeminiDDP
+from gemini.errors import CheckpointError, ConfigError
+from gemini.parallel.booster.checkpoint.layout import Layout
+from gemini.parallel.booster.checkpoint.reading import TensorFiles
+from gemini.parallel.booster.checkpoint.sources import (
+    EXTRA_STATE,
+    OWN_METADATA,
+    config_file,
+    model_contents,
+    parameter_names,
+    tied_names,
+    unwrap,
+)
+from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.zero import take_weights
+from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.zero import LowLevelZeroOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+def save_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    checkpoint: str | os.PathLike[str],
+    layout: Layout,
+    ranks: Ranks,
+) -> None:
+    """Write a model; see :meth:`Booster.save_model`."""
+    _refuse_meta(model)
+    held = model_contents(model, optimizer)
+    companions = config_file(unwrap(model))
+    save_tensors(checkpoint, "model", held.sources, held.metadata(), layout, ranks, companions)
+
+
+def load_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    checkpoint: str | os.PathLike[str],
+    *,
+    strict: bool,
+) -> None:
+    """Read a model; see :meth:`Booster.load_model`."""
+    _refuse_meta(model)
+    own = unwrap(model).state_dict(keep_vars=True)
+    with TensorFiles(checkpoint) as files:
+        state = _state_for(own, files, checkpoint)
+        _check_fits(own, state, files, checkpoint, strict=strict)
+        known = {name: value for name, value in state.items() if name in own}
+        with torch.no_grad():
+            target = model if isinstance(model, GeminiDDP) else unwrap(model)
+            target.load_state_dict(known, strict=False)
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            take_weights(optimizer, parameter_names(model), known)
+
+
+def _state_for(
+    own: Mapping[str, Any], files: TensorFiles, checkpoint: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Return what a checkpoint holds, under all names that the model has for it."""
+    state: dict[str, Any] = dict(files)
+    for alias, stored in files.metadata.items():
+        if stored in files and not alias.startswith(OWN_METADATA):
+            state.setdefault(alias, files[stored])
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    tied = tied_names(tensors)
+    for alias, first in tied.items():  # the file may hold either, or both
+        for there, lacking in ((first, alias), (alias, first)):
+            if there in state:
+                state.setdefault(lacking, state[there])
+    if EXTRA_STATE in files.metadata:
+        try:
+            extra = json.loads(files.metadata[EXTRA_STATE])
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint} is damaged: {error}") from error
+        state.update(plain_data.decode(extra))
+    return state
+
+
+def _check_fits(
+    own: Mapping[str, Any],
+    state: Mapping[str, Any],
+    files: TensorFiles,
+    checkpoint: str | os.PathLike[str],
+    *,
+    strict: bool,
+) -> None:
+    """Raise CheckpointError unless the checkpoint was made for such a model."""
+    missing = sorted(own.keys() - state.keys())
+    unexpected = sorted(files.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{checkpoint} was made for another model: {len(missing)} names of the model are not in it "
+            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; "
+            "pass strict=False to load what both have"
+        )
+    if missing or unexpected:
+        logger.warning(
+            "%s: not loaded: %s; passed over: %s", checkpoint, missing or "nothing", unexpected or "nothing"
+        )
+    for name in own.keys() & state.keys():
+        here, there = own[name], state[name]
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in (here, there)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{checkpoint} was made for another model: {name!r} has shape {shapes[1]} there and "
+                f"{shapes[0]} here"
+            )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    held = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
+    on_meta = [name for name, tensor in held if tensor.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more tensors are on 'meta' and have no memory: boost the "
+            "model with GeminiPlugin, or call model.to_empty(device='cpu') first"
+        )

@@ -1,0 +1,187 @@
+"""An optimizer's state in files, by the names of the model's parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gemini.checkpoint import plain_data
+from gemini.checkpoint.contents import MOMENTS
+from gemini.errors import CheckpointError, ConfigError
+from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.parallel.booster.checkpoint.layout import Layout
+from gemini.parallel.booster.checkpoint.reading import TensorFiles
+from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
+from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
+from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.zero import state_sources
+from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.runtime import read_state
+
+_METADATA = OWN_METADATA + "optimizer"
+
+
+@dataclass(frozen=True)
+class OptimizerContents:
+    """What to save: states that are tensors, as sources named ``<parameter>/<state>``; states that are not,
+    by parameter and name; groups without their parameters; what is next to them in a state dict."""
+
+    sources: list[TensorSource]
+    values: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
+
+
+def save_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    checkpoint: str | os.PathLike[str],
+    layout: Layout,
+    ranks: Ranks,
+) -> None:
+    """Write an optimizer; see :meth:`Booster.save_optimizer`."""
+    members = group_members(optimizer, names)
+    if isinstance(optimizer, GeminiOptimizer):
+        held = _managed_contents(optimizer)
+    elif isinstance(optimizer, LowLevelZeroOptimizer):
+        held = _sharded_contents(optimizer, names)
+    else:
+        held = _contents(optimizer, members)
+    document = {
+        "members": members,
+        "groups": plain_data.encode(held.groups, "a parameter group"),
+        "values": plain_data.encode(held.values, "the optimizer's state"),
+        "rest": plain_data.encode(held.rest, "the optimizer's state"),
+    }
+    save_tensors(checkpoint, "optimizer", held.sources, {_METADATA: json.dumps(document)}, layout, ranks)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, names: Names, checkpoint: str | os.PathLike[str]
+) -> None:
+    """Read an optimizer; see :meth:`Booster.load_optimizer`."""
+    members = group_members(optimizer, names)
+    with TensorFiles(checkpoint) as files:
+        document = _document(files, checkpoint)
+        if document["members"] != members:
+            raise CheckpointError(
+                f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
+                f"parameters, the optimizer of {[len(group) for group in members]}, or with other names or "
+                "in another order; build it as it was then"
+            )
+        state = _state_dict(optimizer, document, files)
+        try:
+            optimizer.load_state_dict(state)
+        except (ConfigError, KeyError) as error:
+            raise CheckpointError(f"{checkpoint} does not fit {type(optimizer).__name__}: {error}") from error
+
+
+def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[str]]:
+    """Return the names of the parameters in each group.
+
+    Raises:
+        ConfigError: a parameter is none of the model's.
+    """
+    groups: Iterable[Iterable[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
+    if isinstance(optimizer, LowLevelZeroOptimizer):  # its groups hold parts of the parameters
+        groups = [[shard.param for shard in group] for group in optimizer.sharded.groups]
+    try:
+        return [[names[param] for param in group] for group in groups]
+    except KeyError:
+        raise ConfigError(
+            "the optimizer holds a parameter that the model boosted with it does not have; its state cannot "
+            "be stored by name"
+        ) from None
+
+
+def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
+    optimizer.require_complete("save_optimizer")
+    optimizer.model.manager.recover()
+    sources: list[TensorSource] = []
+    values: dict[str, dict[str, Any]] = {}
+    for slot in optimizer.model.storage.slots.values():  # in an order that all ranks have
+        if slot not in optimizer.steps:
+            continue
+        # As torch's Adam has it, whose state this can become.
+        values[slot.name] = {"step": torch.tensor(float(optimizer.steps[slot]))}
+        for moment, kind in MOMENTS.items():
+            read = partial(read_state, slot, kind, optimizer.model.manager)
+            shape = tuple(slot.param_view.shape)
+            sources.append(whole_source(f"{slot.name}/{moment}", torch.float32, shape, read))
+    groups = [
+        {**_settings(group), "decoupled_weight_decay": group["adamw_mode"]}
+        for group in optimizer.param_groups
+    ]
+    rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
+    return OptimizerContents(sources, values, groups, rest)
+
+
+def _sharded_contents(optimizer: LowLevelZeroOptimizer, names: Names) -> OptimizerContents:
+    sources, values = state_sources(optimizer, names)
+    groups = [_settings(group) for group in optimizer.exported_groups()]
+    rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
+    return OptimizerContents(sources, values, groups, rest)
+
+
+def _contents(optimizer: torch.optim.Optimizer, members: list[list[str]]) -> OptimizerContents:
+    state = optimizer.state_dict()
+    sources: list[TensorSource] = []
+    values: dict[str, dict[str, Any]] = {}
+    for index, name in enumerate(name for group in members for name in group):
+        for key, value in state["state"].get(index, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                sources.append(copied_source(f"{name}/{key}", value))
+            else:
+                values.setdefault(name, {})[key] = value
+    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return OptimizerContents(sources, values, [_settings(group) for group in state["param_groups"]], rest)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _document(files: TensorFiles, checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        document = json.loads(files.metadata[_METADATA])
+        return {
+            "members": document["members"],
+            **{key: plain_data.decode(document[key]) for key in ("groups", "values", "rest")},
+        }
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} was not written by save_optimizer: {error!r}") from error
+
+
+def _state_dict(
+    optimizer: torch.optim.Optimizer, document: dict[str, Any], files: TensorFiles
+) -> dict[str, Any]:
+    """Return a state dict in torch's format. Tensors are mapped from the files where the optimizer copies
+    them, and copies where it keeps them."""
+    keeps = not isinstance(optimizer, (GeminiOptimizer, LowLevelZeroOptimizer))
+    entries = {name: dict(values) for name, values in document["values"].items()}
+    for key in files:
+        name, _, state = key.rpartition("/")
+        value = files[key]
+        entries.setdefault(name, {})[state] = value.clone() if keeps else value
+    numbers = {name: i for i, name in enumerate(name for group in document["members"] for name in group)}
+    own_groups = [_settings(group) for group in optimizer.param_groups]
+    groups, first = [], 0
+    for own, saved, members in zip(own_groups, document["groups"], document["members"], strict=True):
+        groups.append({**own, **saved, "params": list(range(first, first + len(members)))})
+        first += len(members)
+    rest = dict(document["rest"])
+    own_scale = getattr(optimizer, "loss_scale", None)
+    if "loss_scale" in rest and own_scale is not None:
+        rest["loss_scale"] = {**own_scale.state_dict(), **rest["loss_scale"]}
+    return {
+        "state": {numbers[name]: entry for name, entry in entries.items()},
+        "param_groups": groups,
+        **rest,
+    }

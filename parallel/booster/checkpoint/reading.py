@@ -1,0 +1,147 @@
+"""The tensors of a checkpoint by name, in whatever format; each is mapped from its file when asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gemini.checkpoint.directory import complete_checkpoints, latest
+from gemini.errors import CheckpointError
+
+_ZIP = b"PK"  # what torch.save writes
+_PICKLE = b"\x80"  # what it wrote before 1.6
+_SINGLE = ("model.safetensors", "optimizer.safetensors", "pytorch_model.bin")
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """An open checkpoint. Tensors are valid until it is closed, and must not be written to.
+
+    ``checkpoint`` is a file or a directory; see :meth:`Booster.load_model` for the formats.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds other things than tensors.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        self.metadata: dict[str, str] = {}
+        self._where: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        for path, names in self._files_of(Path(checkpoint)).items():
+            held = self._names(path)
+            if names is not None and not names <= held:
+                lost = sorted(names - held)
+                raise CheckpointError(f"{path} is damaged: it does not hold {lost[0]!r}, as its index says")
+            self._where.update(dict.fromkeys(held if names is None else names, path))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path = self._where[name]
+        file = self._open[path]
+        try:
+            tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name!r} from {path}: {error}") from error
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _files_of(self, checkpoint: Path) -> dict[Path, set[str] | None]:
+        """Return the files of a checkpoint, each with the names that are wanted from it; None is all."""
+        if checkpoint.is_file():
+            return {checkpoint: None}
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"there is no checkpoint at {checkpoint}; check the path")
+        index = _index_of(checkpoint)
+        if index is None and complete_checkpoints(checkpoint):  # of gemini.checkpoint
+            index = _index_of(latest(checkpoint))
+        if index is not None:
+            files, self.metadata = _indexed_files(index)
+            return files
+        for name in _SINGLE:
+            if (checkpoint / name).is_file():
+                return {checkpoint / name: None}
+        raise CheckpointError(
+            f"{checkpoint} holds no complete checkpoint: no index (*.safetensors.index.json), and none of "
+            f"{', '.join(_SINGLE)}"
+        )
+
+    def _names(self, path: Path) -> set[str]:
+        """Open a file and return the names of its tensors."""
+        try:
+            with path.open("rb") as file:
+                begin = file.read(2)
+            if begin == _ZIP or begin[:1] == _PICKLE:
+                self._open[path] = _load_pickled(path, begin == _ZIP)
+                return set(self._open[path])
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        self._open[path] = opened
+        self.metadata.update(opened.metadata() or {})
+        return set(opened.keys())
+
+
+def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
+    """Return the state dict in a file of ``torch.save``; nothing in it is run."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
+    if not tensors:
+        raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
+    return dict(state)
+
+
+def _index_of(checkpoint: Path) -> Path | None:
+    """Return the index in a directory; None if it has none."""
+    indexes = sorted(checkpoint.glob("*.safetensors.index.json")) or sorted(
+        checkpoint.glob("*.bin.index.json")
+    )
+    if len(indexes) > 1:
+        names = ", ".join(path.name for path in indexes)
+        raise CheckpointError(
+            f"{checkpoint} holds several checkpoints ({names}); keep each in a directory of its own"
+        )
+    return indexes[0] if indexes else None
+
+
+def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, str]]:
+    """Return the files that an index names, each with the names of its tensors, and the metadata that is
+    text."""
+    files: dict[Path, set[str] | None] = {}
+    try:
+        document = json.loads(index.read_text())
+        metadata = {key: text for key, text in document.get("metadata", {}).items() if isinstance(text, str)}
+        for name, file in document["weight_map"].items():
+            if Path(file).name != file:
+                raise CheckpointError(f"{index} names {file!r}, which is not a file next to it")
+            wanted = files.setdefault(index.parent / file, set())
+            assert wanted is not None
+            wanted.add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+    return files, metadata

@@ -1,0 +1,233 @@
+"""Writing files that all ranks have a part in: complete or not there, on every rank or on none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gemini.checkpoint.sealed_file import write_sealed
+from gemini.checkpoint.tensor_file import TYPE_NAMES, TensorFile
+from gemini.errors import CheckpointError, GeminiError, IoError
+from gemini.parallel.booster.checkpoint.layout import Layout, split
+from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
+from gemini.parallel.booster.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def save_tensors(
+    checkpoint: str | os.PathLike[str],
+    kind: str,
+    sources: Sequence[TensorSource],
+    metadata: Mapping[str, str],
+    layout: Layout,
+    ranks: Ranks,
+    companions: Mapping[str, str] | None = None,
+) -> None:
+    """Write ``sources`` and ``metadata`` as ``layout`` says; what was there before is loadable until the end.
+
+    Every rank runs the streams of all sources in the same order, because a stream may gather its tensor from
+    all of them; the first rank writes. ``companions`` are further text files of a directory.
+
+    Raises:
+        IoError: the first rank cannot write; CheckpointError on the others.
+        CheckpointError: a tensor has a type, or the path is something, that cannot be.
+    """
+    _check_types(sources)
+    files = _RankFiles(ranks)
+    path = Path(checkpoint)
+    if layout.shard_bytes is None:
+        files.attempt(lambda: _check_is_file(path))
+        files.write(path, sources, metadata)
+    else:
+        _write_directory(path, kind, split(sources, layout.shard_bytes), metadata, layout, files, companions)
+    files.finish()
+
+
+def save_text(path: str | os.PathLike[str], text: str, ranks: Ranks) -> None:
+    """Write a text file from the first rank. Raises as :func:`save_tensors`."""
+    files = _RankFiles(ranks)
+    files.attempt(lambda: _check_is_file(Path(path)))
+    files.attempt(lambda: _replace_text(Path(path), text))
+    files.finish()
+
+
+class _RankFiles:
+    """Files of one save. The first rank keeps its first error and goes on taking part in the streams, so that
+    no rank waits for it; all ranks learn of it in :meth:`finish`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._error: GeminiError | None = None
+        self._written: list[Path] = []
+
+    def write(
+        self, path: Path, sources: Sequence[TensorSource], metadata: Mapping[str, str], *, final: bool = True
+    ) -> None:
+        """Write a file of tensors under a temporary name; ``final`` also gives it its own."""
+        temporary = _temporary(path)
+        opened: list[TensorFile] = []
+
+        def create() -> None:
+            temporary.unlink(missing_ok=True)  # left behind by a save that was killed
+            self._written.append(temporary)
+            opened.append(TensorFile(temporary, [source.spec for source in sources], metadata))
+
+        self.attempt(create)
+        try:
+            for source in sources:
+                self._stream(source, opened)
+            for file in opened:
+                self.attempt(file.finish)
+        finally:
+            for file in opened:
+                file.close()
+        if final:
+            self.attempt(lambda: _publish(temporary, path))
+
+    def _stream(self, source: TensorSource, opened: Sequence[TensorFile]) -> None:
+        """Run a stream to its end, into the file that is open on the first rank."""
+        count = 0
+
+        def sink(piece: torch.Tensor) -> None:
+            nonlocal count
+            for file in opened:
+                self.attempt(partial(file.write, source.spec.name, count, piece))
+            count += piece.numel()
+
+        source.stream(sink)
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do something on the first rank, unless something failed before."""
+        if not self._ranks.is_first or self._error is not None:
+            return
+        try:
+            action()
+        except GeminiError as error:
+            self._error = error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._error = IoError(
+                error.errno or 0, f"cannot save the checkpoint: {reason}", str(error.filename or "")
+            )
+
+    def finish(self) -> None:
+        """Raise the error on every rank if there is one; remove what was not completed."""
+        if self._error is not None:
+            for temporary in self._written:
+                try:
+                    temporary.unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("%s is left behind: %s", temporary, error)
+        self._ranks.agree(self._error)
+
+
+def _write_directory(
+    directory: Path,
+    kind: str,
+    shards: list[list[TensorSource]],
+    metadata: Mapping[str, str],
+    layout: Layout,
+    files: _RankFiles,
+    companions: Mapping[str, str] | None,
+) -> None:
+    """Write shards under names that no complete checkpoint has, then replace the index, then remove the
+    older ones."""
+    files.attempt(lambda: _make_directory(directory))
+    generation = _free_generation(directory, kind, layout, len(shards))
+    names = [layout.shard_name(kind, generation, number, len(shards)) for number in range(len(shards))]
+    for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+        files.write(directory / name, shard, metadata if number == 0 else {}, final=False)
+    index = {
+        "metadata": {
+            **metadata,
+            "total_size": sum(source.spec.nbytes for shard in shards for source in shard),
+        },
+        "weight_map": {
+            source.spec.name: name for name, shard in zip(names, shards, strict=True) for source in shard
+        },
+    }
+
+    def publish() -> None:
+        for name in names:
+            _temporary(directory / name).replace(directory / name)
+        for name, text in (companions or {}).items():
+            _replace_text(directory / name, text)
+        _sync(directory)  # the files must have their names before the index tells them
+        _replace_text(directory / layout.index_name(kind), json.dumps(index, indent=1, sort_keys=True) + "\n")
+        _remove_others(directory, layout.own_names(kind), set(names))
+
+    files.attempt(publish)
+
+
+def _free_generation(directory: Path, kind: str, layout: Layout, count: int) -> int:
+    """Return a number with which no file of a save has a name that is taken; only the first rank's counts."""
+    generation = 0
+    while any((directory / layout.shard_name(kind, generation, n, count)).exists() for n in range(count)):
+        generation += 1
+    return generation
+
+
+def _remove_others(directory: Path, own_names: re.Pattern[str], keep: set[str]) -> None:
+    try:
+        for path in directory.iterdir():
+            if own_names.fullmatch(path.name) and path.name not in keep:
+                path.unlink()
+    except OSError as error:
+        logger.warning("%s is complete, but an older file cannot be removed: %s", directory, error)
+
+
+def _check_types(sources: Sequence[TensorSource]) -> None:
+    """Raise CheckpointError, on every rank, for a type that files cannot hold."""
+    for source in sources:
+        if source.spec.dtype not in TYPE_NAMES:
+            raise CheckpointError(
+                f"{source.spec.name!r} is {source.spec.dtype}, which a safetensors file cannot hold"
+            )
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        write_sealed(temporary, text.encode())
+        _publish(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _check_is_file(path: Path) -> None:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory; pass shard=True, or the path of a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _make_directory(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and shard=True writes a directory; choose another path")
+    path.mkdir(parents=True, exist_ok=True)

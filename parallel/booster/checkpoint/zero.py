@@ -1,0 +1,82 @@
+"""What low-level ZeRO has cut over ranks, as streams of whole tensors: every rank must run each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gemini.checkpoint.tensor_file import TensorSpec
+from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
+from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.parallel.zero.shards import ParamShard
+
+
+def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]) -> list[TensorSource]:
+    """Return the fp32 weights behind 16-bit parameters, by the names of those."""
+    return [
+        _gathered(optimizer, names[shard.param], shard, shard.master_dtype, shard.master)
+        for shard in optimizer.sharded.shards
+        if shard.has_master
+    ]
+
+
+def state_sources(
+    optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]
+) -> tuple[list[TensorSource], dict[str, dict[str, Any]]]:
+    """Return the states that are tensors as sources named ``<parameter>/<state>``, and the others."""
+    parts = {part.index: part for part in optimizer.state_shards()}
+    # The first rank has a part of every parameter that has elements, others may not.
+    described = optimizer.collectives.first(
+        {
+            index: ({key: tensor.dtype for key, tensor in part.tensors.items()}, part.values)
+            for index, part in parts.items()
+        }
+    )
+    sources: list[TensorSource] = []
+    values: dict[str, dict[str, Any]] = {}
+    for index, shard in enumerate(optimizer.sharded.shards):
+        name = names[shard.param]
+        types, others = described.get(index, ({}, {}))
+        if others:
+            values[name] = dict(others)
+        own = parts[index].tensors if index in parts else {}
+        for key, dtype in types.items():
+            sources.append(_gathered(optimizer, f"{name}/{key}", shard, dtype, own.get(key)))
+    return sources, values
+
+
+def take_weights(
+    optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Take weights that were loaded into the parameters into the masters, as they were before any cast."""
+    for shard in optimizer.sharded.shards:
+        values = state.get(names[shard.param])
+        if values is None:
+            continue
+        shard.refresh_master()
+        if shard.has_master and shard.master is not None:
+            with torch.no_grad():
+                shard.master.copy_(values.reshape(-1)[shard.start : shard.stop])
+
+
+def _gathered(
+    optimizer: LowLevelZeroOptimizer,
+    name: str,
+    shard: ParamShard,
+    dtype: torch.dtype,
+    own: torch.Tensor | None,
+) -> TensorSource:
+    """Return the source of a tensor whose part on this rank is ``own``."""
+
+    def stream(sink: Sink) -> None:
+        if shard.numel == 0:
+            return
+        padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
+        if own is not None:
+            padded[: own.numel()].copy_(own.detach())
+        rows = optimizer.collectives.gather_anywhere(padded)
+        sink(rows.reshape(-1)[: shard.numel].cpu())
+
+    return TensorSource(TensorSpec(name, dtype, tuple(shard.shape)), stream)

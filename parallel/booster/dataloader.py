@@ -1,0 +1,80 @@
+"""Data loaders that give every rank its own part of the data, in an order that depends on the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from gemini.errors import ConfigError
+from gemini.parallel.booster.ranks import Ranks
+
+
+class PassSampler(DistributedSampler[Any]):
+    """A DistributedSampler whose every pass is the next epoch, so that each shuffles anew.
+
+    :meth:`set_epoch` before a pass still says which epoch it is.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.epoch += 1
+        return order
+
+
+def prepare_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    ranks: Ranks,
+    sampler_type: type[DistributedSampler[Any]] | None,
+    options: dict[str, Any],
+) -> DataLoader[Any]:
+    """Return the loader that :meth:`Plugin.prepare_dataloader` describes."""
+    sampler = _sampler(dataset, ranks, sampler_type, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    # torch draws from it what it seeds the generators of every worker with, anew in every pass: a seed per
+    # rank, or all ranks would augment alike.
+    generator = torch.Generator()
+    generator.manual_seed(seed + ranks.number)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle if sampler is None else None,
+        sampler=sampler,
+        drop_last=drop_last,
+        generator=options.pop("generator", generator),
+        **options,
+    )
+
+
+def _sampler(
+    dataset: Dataset[Any],
+    ranks: Ranks,
+    sampler_type: type[DistributedSampler[Any]] | None,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+) -> Sampler[Any] | None:
+    """Return what divides the data over the ranks; None where there is nothing to divide."""
+    if not ranks.is_group and sampler_type is None:
+        return None
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} is an IterableDataset, which has no indices to divide over "
+            f"{ranks.size} ranks: have its __iter__ skip what other ranks read, and give it to a plain "
+            "torch.utils.data.DataLoader"
+        )
+    return (sampler_type or PassSampler)(
+        dataset,
+        num_replicas=ranks.size,
+        rank=ranks.number,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )

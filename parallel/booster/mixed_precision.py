@@ -1,0 +1,91 @@
+"""Which types a booster computes in, and how it scales the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gemini.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FP16TorchMixedPrecision:
+    """torch's automatic mixed precision: fp32 weights, operators in fp16 where torch holds that to be safe.
+
+    The loss scale starts at ``init_scale``, is multiplied by ``backoff_factor`` when a gradient overflows and
+    by ``growth_factor`` after ``growth_interval`` steps without.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass(frozen=True)
+class FP16NaiveMixedPrecision:
+    """The whole model in fp16, with fp32 masters: what the memory-saving plugins do.
+
+    ``hysteresis`` is the number of overflows that it takes until the scale backs off.
+    """
+
+    initial_scale: float = 2.0**32
+    min_scale: float = 1
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+
+
+@dataclass(frozen=True)
+class BF16MixedPrecision:
+    """bf16, which needs no loss scale."""
+
+
+MixedPrecision = FP16TorchMixedPrecision | FP16NaiveMixedPrecision | BF16MixedPrecision
+
+_REFUSED = {
+    "fp16_apex": "apex is not maintained any more; 'fp16' does what its levels O1 and O2 did",
+    "fp8": "fp8 is not supported in this release; 'bf16' is the smallest type with the range of fp32",
+}
+_NAMES = ("fp16", "bf16", "fp16_naive")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What was asked for: a name, and settings where an object was given in its place."""
+
+    name: str
+    settings: MixedPrecision | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The 16-bit type."""
+        return torch.bfloat16 if self.name == "bf16" else torch.float16
+
+
+def choose_precision(asked: str | MixedPrecision | None) -> Precision | None:
+    """Return what ``asked`` means; None is fp32.
+
+    Raises:
+        ConfigError: there is no such mixed precision.
+    """
+    if asked is None:
+        return None
+    if isinstance(asked, FP16TorchMixedPrecision):
+        return Precision("fp16", asked)
+    if isinstance(asked, FP16NaiveMixedPrecision):
+        return Precision("fp16_naive", asked)
+    if isinstance(asked, BF16MixedPrecision):
+        return Precision("bf16", asked)
+    if isinstance(asked, str) and asked in _NAMES:
+        return Precision(asked)
+    reason = _REFUSED.get(asked, "") if isinstance(asked, str) else ""
+    raise ConfigError(
+        f"mixed_precision is {asked!r}; "
+        + (f"{reason}; " if reason else "")
+        + f"pass None (fp32), one of {', '.join(map(repr, _NAMES))}, or an object of "
+        "gemini.parallel.booster.mixed_precision"
+    )

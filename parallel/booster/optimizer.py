@@ -1,0 +1,138 @@
+"""The optimizer a booster returns for a torch optimizer: the same, with a loss scale and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from gemini.errors import ConfigError, StateError
+
+
+class BoostedOptimizer(torch.optim.Optimizer):
+    """Drive ``optim``, whose parameter groups, state and hooks it shares, so that schedulers may hold either.
+
+    Args:
+        optim: any torch optimizer.
+        scaler: scales the loss in :meth:`backward`; None does not scale.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
+        # Not Optimizer.__init__: groups and state are those of ``optim`` and must exist once only.
+        self.optim = optim
+        self._scaler = scaler
+        self._unscaled = False  # since the last step, by clipping
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not set yet: the object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizer."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the torch optimizer."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the torch optimizer."""
+        return self.optim.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch."""
+        self.optim.add_param_group(param_group)
+
+    # -- one iteration ---------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of ``loss``, scaled under fp16.
+
+        Raises:
+            StateError: gradients were clipped, and therefore unscaled, since the last step.
+        """
+        if self._scaler is None:
+            loss.backward()
+            return
+        if self._unscaled:
+            raise StateError("gradients cannot be added after they were clipped; clip once, before step()")
+        self._scaler.scale(loss).backward()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up the gradients."""
+        self.optim.zero_grad(set_to_none)
+        self._finish_scaling()
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before."""
+        self._unscale()
+        return torch.nn.utils.clip_grad_norm_(list(self._parameters()), max_norm, norm_type)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        self._unscale()
+        torch.nn.utils.clip_grad_value_(list(self._parameters()), clip_value)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; under fp16 skip the update if a gradient overflowed, and adapt the scale.
+
+        Raises:
+            ConfigError: a closure under fp16, whose gradients nobody could unscale.
+        """
+        if self._scaler is None:
+            return self.optim.step(closure) if closure is not None else self.optim.step()
+        if closure is not None:
+            raise ConfigError("a closure cannot be used with a loss scale; call backward() and step()")
+        self._unscale()
+        if not self._unscaled:  # no gradients: nothing to look at for an overflow
+            return self.optim.step()
+        result = self._scaler.step(self.optim)
+        self._finish_scaling()
+        return result
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the torch optimizer's state, plus the loss scale under fp16."""
+        state = self.optim.state_dict()
+        if self._scaler is not None:
+            scale = self._scaler.state_dict()
+            state["loss_scale"] = {"scale": scale["scale"], "clean_steps": scale["_growth_tracker"]}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`, or of the torch optimizer alone."""
+        state = {key: value for key, value in state_dict.items() if key != "loss_scale"}
+        self.optim.load_state_dict(state)
+        if self._scaler is not None and "loss_scale" in state_dict:
+            scale = state_dict["loss_scale"]
+            own = self._scaler.state_dict()
+            self._scaler.load_state_dict(
+                {**own, "scale": scale["scale"], "_growth_tracker": int(scale["clean_steps"])}
+            )
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _unscale(self) -> None:
+        """Take the loss scale out of the gradients, once per step."""
+        if self._scaler is None or self._unscaled:
+            return
+        if any(param.grad is not None for param in self._parameters()):
+            self._scaler.unscale_(self.optim)
+            self._unscaled = True
+
+    def _finish_scaling(self) -> None:
+        """Adapt the loss scale to the gradients that were unscaled."""
+        if self._scaler is not None and self._unscaled:
+            self._scaler.update()
+            self._unscaled = False

@@ -1,0 +1,8 @@
+"""How a booster trains: one class per way."""
+
+from gemini.parallel.booster.plugin.base import Plugin
+from gemini.parallel.booster.plugin.gemini import GeminiPlugin
+from gemini.parallel.booster.plugin.low_level_zero import LowLevelZeroPlugin
+from gemini.parallel.booster.plugin.torch_ddp import TorchDDPPlugin
+
+__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]

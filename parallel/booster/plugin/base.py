@@ -1,0 +1,95 @@
+"""What a booster asks of a plugin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gemini.parallel.booster.dataloader import prepare_dataloader
+from gemini.parallel.booster.mixed_precision import Precision
+from gemini.parallel.booster.ranks import Ranks, join_launched_group
+
+Criterion = Callable[..., Any]
+
+
+class Boosted(NamedTuple):
+    """What a plugin makes of a model, its optimizer and its loss function."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    criterion: Criterion | None
+
+
+class Plugin(ABC):
+    """How a model is trained: over processes, and in which memory."""
+
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train the model together."""
+        return Ranks(self.process_group)
+
+    @abstractmethod
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        criterion: Criterion | None,
+        precision: Precision | None,
+    ) -> Boosted:
+        """Wrap model, optimizer and loss function. Raises ConfigError for what the plugin cannot do."""
+
+    @abstractmethod
+    def no_sync(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes accumulate gradients without synchronizing ranks."""
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        *,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type[DistributedSampler[Any]] | None = None,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """Return a loader that gives each rank its own part of ``dataset``; on one process, all of it.
+
+        The order, and what workers draw at random, depend on ``seed`` and the rank alone. Every pass shuffles
+        anew; ``loader.sampler.set_epoch(number)`` chooses which order comes next.
+
+        Args:
+            batch_size: samples per batch of one rank.
+            shuffle, seed: whether and how to shuffle.
+            drop_last: leave out the last batch if it is not full; without it, ranks repeat a few samples so
+                that all have the same number.
+            distributed_sampler_cls: the class of the sampler, in place of our own.
+            kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
+
+        Raises:
+            ConfigError: the dataset cannot be divided over ranks.
+        """
+        join_launched_group()
+        return prepare_dataloader(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            ranks=self.ranks,
+            sampler_type=distributed_sampler_cls,
+            options={"pin_memory": pin_memory, "num_workers": num_workers, **kwargs},
+        )

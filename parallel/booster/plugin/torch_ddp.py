@@ -1,0 +1,122 @@
+"""TorchDDPPlugin: a replica of the model on every rank."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gemini.device import current_device
+from gemini.errors import ConfigError
+from gemini.parallel.booster.data_parallel import AutocastCriterion, DataParallel, SingleProcess
+from gemini.parallel.booster.mixed_precision import FP16TorchMixedPrecision, Precision
+from gemini.parallel.booster.optimizer import BoostedOptimizer
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
+
+
+class TorchDDPPlugin(Plugin):
+    """Train with :class:`torch.nn.parallel.DistributedDataParallel`, whose arguments these are.
+
+    Without a process group the model trains on this process alone, and the arguments do nothing there. The
+    model is moved to the current GPU where there is one. Any torch optimizer may be used.
+
+    Args:
+        broadcast_buffers: copy buffers from rank 0 before every forward pass.
+        bucket_cap_mb: size of the buckets in which gradients are reduced.
+        find_unused_parameters: look for parameters that a forward pass did not use; needed where some are
+            not.
+        check_reduction, gradient_as_bucket_view, static_graph: see there.
+    """
+
+    def __init__(
+        self,
+        *,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        options = {
+            "broadcast_buffers": (broadcast_buffers, True),
+            "bucket_cap_mb": (bucket_cap_mb, 25),
+            "find_unused_parameters": (find_unused_parameters, False),
+            "check_reduction": (check_reduction, False),
+            "gradient_as_bucket_view": (gradient_as_bucket_view, False),
+            "static_graph": (static_graph, False),
+        }
+        # torch renames some of them; the defaults are the same under any name.
+        self._options = {name: value for name, (value, default) in options.items() if value != default}
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        criterion: Criterion | None,
+        precision: Precision | None,
+    ) -> Boosted:
+        """See :class:`Plugin`. Mixed precision is torch's: fp32 weights under autocast."""
+        device = current_device()
+        _check_model(model, precision)
+        dtype = precision.dtype if precision is not None else None
+        model.to(device)  # parameters keep their identity: the optimizer still holds them
+        boosted: nn.Module
+        if self.ranks.is_group and any(param.requires_grad for param in model.parameters()):
+            boosted = DataParallel(model, device, dtype, **self._options)
+        else:
+            boosted = SingleProcess(model, device, dtype)
+        if criterion is not None and dtype is not None:
+            criterion = AutocastCriterion(criterion, device, dtype)
+        if isinstance(criterion, nn.Module):
+            criterion.to(device)
+        optim = None if optimizer is None else BoostedOptimizer(optimizer, _scaler(precision, device))
+        return Boosted(boosted, optim, criterion)
+
+    def no_sync(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> AbstractContextManager[Any]:
+        """See :class:`Plugin`; the optimizer is not needed."""
+        assert isinstance(model, (DataParallel, SingleProcess))
+        return model.no_sync()
+
+
+def _check_model(model: nn.Module, precision: Precision | None) -> None:
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ConfigError(
+            "the model is on 'meta', and every rank of TorchDDPPlugin holds the whole of it: build it on "
+            "'cpu', or use GeminiPlugin"
+        )
+    if precision is None:
+        return
+    if precision.name == "fp16_naive":
+        raise ConfigError(
+            "TorchDDPPlugin keeps fp32 weights: mixed_precision='fp16_naive' is for GeminiPlugin and "
+            "LowLevelZeroPlugin; use 'fp16' or 'bf16' here"
+        )
+    half = [
+        name for name, param in model.named_parameters() if param.dtype in (torch.float16, torch.bfloat16)
+    ]
+    if half:
+        raise ConfigError(
+            f"mixed_precision={precision.name!r} needs fp32 weights, and {len(half)} parameters (first "
+            f"{half[0]!r}) are 16-bit; call model.float() first, or leave mixed_precision out"
+        )
+
+
+def _scaler(precision: Precision | None, device: torch.device) -> GradScaler | None:
+    """Return what scales the loss: only fp16 needs it."""
+    if precision is None or precision.name != "fp16":
+        return None
+    settings = precision.settings or FP16TorchMixedPrecision()
+    assert isinstance(settings, FP16TorchMixedPrecision)
+    return GradScaler(
+        device.type,
+        init_scale=settings.init_scale,
+        growth_factor=settings.growth_factor,
+        backoff_factor=settings.backoff_factor,
+        growth_interval=settings.growth_interval,
+    )

@@ -1,0 +1,68 @@
+"""The processes that train together: who this one is, and how all of them learn that one has failed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from torch import distributed as dist
+
+from gemini.device import select_device
+from gemini.errors import CheckpointError
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_launched_group() -> None:
+    """Join the process group that a launcher (torchrun) described in the environment.
+
+    Does nothing where there is a group already, or no launcher, or only one process. With GPUs, each process
+    takes the one of its local rank.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    if any(name not in os.environ for name in _LAUNCHED) or int(os.environ["WORLD_SIZE"]) < 2:
+        return
+    select_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group; None is the default group if there is one, else this process alone."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_group(self) -> bool:
+        """Whether there is a process group, even if of one process."""
+        return dist.is_available() and dist.is_initialized()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group) if self.is_group else 1
+
+    @property
+    def number(self) -> int:
+        """Which of them this process is."""
+        return dist.get_rank(self.group) if self.size > 1 else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes files."""
+        return self.number == 0
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank if one has an ``error``: its own there, a CheckpointError on the others.
+
+        All ranks must call it; it returns when all have.
+        """
+        if self.size > 1:
+            told: list[str | None] = [None] * self.size
+            dist.all_gather_object(told, None if error is None else str(error), group=self.group)
+            failed = next((number for number, text in enumerate(told) if text is not None), None)
+            if error is None and failed is not None:
+                raise CheckpointError(f"rank {failed} failed: {told[failed]}")
+        if error is not None:
+            raise error
