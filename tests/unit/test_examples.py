@@ -28,6 +28,7 @@ EXAMPLES = {
         "--device-bytes",
         "128KiB",
     ],
+    "booster_gemini.py": ["--hidden", "32"],
     "save_and_resume.py": ["--hidden", "32", "--steps", "4", "--precision", "bf16"],
     "adam_on_disk.py": ["--hidden", "64", "--steps", "3"],
     "compact_states.py": ["--hidden", "64", "--steps", "4"],
@@ -92,7 +93,9 @@ def test_wrapped_model_is_larger_than_its_memory(ran: Runs) -> None:
     assert numbers["device  peak"] <= 128 * 1024 < numbers["model data"]
 
 
-@pytest.mark.parametrize("name", ["save_and_resume.py", "adam_on_disk.py", "gpt2_on_disk.py"])
+@pytest.mark.parametrize(
+    "name", ["booster_gemini.py", "save_and_resume.py", "adam_on_disk.py", "gpt2_on_disk.py"]
+)
 def test_example_proves_what_it_says(name: str, ran: Runs) -> None:
     assert "identical" in ran(name)[0]
 
