@@ -155,6 +155,27 @@ def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
     return ProcessGroupPeers(group)
 
 
+def join_ranks(backend: str = "gloo") -> bool:
+    """Initialize torch.distributed among the processes that torchrun has started; say whether there are any.
+
+    Does nothing where that was done already, or without torchrun. Unlike a plain ``init_process_group`` it is
+    safe after a restart: torchrun keeps its store, in which the addresses of dead ranks would be found.
+    """
+    if dist.is_initialized():
+        return True
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not hosted
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
+    return True
+
+
 def agreed(config: GeminiConfig, peers: ProcessGroupPeers) -> GeminiConfig:
     """Return ``config`` with the DEVICE budget of the rank that has least: chunks are cut alike everywhere.
 
