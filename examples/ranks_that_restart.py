@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, help="the step in which a rank dies, once")
     options = parser.parse_args()
 
-    join_ranks()
+    join_ranks("gloo")
     first = not dist.is_initialized() or dist.get_rank() == 0
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     options.run_dir.mkdir(parents=True, exist_ok=True)

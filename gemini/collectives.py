@@ -155,8 +155,9 @@ def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
     return ProcessGroupPeers(group)
 
 
-def join_ranks(backend: str = "gloo") -> bool:
+def join_ranks(backend: str | None = None) -> bool:
     """Initialize torch.distributed among the processes that torchrun has started; say whether there are any.
+    ``backend`` as ``init_process_group`` takes it.
 
     Does nothing where that was done already, or without torchrun. Unlike a plain ``init_process_group`` it is
     safe after a restart: torchrun keeps its store, in which the addresses of dead ranks would be found.
@@ -167,11 +168,11 @@ def join_ranks(backend: str = "gloo") -> bool:
         return False
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not hosted
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"attempt-{attempt}", store)
+    own = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=rank, world_size=world)
     return True
 

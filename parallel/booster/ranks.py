@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import distributed as dist
 
+from gemini.collectives import join_ranks
 from gemini.device import select_device
 from gemini.errors import CheckpointError
 
@@ -24,7 +25,7 @@ def join_launched_group() -> None:
     if any(name not in os.environ for name in _LAUNCHED) or int(os.environ["WORLD_SIZE"]) < 2:
         return
     select_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group()
+    join_ranks()
 
 
 @dataclass(frozen=True)
