@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 import gemini
 from gemini.checkpoint import is_complete, load, save
-from gemini.collectives import join_ranks
+from gemini.parallel import join_ranks
 from gemini.train.model import GPT, GPTConfig, language_loss
 
 GLOBAL_BATCH = 4

@@ -6,6 +6,7 @@ if __name__ == "parallel":
     # From a checkout Python would find this folder and make a second, different set of classes.
     raise ImportError("import it as gemini.parallel")
 
+from gemini.collectives import join_ranks
 from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
@@ -16,4 +17,5 @@ __all__ = [
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
     "TorchDDPPlugin",
+    "join_ranks",
 ]
