@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,12 +19,16 @@ _WIDTH = 110  # where nobody says how many columns there are
 def render_checkpoints(found: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per checkpoint, and what is in the first, the newest."""
     console = _console()
-    table = Table(title="checkpoints, newest first", title_justify="left", box=None)
-    for name in ("checkpoint", "step", "size", "files", "ranks", ""):
-        table.add_column(name, justify="left" if name in ("checkpoint", "") else "right")
+    if found:
+        console.print(f"{escape(str(Path(found[0]['path']).parent))}, newest first:", soft_wrap=True)
+    table = Table(box=None)
+    table.add_column("checkpoint", no_wrap=True)
+    for name in ("step", "size", "files", "ranks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for entry in found:
         if entry["damage"] is not None:
-            table.add_row(entry["path"], "", "", "", "", f"[red]{escape(entry['damage'])}[/]")
+            table.add_row(Path(entry["path"]).name, "", "", "", "", f"[red]{escape(entry['damage'])}[/]")
         else:
             cells = [
                 f"{entry['step']:,}",
@@ -31,7 +36,7 @@ def render_checkpoints(found: Sequence[Mapping[str, Any]]) -> None:
                 str(entry["files"]),
                 str(entry["ranks"]),
             ]
-            table.add_row(entry["path"], *cells, "")
+            table.add_row(Path(entry["path"]).name, *cells, "")
     console.print(table)
     whole = next((entry for entry in found if entry["damage"] is None), None)
     if whole is not None:
@@ -49,7 +54,7 @@ def render_verdicts(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _details(entry: Mapping[str, Any]) -> Table:
-    table = Table(title=f"\n{entry['path']}", title_justify="left", box=None, show_header=False)
+    table = Table(title=f"\n{Path(entry['path']).name}", title_justify="left", box=None, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     states = f"{entry['num_states']} with optimizer states"
