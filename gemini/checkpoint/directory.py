@@ -31,8 +31,10 @@ _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 
 
 @contextmanager
-def partial_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator[Path]:
+def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: int) -> Iterator[Path]:
     """Yield the directory of a new checkpoint, while other savers are kept out of ``directory``.
+
+    What saves that were killed have left is removed first, and all but the ``keep`` newest checkpoints.
 
     Where the block has called :func:`publish`, it has its name; otherwise what was written is removed and
     all is as before.
@@ -46,6 +48,7 @@ def partial_checkpoint(directory: str | os.PathLike[str], step: int) -> Iterator
         _make_private(root)
         with _exclusive(root):
             _remove_leftovers(root)
+            _prune(root, keep)
             partial = _partial(_free_name(root, step))
             try:
                 partial.mkdir(mode=0o700)
@@ -70,12 +73,16 @@ def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
     partial.rename(final)
     _sync(root)
     try:
-        for _, older in _complete(root)[keep:]:
-            # Half removed it must not pass for a checkpoint, nor for something of the user's.
-            shutil.rmtree(older.rename(_partial(older)))
+        _prune(root, keep)
     except OSError as error:
         logger.warning("%s is complete, but an older one cannot be removed: %s", final, error)
     return final
+
+
+def _prune(root: Path, keep: int) -> None:
+    for _, older in _complete(root)[keep:]:
+        # Half removed it must not pass for a checkpoint, nor for something of the user's.
+        shutil.rmtree(older.rename(_partial(older)))
 
 
 def final_name(partial: Path) -> Path:

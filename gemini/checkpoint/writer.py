@@ -102,7 +102,7 @@ def new_checkpoint(
         def begin() -> str:
             if rank.index:
                 return ""
-            return str(stack.enter_context(partial_checkpoint(directory, step)))
+            return str(stack.enter_context(partial_checkpoint(directory, step, keep)))
 
         writer = CheckpointWriter(Path(rank.agree(begin)), rank)
         try:
