@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,3 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def interruptible() -> None:
     """Have Ctrl-C raise: a shell that starts the tests in the background leaves SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Keep tiny operators from being spread over threads: on a busy machine that costs seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

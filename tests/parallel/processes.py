@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What the others get to report their own error, or to leave a collective, after one rank has failed.
 GRACE_SECONDS = 3.0
@@ -58,6 +61,15 @@ def run_on_ranks(
     except BaseException:
         _WORKERS.close()
         raise
+
+
+def own_part(batch: Tensor) -> Tensor:
+    """Return this rank's rows of a global batch; all of them without a process group."""
+    from torch import distributed as dist
+
+    if not dist.is_initialized():
+        return batch
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def close_workers() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from processes import own_part
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -67,13 +68,6 @@ def tied() -> nn.Module:
 def batch(index: int) -> Tensor:
     """The global batch with this number."""
     return torch.randn(GLOBAL_BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + index))
-
-
-def own_part(whole: Tensor) -> Tensor:
-    """This rank's part of a batch; all of it without ranks."""
-    if not dist.is_initialized():
-        return whole
-    return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train_plain(build: Callable[[], nn.Module], recipe: Recipe) -> tuple[list[float], dict[str, Tensor]]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor
 from zero_models import (
     adamw,
     assert_same,
     loss_of,
     odd_net,
-    own_rows,
     row_major_net,
     tokens_of,
     train,
@@ -139,7 +138,7 @@ def _rounds(micro_batches: int, synced: bool, precision: str) -> tuple[int, int]
     """Return how often and how much a rank sends for the gradients of one step."""
     model = odd_net()
     optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), stage=2, precision=precision)
-    for index, part in enumerate(own_rows(tokens_of(0)).chunk(micro_batches)):
+    for index, part in enumerate(own_part(tokens_of(0)).chunk(micro_batches)):
         if synced or index + 1 == micro_batches:
             optimizer.backward(loss_of(model, part))
         else:
@@ -165,7 +164,7 @@ def _accumulate_in_three_ways() -> list[dict[str, Tensor]]:
     for way in ("no_sync", "autograd", "synced"):
         model = odd_net()
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))
-        first, second = own_rows(tokens_of(0)).chunk(2)
+        first, second = own_part(tokens_of(0)).chunk(2)
         if way == "no_sync":
             with optimizer.no_sync():
                 optimizer.backward(loss_of(model, first))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
-from zero_models import adamw, assert_same, loss_of, odd_net, own_rows, tokens_of, train_plain, weights
+from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train_plain, weights
 
 from gemini import ConfigError, StateError
 from gemini.parallel.zero import LowLevelZeroOptimizer
@@ -188,7 +188,7 @@ def test_backward_from_a_gradient_takes_the_scale_out_once() -> None:
 def _norms(norm_types: list[float]) -> list[float]:
     model = odd_net()
     optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))
-    optimizer.backward(loss_of(model, own_rows(tokens_of(0))))
+    optimizer.backward(loss_of(model, own_part(tokens_of(0))))
     return [float(optimizer.clip_grad_by_norm(1e9, norm_type)) for norm_type in norm_types]
 
 

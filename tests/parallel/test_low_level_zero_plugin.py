@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
-from zero_models import adamw, assert_same, loss_of, odd_net, own_rows, tokens_of, train, train_plain, weights
+from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train, train_plain, weights
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, zero_model_wrapper, zero_optim_wrapper
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
@@ -110,7 +110,7 @@ def test_wrappers_by_stage_train_and_clip_as_the_optimizer_does(stage: int) -> N
     assert isinstance(optimizer, LowLevelZeroOptimizer)
     assert optimizer.stage == stage
     for step in range(4):
-        optimizer.backward(loss_of(model, own_rows(tokens_of(step))))
+        optimizer.backward(loss_of(model, own_part(tokens_of(step))))
         optimizer.step()
     assert_same(weights(module), weights(train(clip_grad_norm=0.05)[0]))
     assert not torch.equal(module.bias, train_plain()[0].bias)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
-from zero_models import adamw, assert_same, loss_of, odd_net, own_rows, tokens_of, weights
+from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, weights
 
 from gemini import CPUAdam, StateError
 from gemini.parallel.zero import LowLevelZeroOptimizer
@@ -142,7 +142,7 @@ def _clip(precision: str, offload: bool, kernel: bool) -> tuple[dict[str, Tensor
     params = model.parameters()
     inner = CPUAdam(params, lr=0.1, eps=1.0) if kernel else torch.optim.Adam(params, lr=0.1, eps=1.0)
     optimizer = LowLevelZeroOptimizer(inner, precision=precision, cpu_offload=offload, initial_scale=2.0**10)
-    optimizer.backward(loss_of(model, own_rows(tokens_of(0))))
+    optimizer.backward(loss_of(model, own_part(tokens_of(0))))
     norm = optimizer.clip_grad_by_norm(0.01)
     again = optimizer.clip_grad_by_norm(0.01)
     optimizer.step()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor, nn
-from zero_models import adamw, assert_same, loss_of, odd_net, own_rows, tokens_of, train, train_plain, weights
+from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train, train_plain, weights
 
 from gemini import ConfigError, CPUAdam
 from gemini.parallel.zero import LowLevelZeroOptimizer, StateShard
@@ -29,7 +29,7 @@ def assert_same_state(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def _step(model: nn.Module, optimizer: LowLevelZeroOptimizer, step: int) -> None:
-    optimizer.backward(loss_of(model, own_rows(tokens_of(step))))
+    optimizer.backward(loss_of(model, own_part(tokens_of(step))))
     optimizer.step()
 
 

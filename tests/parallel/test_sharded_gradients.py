@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from sharded_harness import (
     WIDTH,
     Recipe,
@@ -15,7 +15,6 @@ from sharded_harness import (
     assert_same,
     batch,
     mlp,
-    own_part,
     wrap,
 )
 from torch import Tensor, nn

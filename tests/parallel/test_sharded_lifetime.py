@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from processes import run_on_ranks
-from sharded_harness import Recipe, batch, mlp, own_part, wrap
+from processes import own_part, run_on_ranks
+from sharded_harness import Recipe, batch, mlp, wrap
 
 
 class _Counted:

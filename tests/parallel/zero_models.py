@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from processes import own_part
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
@@ -39,13 +39,6 @@ class OddNet(nn.Module):
 def tokens_of(step: int) -> Tensor:
     """Return the global batch of a step (rows, 6)."""
     return torch.randint(0, 17, (ROWS, 6), generator=torch.Generator().manual_seed(100 + step))
-
-
-def own_rows(batch: Tensor) -> Tensor:
-    """Return this rank's rows of a global batch; all of them without a process group."""
-    if not dist.is_initialized():
-        return batch
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -82,7 +75,7 @@ def train(
     model = model or odd_net()
     optimizer = LowLevelZeroOptimizer(make(model.parameters()), **options)
     for step in range(num_steps):
-        parts = own_rows(tokens_of(step)).chunk(micro_batches)
+        parts = own_part(tokens_of(step)).chunk(micro_batches)
         for index, part in enumerate(parts):
             with optimizer.no_sync() if index + 1 < len(parts) else nullcontext():
                 optimizer.backward(loss_of(model, part) / len(parts))

@@ -9,7 +9,6 @@ import itertools
 import os
 import resource
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ BATCH_BYTES = 4096
 SIZES = [(300,), (70, 130), (1,), (31, 257), (2048,)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep tiny operators from being spread over threads: on a busy machine that costs seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

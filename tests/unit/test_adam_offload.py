@@ -8,7 +8,6 @@ import functools
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ from gemini.optim.state_format import STATE_DTYPES, StateFormat
 FRACTIONS = [0.0, 0.1, 0.5, 1.0]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep tiny operators from being spread over threads: on a busy machine that costs seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

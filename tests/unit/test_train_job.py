@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,7 @@ from gemini.train.config import TrainConfig
 from gemini.train.job import TrainResult
 from gemini.train.run_directory import RunDirectory
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep matrices this small off the thread pool, which costs more than it saves where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

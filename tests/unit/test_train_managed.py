@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gemini.errors import OutOfBudgetError
 from gemini.train import job
@@ -21,13 +19,7 @@ from gemini.train.report import StepReport
 TINY = TrainConfig(layers=2, hidden=32, heads=2, seq=32, batch=2, steps=6)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep matrices this small off the thread pool, which costs more than it saves where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
