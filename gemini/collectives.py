@@ -45,14 +45,14 @@ class ProcessGroupPeers(Peers):
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
         message = torch.tensor(mine, dtype=torch.int64)
         said = torch.empty(len(mine) * self._share.size, dtype=torch.int64)
-        _all_gather(said, message, group=self._messages)
+        all_gather(said, message, group=self._messages)
         self.traffic.rounds += 1
         return said.view(self._share.size, -1).tolist()
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         self.traffic.gathered += (self._share.size - 1) * shard.nbytes
         if shard.device.type != "cpu":
-            return _started(_all_gather(whole, shard, group=self.group, async_op=True))
+            return _started(all_gather(whole, shard, group=self.group, async_op=True))
         # gloo gathers through buffers of its own; messages go from and to where the bytes are.
         own, parts = self._share.rank, whole.view(self._share.size, -1)
         works = [self._send(shard, rank) for rank in self._others()]
@@ -117,8 +117,8 @@ class _Works(Transfer):
             work.wait()
 
 
-# torch 2.13 has given the collective another name.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Torch 2.13 has given ``all_gather_into_tensor`` another name, and deprecates the old one.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _started(work: Any) -> Transfer:

@@ -20,7 +20,23 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-class SingleProcess(nn.Module):
+class _OwnNames:
+    """A wrapper whose state has the names of the model in it."""
+
+    module: nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the model's state."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+
+class SingleProcess(_OwnNames, nn.Module):
     """A model that no other process shares."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -39,18 +55,8 @@ class SingleProcess(nn.Module):
         """Do nothing: there is nobody to synchronize with."""
         yield
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state under its own names."""
-        return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the model's state."""
-        return self.module.load_state_dict(state_dict, strict, assign)
-
-
-class DataParallel(DistributedDataParallel):
+class DataParallel(_OwnNames, DistributedDataParallel):
     """torch's DDP in mixed precision, with the model's own names in its state."""
 
     def __init__(
@@ -63,16 +69,6 @@ class DataParallel(DistributedDataParallel):
         """Run the model, in mixed precision if asked."""
         with autocast(*self._computing):
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state under its own names."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the model's state."""
-        return self.module.load_state_dict(state_dict, strict, assign)
 
 
 class AutocastCriterion(nn.Module):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .model import LowLevelZeroModel
+from .model import LowLevelZeroModel, spread_rest
 from .optimizer import LowLevelZeroOptimizer
-from .plugin import LowLevelZeroPlugin
 from .state import StateShard
 
-__all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "LowLevelZeroPlugin", "StateShard"]
+__all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "StateShard", "spread_rest"]

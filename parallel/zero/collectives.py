@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from gemini.collectives import all_gather
 from gemini.errors import ConfigError
-
-# Newer versions of torch deprecate the old name.
-_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -77,7 +75,7 @@ class Collectives:
         self.traffic.gather_bytes += own.nbytes * (self.size - 1)
         self.traffic.num_gathers += 1
         result = own.new_empty(self.size, own.numel())
-        work = _gather_rows(result.view(-1), own, group=self._group, async_op=True)
+        work = all_gather(result.view(-1), own, group=self._group, async_op=True)
         return Flight(result, own, work)
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
@@ -87,7 +85,7 @@ class Collectives:
         self.traffic.other_bytes += own.nbytes * (self.size - 1)
         sent = own.to(self._device)
         result = sent.new_empty(self.size, sent.numel())
-        _gather_rows(result.view(-1), sent, group=self._group)
+        all_gather(result.view(-1), sent, group=self._group)
         return result.to(own.device)
 
     def maximum(self, flags: list[int]) -> list[int]:

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.runtime.nested import map_tensors
+from gemini.runtime.nested import cast_buffers, cast_floating, map_tensors
+
+from .collectives import Collectives
+from .optimizer import LowLevelZeroOptimizer
 
 
 class LowLevelZeroModel(nn.Module):
@@ -43,9 +47,7 @@ class LowLevelZeroModel(nn.Module):
         """Run the module."""
         dtype = self._input_dtype
         if dtype is not None:
-            args, kwargs = map_tensors(
-                (args, kwargs), lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            )
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, dtype))
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,11 +69,17 @@ class LowLevelZeroModel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
+def spread_rest(
+    module: nn.Module, optimizer: LowLevelZeroOptimizer | None, group: dist.ProcessGroup | None
+) -> None:
+    """Give all ranks of ``group`` the first one's buffers, and parameters that no optimizer has spread."""
+    done = set() if optimizer is None else {shard.param for shard in optimizer.sharded.shards}
+    for tensor in (*module.buffers(), *(param for param in module.parameters() if param not in done)):
+        Collectives(group, tensor.device).spread(tensor)
+
+
 def _cast_rest(module: nn.Module, dtype: torch.dtype) -> None:
     for param in module.parameters():
         if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
-    for owner in module.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_floating_point():
-                setattr(owner, name, buffer.to(dtype))
+    cast_buffers(module, dtype)

@@ -309,7 +309,7 @@ class CountedBytes:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, collectives: Any) -> None:
         size = dist.get_world_size()
-        exchange, gather = dist.all_to_all_single, collectives._gather_rows
+        exchange, gather = dist.all_to_all_single, collectives.all_gather
 
         def counted_exchange(output: Tensor, source: Tensor, **options: Any) -> Any:
             self.exchanged += source.nbytes * (size - 1) // size
@@ -320,7 +320,7 @@ class CountedBytes:
             return gather(output, source, **options)
 
         monkeypatch.setattr(dist, "all_to_all_single", counted_exchange)
-        monkeypatch.setattr(collectives, "_gather_rows", counted_gather)
+        monkeypatch.setattr(collectives, "all_gather", counted_gather)
 
 
 def _count_a_step(precision: str, stage: int) -> tuple[int, int, int, int]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import own_part, run_on_ranks
 from torch import Tensor, nn
-from torch import distributed as dist
 
-from gemini.parallel.zero import LowLevelZeroPlugin
+from gemini.parallel import LowLevelZeroPlugin
+from gemini.parallel.zero import LowLevelZeroOptimizer
 
 transformers = pytest.importorskip("transformers", reason="the models come from transformers")
 
@@ -60,11 +60,11 @@ def _train(name: str, stage: int, precision: str) -> tuple[dict[str, Tensor], li
     module = build(name)
     inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     plugin = LowLevelZeroPlugin(stage, precision, initial_scale=2.0**8, max_norm=1.0)
-    model, optimizer = plugin.configure(module, inner)
-    assert optimizer is not None
+    model, optimizer, _ = plugin.configure(module, inner, None, None)
+    assert isinstance(optimizer, LowLevelZeroOptimizer)
     losses = []
     for step in range(3):
-        loss = loss_of(name, model, tokens_of(step).chunk(dist.get_world_size())[dist.get_rank()])
+        loss = loss_of(name, model, own_part(tokens_of(step)))
         optimizer.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))

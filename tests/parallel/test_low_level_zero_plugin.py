@@ -13,7 +13,8 @@ from torch import distributed as dist
 from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train, train_plain, weights
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, zero_model_wrapper, zero_optim_wrapper
-from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, LowLevelZeroPlugin
+from gemini.parallel import LowLevelZeroPlugin
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
 
 class Normed(nn.Module):
@@ -37,8 +38,8 @@ def _configured(precision: str, stage: int) -> dict[str, Any]:
     start = copy.deepcopy(module.state_dict())
     params = [param for param in module.parameters() if param.requires_grad]
     plugin = LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=4.0, max_norm=1.0)
-    model, optimizer = plugin.configure(module, torch.optim.SGD(params, lr=0.1))
-    assert optimizer is not None
+    model, optimizer, _ = plugin.configure(module, torch.optim.SGD(params, lr=0.1), None, None)
+    assert isinstance(optimizer, LowLevelZeroOptimizer)
     batch = torch.randn(4, 6), torch.tensor([2.0, 3.0])
     with plugin.no_sync(model, optimizer):
         optimizer.backward(model(batch[0], scale={"by": batch[1]}).float().square().mean())
@@ -63,14 +64,16 @@ def test_plugin_makes_ranks_equal_casts_the_model_and_trains_it(precision: str, 
 
 
 def test_plugin_without_an_optimizer_casts_the_model() -> None:
-    model, optimizer = LowLevelZeroPlugin(precision="bf16").configure(Normed())
+    model, optimizer, _ = LowLevelZeroPlugin(precision="bf16").configure(Normed(), None, None, None)
     assert optimizer is None
     assert model(torch.randn(3, 6), scale={"by": torch.ones(2)}).dtype == torch.bfloat16
 
 
 def test_plugin_that_does_not_cast_inputs_leaves_them() -> None:
     seen: list[torch.dtype] = []
-    model, _ = LowLevelZeroPlugin(precision="bf16", cast_inputs=False).configure(Normed())
+    plugin = LowLevelZeroPlugin(precision="bf16", cast_inputs=False)
+    model = plugin.configure(Normed(), None, None, None).model
+    assert isinstance(model, LowLevelZeroModel)
     model.module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.randn(3, 6), scale={"by": torch.ones(2)})
@@ -79,13 +82,15 @@ def test_plugin_that_does_not_cast_inputs_leaves_them() -> None:
 
 def test_plugin_refuses_what_it_does_not_know() -> None:
     with pytest.raises(TypeError, match="max_normm"):
-        LowLevelZeroPlugin(max_normm=1.0)  # type: ignore[call-arg]
+        LowLevelZeroPlugin(max_normm=1.0)
+    with pytest.raises(TypeError, match="reduce_bucket_size'"):
+        LowLevelZeroPlugin(reduce_bucket_size=50)
     with pytest.raises(ConfigError, match="choose from"):
         LowLevelZeroPlugin(precision="int8")
     with pytest.raises(ConfigError, match="stage 1 or 2"):
-        LowLevelZeroPlugin(stage=3).configure(odd_net(), adamw(odd_net().parameters()))
+        LowLevelZeroPlugin(stage=3)
     with pytest.raises(ConfigError, match="no_sync"):
-        LowLevelZeroPlugin().no_sync(odd_net())
+        LowLevelZeroPlugin().no_sync(odd_net(), None)
 
 
 def test_model_state_is_the_modules_and_loads_in_place() -> None:

@@ -6,16 +6,29 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from gemini.device import current_device
 from gemini.errors import ConfigError
-from gemini.parallel import zero
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.plugin.options import keyword_names, refuse_unknown, with_precision
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
+from gemini.parallel.zero.options import choose_stage, parse_precision
 
-_OPTIONS = keyword_names(zero.LowLevelZeroPlugin) - {"stage", "precision"}
+_OWN = frozenset(
+    ("stage", "precision", "max_norm", "reduce_bucket_size_in_m", "cast_inputs", "dp_process_group")
+)
+_RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
+_OPTIONS = keyword_names(LowLevelZeroOptimizer) - _OWN - _RENAMED
+# Where this name has always had other defaults than the optimizer: the first steps find the right scale.
+_DEFAULTS = {
+    "initial_scale": 2**32,
+    "growth_interval": 1000,
+    "max_scale": 2**32,
+    "overlap_communication": True,
+}
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -23,24 +36,47 @@ class LowLevelZeroPlugin(Plugin):
     stage 2 gradients too.
 
     Any element-wise torch optimizer may be used. The model is moved to the current GPU where there is one.
+    Every rank gets the first one's weights and buffers.
 
     Args:
         stage: 1 or 2.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``; None is what the booster says, and fp32 if it says
             nothing, as with every plugin.
-        options: further keywords of :class:`gemini.parallel.zero.LowLevelZeroPlugin`.
+        max_norm: the optimizer's ``clip_grad_norm``.
+        reduce_bucket_size_in_m: millions (2**20) of elements that are sent at a time.
+        cast_inputs: whether floating-point inputs of the model are cast to ``precision``.
+        dp_process_group: the ranks; None: all.
+        options: ``norm_type``, ``communication_dtype``, ``overlap_communication``, ``cpu_offload`` and the
+            loss scale's, as LowLevelZeroOptimizer has them. Gradients are sent while backward goes on, and
+            the loss scale begins at 2**32, unless said otherwise.
 
     Raises:
-        TypeError: a keyword that it does not have. ConfigError: a value that cannot be.
+        TypeError: a keyword that it does not have. ConfigError: a stage or precision that cannot be.
     """
 
-    def __init__(self, stage: int = 1, precision: str | None = None, **options: Any) -> None:
-        refuse_unknown("LowLevelZeroPlugin", options, _OPTIONS)
-        zero.LowLevelZeroPlugin(stage, precision or "fp32", **options)  # what cannot be is told here
-        self._stage = stage
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str | torch.dtype | None = None,
+        *,
+        max_norm: float = 0.0,
+        reduce_bucket_size_in_m: int = 12,
+        cast_inputs: bool = True,
+        dp_process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_unknown("LowLevelZeroPlugin", options, _OPTIONS | _OWN)
+        parse_precision(precision)
         self._precision = precision
+        self._cast_inputs = cast_inputs
+        self._own: dict[str, Any] = {
+            "stage": choose_stage(stage, None),
+            "dp_process_group": dp_process_group,
+            "clip_grad_norm": max_norm,
+            "reduce_bucket_size": reduce_bucket_size_in_m * 2**20,
+        }
         self._options = options
-        self.process_group = options.get("dp_process_group")
+        self.process_group = dp_process_group
 
     def configure(
         self,
@@ -49,25 +85,34 @@ class LowLevelZeroPlugin(Plugin):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """See :class:`Plugin`."""
+        """See :class:`Plugin`. Model and optimizer are changed in place."""
         chosen, options = with_precision(
             "LowLevelZeroPlugin", "precision", {"precision": self._precision}, self._options, precision
         )
-        engine = zero.LowLevelZeroPlugin(self._stage, chosen["precision"] or "fp32", **options)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise ConfigError(
                 "the model is on 'meta', and every rank of LowLevelZeroPlugin holds the whole of it: build "
                 "it on 'cpu', or use GeminiPlugin"
             )
         model.to(current_device())
-        boosted, optim = engine.configure(model, optimizer)
-        return Boosted(boosted, optim, criterion)
+        dtype = parse_precision(chosen["precision"] or "fp32")
+        cut = None
+        if optimizer is not None:
+            cut = LowLevelZeroOptimizer(
+                optimizer,
+                precision=dtype,
+                **self._own,
+                **{**_DEFAULTS, **options},
+            )
+        spread_rest(model, cut, self.process_group)
+        ready = LowLevelZeroModel(model, dtype, cast_inputs=self._cast_inputs, stage=self._own["stage"])
+        return Boosted(ready, cut, criterion)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
         """See :class:`Plugin`."""
-        if not isinstance(optimizer, zero.LowLevelZeroOptimizer):
+        if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise ConfigError(
                 "no_sync() has no gradients to keep: the model was boosted without an optimizer"
             )
