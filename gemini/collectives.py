@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,19 +25,30 @@ class Traffic:
 
     gathered: int = 0
     reduced: int = 0
+    replicated: int = 0
     rounds: int = 0
 
 
 class ProcessGroupPeers(Peers):
-    """Carries out what the runtime asks for on a process group of two or more ranks."""
+    """Carries out what the runtime asks for on process groups."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, ranks: list[int]
+    ) -> None:
+        """``group``: the two or more ranks that hold this copy of the model; ``replicas``: those with this
+        part of the others; ``ranks``: all, in order of their places."""
         self.group = group
         self.traffic = Traffic()
+        self._replicas = replicas
         self._share = Share(dist.get_rank(group), dist.get_world_size(group))
+        if replicas is not None:
+            copy, copies = dist.get_rank(replicas), dist.get_world_size(replicas)
+            self._share = replace(self._share, replica=copy, replicas=copies)
         # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
-        ranks = dist.get_process_group_ranks(group)
+        self._ranks = ranks
         self._messages = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._aside: dist.ProcessGroup | None = None
+        self._order = [dist.get_group_rank(self._messages, rank) for rank in ranks]
 
     @property
     def share(self) -> Share:
@@ -44,10 +56,11 @@ class ProcessGroupPeers(Peers):
 
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
         message = torch.tensor(mine, dtype=torch.int64)
-        said = torch.empty(len(mine) * self._share.size, dtype=torch.int64)
+        said = torch.empty(len(mine) * self._share.world, dtype=torch.int64)
         all_gather(said, message, group=self._messages)
         self.traffic.rounds += 1
-        return said.view(self._share.size, -1).tolist()
+        found: list[list[int]] = said.view(self._share.world, -1).tolist()
+        return [found[index] for index in self._order]
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         self.traffic.gathered += (self._share.size - 1) * shard.nbytes
@@ -91,19 +104,56 @@ class ProcessGroupPeers(Peers):
         return _Works(works)
 
     def say(self, text: str) -> list[str]:
-        """Return what every rank, in order, has said here."""
-        said: list[Any] = [None] * self._share.size
-        dist.all_gather_object(said, text, group=self._messages)
-        return said
+        """Return what every rank, in order of their places, has said here."""
+        return self._say(self._messages, text)
+
+    def say_aside(self) -> Callable[[str], list[str]]:
+        """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
+        if self._aside is None:
+            self._aside = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        return partial(self._say, self._aside)
+
+    def _say(self, group: dist.ProcessGroup, text: str) -> list[str]:
+        said: list[Any] = [None] * self._share.world
+        dist.all_gather_object(said, text, group=group)
+        return [said[index] for index in self._order]
+
+    def sum_replicas(self, values: torch.Tensor, room: torch.Tensor) -> None:
+        group, copies, own = self._replicas, self._share.replicas, self._share.replica
+        assert group is not None
+        # Each rank adds one part of the values for all copies and sends the others the sum: less than twice
+        # the bytes of the values, for any number of copies.
+        parts = values.tensor_split(copies)
+        mine, size = parts[own], parts[own].numel()
+        others = [copy for copy in range(copies) if copy != own]
+        terms = [room[copy * size : (copy + 1) * size] for copy in range(copies)]
+        self.traffic.replicated += values.nbytes - mine.nbytes + len(others) * mine.nbytes
+        _swap(group, [(copy, parts[copy], terms[copy]) for copy in others])
+        total, terms[own] = terms[own], mine
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+        mine.copy_(total)
+        _swap(group, [(copy, mine, parts[copy]) for copy in others])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self.group, group_src=0)
+        if self._replicas is not None:
+            dist.broadcast(tensor, group=self._replicas, group_src=0)
 
     def sum(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, group=self.group)
 
     def largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+
+def _swap(group: dist.ProcessGroup, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    """Send and receive: for each (rank, what it gets, what it sends)."""
+    operations = [dist.P2POp(dist.isend, sent, group=group, group_peer=rank) for rank, sent, _ in messages]
+    operations += [dist.P2POp(dist.irecv, got, group=group, group_peer=rank) for rank, _, got in messages]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 class _Works(Transfer):
@@ -128,21 +178,17 @@ def _started(work: Any) -> Transfer:
 
 
 def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
-    """Return the ranks of ``process_group`` (a ProcessGroup, a one-dimensional DeviceMesh, or None: all
-    ranks, where torch.distributed was initialized); None where that is one rank alone.
+    """Return the ranks of ``process_group``: a ProcessGroup, a DeviceMesh of one dimension, or of two, the
+    first of which replicates what the second one shards, or None: all ranks, where torch.distributed was
+    initialized. None where that is one rank alone.
 
     Raises:
         ConfigError: it is something else.
     """
+    if isinstance(process_group, DeviceMesh):
+        return _peers_on(process_group)
     if process_group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    elif isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ConfigError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dimensions; pass the one that "
-                "shards, for example mesh['dp']"
-            )
-        group = process_group.get_group()
     elif isinstance(process_group, dist.ProcessGroup):
         group = process_group
     else:
@@ -152,7 +198,32 @@ def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
         )
     if group is None or dist.get_world_size(group) == 1:
         return None
-    return ProcessGroupPeers(group)
+    return ProcessGroupPeers(group, None, dist.get_process_group_ranks(group))
+
+
+def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"process_group is a DeviceMesh of {mesh.ndim} dimensions; pass the one that shards, for example "
+            "mesh['dp'], or one that replicates and one that shards: mesh['replicate', 'shard']"
+        )
+    if mesh.size() == 1:
+        return None
+    if mesh.size(-1) == 1:
+        raise ConfigError(
+            f"process_group is a DeviceMesh of the shape {tuple(mesh.shape)}: its last dimension shards, and "
+            "one rank alone has nothing to share; replicate with torch's DistributedDataParallel"
+        )
+    replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    return ProcessGroupPeers(mesh.get_group(-1), replicas, mesh.mesh.flatten().tolist())
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of ``mesh``, which call this together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    group: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return group
 
 
 def join_ranks(backend: str | None = None) -> bool:
@@ -184,7 +255,7 @@ def agreed(config: GeminiConfig, peers: ProcessGroupPeers) -> GeminiConfig:
     """
     device_bytes = config.device_bytes
     if device_bytes is None:
-        device_bytes = default_budget_bytes() // _ranks_on_this_host(peers.share.size)
+        device_bytes = default_budget_bytes() // _ranks_on_this_host(peers.share.world)
     least = min(said[0] for said in peers.exchange([device_bytes]))
     return replace(config, device_bytes=least)
 

@@ -65,9 +65,12 @@ class GeminiDDP(nn.Module):
             changes nothing here.
         process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
             dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
-            alone. The first rank's weights and buffers are taken.
+            alone. On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid
+            sharding: a row per node, say). The first rank's weights and buffers are taken.
         gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
-            more; ``None``: a quarter of ``device_bytes``.
+            more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
+        reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
+            bytes. They are accumulated, and added up, in fp32 in any case.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
@@ -100,6 +103,7 @@ class GeminiDDP(nn.Module):
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
         gather_bytes: int | str | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
         memstats: Trace | None = None,
         config: GeminiConfig | None = None,
         verbose: bool = False,
@@ -121,6 +125,7 @@ class GeminiDDP(nn.Module):
             disk_bytes=disk_bytes,
             non_model_bytes=non_model_bytes,
             gather_bytes=gather_bytes,
+            reduce_dtype=reduce_dtype,
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             memstats=memstats,

@@ -34,6 +34,8 @@ _CHUNKS_ON_DEVICE = 10
 
 # The share of DEVICE that whole parameter chunks may take over ranks, where no operator needs more.
 _GATHERED_SHARE = 4
+# The share of all of them that it may be: the rest is gathered again by backward.
+_WHOLE_SHARE = 2
 
 # Chunks of activations keep their places in the DISK file, used or not: as many times what it may hold.
 _SPARE_PLACES = 8
@@ -69,7 +71,9 @@ def build_runtime(
     share = peers.share if peers is not None else None
     blueprint = draw_blueprint(module, config, share)
     if peers is not None:
-        require_equal(peers, f"{blueprint.context.chunk_signature} {blueprint.gather_bytes}")
+        require_equal(
+            peers, f"{blueprint.context.chunk_signature} {blueprint.gather_bytes} {config.reduce_dtype}"
+        )
     plan = blueprint.refuse_misfit()
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
@@ -78,7 +82,7 @@ def build_runtime(
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     storage.register(manager)
     if peers is not None:
-        manager.sharding = Sharding(manager, storage, peers, blueprint.gather_bytes)
+        manager.sharding = Sharding(manager, storage, peers, blueprint.gather_bytes, config.reduce_dtype)
     adopt_module(module, storage, manager)
     if manager.sharding is not None:
         for buffer in module.buffers():
@@ -123,9 +127,12 @@ def draw_blueprint(module: nn.Module, config: GeminiConfig, share: Share | None 
 
 
 def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: GeminiConfig) -> int:
-    """Return what whole parameter chunks may take: at least those of an operator and the next chunk."""
-    least = max(operator_bytes, sizes.largest_window) + sizes.largest_window
-    wanted = config.gather_bytes if config.gather_bytes is not None else room // _GATHERED_SHARE
+    """Return what whole parameter chunks may take: at least those of an operator, the next chunk, and the
+    small ones."""
+    least = max(operator_bytes, sizes.largest_window) + sizes.largest_window + sizes.small_windows
+    wanted = config.gather_bytes
+    if wanted is None:
+        wanted = min(room // _GATHERED_SHARE, sizes.windows // _WHOLE_SHARE)
     return min(sizes.windows, max(least, wanted))
 
 

@@ -27,7 +27,8 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 class GeminiConfig:
     """Options of a managed model. Sizes in bytes; ``None`` where the default depends on machine or model.
 
-    ``precision`` is the dtype that parameters compute in, or None to leave each as it is.
+    ``precision`` is the dtype that parameters compute in, or None to leave each as it is; ``reduce_dtype``
+    that in which gradients travel between ranks, None: fp32.
     """
 
     placement_policy: str | PlacementPolicy = "auto"
@@ -41,6 +42,7 @@ class GeminiConfig:
     disk_bytes: int | None = None
     non_model_bytes: int | None = None
     gather_bytes: int | None = None
+    reduce_dtype: torch.dtype | None = None
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
     memstats: Trace | None = None
@@ -74,6 +76,7 @@ class GeminiConfig:
         disk_bytes: int | str | None = None,
         non_model_bytes: int | str | None = None,
         gather_bytes: int | str | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
         **options: object,
     ) -> GeminiConfig:
         """Return the configuration for a user's keywords: sizes may be text such as ``"512MiB"``.
@@ -85,6 +88,8 @@ class GeminiConfig:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} is unknown; choose None, 'bf16' or 'fp16'"
             )
+        if reduce_dtype not in _PRECISIONS:
+            raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown; choose None, 'bf16' or 'fp16'")
         config = cls(
             precision=_PRECISIONS[mixed_precision],
             device_bytes=parse_bytes(device_bytes),
@@ -92,6 +97,7 @@ class GeminiConfig:
             disk_bytes=parse_bytes(disk_bytes),
             non_model_bytes=parse_bytes(non_model_bytes),
             gather_bytes=parse_bytes(gather_bytes),
+            reduce_dtype=_PRECISIONS[reduce_dtype],
             **options,  # type: ignore[arg-type]
         )
         if config.disk_bytes and config.disk_dir is None:
@@ -99,6 +105,11 @@ class GeminiConfig:
         if config.activation_offload not in (False, True, "auto"):
             raise ConfigError(
                 f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
+            )
+        if config.reduce_dtype == torch.float16 != config.precision:
+            raise ConfigError(
+                "reduce_dtype='fp16' needs the loss scale of mixed_precision='fp16': without one small "
+                "gradients become zero; choose 'bf16'"
             )
         if config.device_bytes is not None and config.device_bytes <= 0:
             raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")

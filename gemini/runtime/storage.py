@@ -14,7 +14,7 @@ from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.param import TensorRef
 from gemini.zero.gradient import ShardedGradient, ShardPlace
-from gemini.zero.share import GroupShard, Share
+from gemini.zero.share import GroupShard, Share, stays_whole
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -244,13 +244,14 @@ class DataSizes:
 
     ``total``: all that is kept. ``working``: the most that an update needs on DEVICE at once. ``largest``:
     the largest chunk. Over several ranks, of what is whole only while it is used: ``windows``, all parameter
-    chunks; ``largest_window``; ``largest_gradient``.
+    chunks; ``small_windows``, those of them that stay; ``largest_window``; ``largest_gradient``.
     """
 
     total: int
     working: int
     largest: int
     windows: int = 0
+    small_windows: int = 0
     largest_window: int = 0
     largest_gradient: int = 0
 
@@ -271,7 +272,8 @@ def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int, share: Share
             if share is not None:
                 windows.append(whole[0].nbytes)
                 gradients += [chunk.nbytes for chunk in whole[1:]]
-    return DataSizes(total, working, largest, sum(windows), max(windows), max(gradients))
+    small = sum(nbytes for nbytes in windows if stays_whole(nbytes, max(windows)))
+    return DataSizes(total, working, largest, sum(windows), small, max(windows), max(gradients))
 
 
 _SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)

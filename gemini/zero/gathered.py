@@ -10,6 +10,7 @@ import torch
 from gemini.chunk import TensorIds
 from gemini.runtime.tensor_mgr import TensorState
 from gemini.zero.peers import Peers, Transfer
+from gemini.zero.share import stays_whole
 from gemini.zero.use_order import UseOrder
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class GatheredChunks:
         self._manager = manager
         self._peers = peers
         self._each = [GatheredChunk(manager, group) for group in storage.groups]
+        largest = max((chunk.nbytes for chunk in self._each), default=0)
+        self._staying = {i for i, chunk in enumerate(self._each) if stays_whole(chunk.nbytes, largest)}
         self._of = {
             slot.param_ref.tensors[0]: index
             for index, group in enumerate(storage.groups)
@@ -187,6 +190,11 @@ class GatheredChunks:
             if chunk.is_open:
                 chunk.close()
 
+    def write_back(self) -> None:
+        """Bring what was written since they were opened to the shards."""
+        for chunk in self._each:
+            chunk.write_back()
+
     def wait(self) -> None:
         """Wait for everything that is being gathered."""
         for chunk in self._each:
@@ -203,6 +211,6 @@ class GatheredChunks:
 
     def _victims(self, in_use: Iterable[int]) -> list[int]:
         """Return what may be closed; what is to be closed first comes last."""
-        kept = set(in_use)
+        kept = {*in_use, *self._staying}
         idle = [i for i, chunk in enumerate(self._each) if i not in kept and chunk.is_idle]
         return sorted(idle, key=lambda i: (self.order.next_use(i), -self._each[i].last_use))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini.zero.gradient import ShardedGradient
+from gemini.zero.parts import FullParts, NarrowParts, Parts
 from gemini.zero.peers import Peers, Transfer
 from gemini.zero.rounds import from_bits, to_bits
 
@@ -30,6 +31,7 @@ class GradientExchange:
         storage: ModelStorage,
         peers: Peers,
         enter_round: Callable[[], None],
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.is_held = False  # gradients accumulate here, without an exchange
         self._manager = manager
@@ -40,8 +42,15 @@ class GradientExchange:
         self._arrived: list[set[int]] = [set() for _ in storage.groups]
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
-        self._parts = storage.exchange
-        self._parts_tensor = manager.chunks.add_tensor(storage.exchange) if storage.exchange else -1
+        self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
+        self._room: torch.Tensor = torch.empty(0)
+        self._room_tensor = -1
+        if storage.exchange is not None:
+            self._room = storage.exchange.tensor
+            self._room_tensor = manager.chunks.add_tensor(storage.exchange)
+        self._parts: Parts = FullParts(peers, self._room)
+        if reduce_dtype is not None:
+            self._parts = NarrowParts(peers, self._room, reduce_dtype)
         self._gradients: list[ShardedGradient] = []
         for index, group in enumerate(storage.groups):
             for grad in _gradients(group):
@@ -59,15 +68,12 @@ class GradientExchange:
         self._arrived[index].clear()
         group, manager = self._groups[index], self._manager
         assert group.grad is not None
-        assert self._parts is not None
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
-        manager.next_moment((*whole, self._parts_tensor))
+        manager.next_moment((*whole, self._room_tensor))
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
-        numel = group.grad.spec.numel
-        parts = self._parts.tensor[:numel]
-        self._under_way = index, self._peers.scatter_all(group.grad.tensor, parts)
+        self._under_way = index, self._parts.send(group.grad.tensor)
 
     def wait(self) -> None:
         """Wait for the exchange under way, if there is one; what it brought is void."""
@@ -82,8 +88,9 @@ class GradientExchange:
             return
         index = self._under_way[0]
         self.wait()
-        group, manager, size = self._groups[index], self._manager, self._peers.share.size
-        total = self._add_parts(group)
+        group, manager = self._groups[index], self._manager
+        assert group.grad is not None
+        mean = self._parts.mean(group.grad.tensor)
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
         manager.chunks.release(whole, dirty=True)
         for grad in _gradients(group):
@@ -98,29 +105,37 @@ class GradientExchange:
             for grad in _gradients(group):
                 if not grad.is_shared:  # what was given up since is not zero by itself
                     grad.value.zero_()
-            shard.grad.tensor.add_(total.mul_(1.0 / size))
+            shard.grad.tensor.add_(mean)
         else:
-            torch.mul(total, 1.0 / size, out=shard.grad.tensor)
+            shard.grad.tensor.copy_(mean)
         manager.chunks.release(own, dirty=True)
         for grad in _gradients(group):
             grad.is_shared = True
-        manager.chunks.release((self._parts_tensor,), dirty=False)
-        manager.chunks.free((self._parts_tensor,))
+        if self._peers.share.replicas > 1:
+            self._unequal.add(index)
+        manager.chunks.release((self._room_tensor,), dirty=False)
+        manager.chunks.free((self._room_tensor,))
 
-    def _add_parts(self, group: ChunkGroup) -> torch.Tensor:
-        """Return this rank's part of a whole gradient plus those that have arrived, added in the order of the
-        ranks."""
-        assert group.grad is not None
-        assert self._parts is not None
-        share, numel = self._peers.share, group.grad.spec.numel
-        start, stop = share.range_of(numel)
-        places = list(self._parts.tensor[:numel].view(share.size, -1).unbind(0))
-        total = places[share.rank]  # nothing has arrived there
-        terms = [*places[: share.rank], group.grad.tensor[start:stop], *places[share.rank + 1 :]]
-        torch.add(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            total.add_(term)
-        return total
+    @torch.no_grad()
+    def _average_replicas(self) -> None:
+        """Take the mean of all shards over the copies of the model; one that was equal stays what it is."""
+        manager, replicas = self._manager, self._peers.share.replicas
+        for index in sorted(self._unequal):
+            group = self._groups[index]
+            assert group.shard is not None
+            assert group.shard.grad is not None
+            own = [grad.update_tensor for grad in _gradients(group)]
+            manager.next_moment((*own, self._room_tensor))
+            for grad in _gradients(group):
+                if not grad.is_shared:
+                    grad.value.zero_()
+                grad.is_shared = True
+            self._peers.sum_replicas(group.shard.grad.tensor, self._room)
+            group.shard.grad.tensor.mul_(1.0 / replicas)
+            manager.chunks.release(own, dirty=True)
+            manager.chunks.release((self._room_tensor,), dirty=False)
+            manager.chunks.free((self._room_tensor,))
+        self._unequal.clear()
 
     def finish(self) -> None:
         """Exchange what is left; then a gradient is there on all ranks if it was on one."""
@@ -131,6 +146,7 @@ class GradientExchange:
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()
+        self._average_replicas()
         self._complete.clear()
         had = set(_union(message[len(words) :] for message in said))
         for place, grad in enumerate(self._gradients):
@@ -142,6 +158,7 @@ class GradientExchange:
         self.settle()
         if not keep:
             self._had.clear()
+            self._unequal.clear()
         self._complete.clear()
         for arrived in self._arrived:
             arrived.clear()

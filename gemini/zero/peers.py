@@ -19,17 +19,20 @@ class Transfer(Protocol):
 
 
 class Peers(Protocol):
-    """The ranks among which every chunk is cut into equal parts.
+    """The ranks that train one model. Those that hold one copy of it cut every chunk into equal parts; there
+    may be several copies (hybrid sharding).
 
     Every method is collective: all ranks call the same ones in the same order, with tensors of equal sizes,
-    contiguous, on the computing device. Errors are torch.distributed's.
+    contiguous, on the computing device. Where nothing else is said, those of one copy do it among themselves.
+    Errors are torch.distributed's.
     """
 
     @property
     def share(self) -> Share: ...
 
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return what every rank, in order, has given here: as many 64-bit integers each."""
+        """Return what every rank of every copy, in order of their places, has given here: as many 64-bit
+        integers each."""
         ...
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
@@ -45,16 +48,21 @@ class Peers(Protocol):
         have for this one, in order of their ranks. This rank's own place in ``parts`` is left undefined."""
         ...
 
+    def sum_replicas(self, values: torch.Tensor, room: torch.Tensor) -> None:
+        """Replace this rank's ``values`` by the sum of what the ranks with this part of other copies have,
+        added in the order of the copies. ``room``, as large, is overwritten."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` the values of the first rank."""
+        """Give ``tensor`` the values of the first rank of all copies."""
         ...
 
     def sum(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by their sum over the ranks."""
+        """Replace ``values`` by their sum over the ranks of this copy."""
         ...
 
     def largest(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the largest of all ranks."""
+        """Replace ``values`` by the largest of the ranks of this copy."""
         ...
 
 

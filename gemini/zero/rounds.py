@@ -24,13 +24,13 @@ class Round:
     all_done: bool
 
     def gathers(self, members: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Return the chunks that ranks among ``members`` want, each once, with those ranks; the same list on
-        every one of them."""
+        """Return the chunks that ranks among ``members`` want, each once, with the places among them of those
+        ranks; the same list on every one of them."""
         askers: dict[int, list[int]] = {}
         for place in range(WANTS):
             wanted = sorted({self.wants[m][place] for m in members if place < len(self.wants[m])})
             for chunk in wanted:
-                askers.setdefault(chunk, [m for m in members if chunk in self.wants[m]])
+                askers.setdefault(chunk, [i for i, m in enumerate(members) if chunk in self.wants[m]])
         return list(askers.items())
 
 

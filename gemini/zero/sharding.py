@@ -23,16 +23,21 @@ class Sharding:
     """Gathers what operators need, foretells what they need next, and exchanges complete gradients."""
 
     def __init__(
-        self, manager: GeminiManager, storage: ModelStorage, peers: Peers, gather_bytes: int
+        self,
+        manager: GeminiManager,
+        storage: ModelStorage,
+        peers: Peers,
+        gather_bytes: int,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
-        more at once."""
+        more at once. ``reduce_dtype``: what gradients travel in,
+        None: fp32."""
         self.peers = peers
         self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
-        self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients)
+        self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients, reduce_dtype)
         self.gather_bytes = gather_bytes
         self._num_groups = len(storage.groups)
-        self._members = range(peers.share.size)
         self._current: tuple[int, ...] = ()
         self._in_round = False
 
@@ -67,6 +72,10 @@ class Sharding:
         """The parameters among ``tensors`` were written by an operator."""
         for chunk in self._chunks.used_by(tensors):
             self._chunks[chunk].is_written = True
+
+    def write_all_back(self) -> None:
+        """Bring everything that was written to whole chunks to the shards."""
+        self._chunks.write_back()
 
     def write_back(self, tensor: int) -> None:
         """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
@@ -164,7 +173,7 @@ class Sharding:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
             said = decode(self.peers.exchange(encode(wants, complete, self._num_groups, done=done)))
-            for chunk, askers in said.gathers(self._members):
+            for chunk, askers in said.gathers(self.peers.share.members):
                 self._chunks.gather(chunk, askers)
             for group in said.complete:
                 self._gradients.exchange(group)

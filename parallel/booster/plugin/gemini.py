@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.collectives import group_of
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
@@ -54,9 +55,7 @@ class GeminiPlugin(Plugin):
         self._model_options.update(device=device, placement_policy=placement_policy)
         self._optimizer_options = {key: value for key, value in options.items() if key in _OPTIMIZER}
         group = options.get("process_group")
-        if isinstance(group, DeviceMesh) and group.ndim == 1:  # GeminiDDP refuses others
-            group = group.get_group()
-        self.process_group = group
+        self.process_group = group_of(group) if isinstance(group, DeviceMesh) else group
 
     def configure(
         self,
