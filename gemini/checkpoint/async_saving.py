@@ -20,6 +20,7 @@ import torch
 from gemini.checkpoint import rng
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.rank import rank_of
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.config import parse_bytes
@@ -31,6 +32,7 @@ from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 4 * 2**20
+_MEETING_SECONDS = 10.0
 
 
 @torch.no_grad()
@@ -52,24 +54,23 @@ def save_async(
     written from where it is. The checkpoint is complete once ``wait()`` of what is returned has returned;
     the next save and ``model.close()`` wait, too. Until then change weights through ``optimizer.step()`` or
     ``load_state_dict`` alone: other writes may get into the checkpoint. Buffers are written before this
-    returns.
+    returns. Over several ranks all of them call this, and ``wait()``.
 
     Args:
         staging_bytes: the most memory that copies take, on top of the budgets; in units of 4 MiB.
 
     Raises:
-        ConfigError: the model is cut among several ranks.
+        ConfigError: ``staging_bytes`` is too small.
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
-    if model.peers is not None:
-        raise ConfigError("save_async writes for one process; over several ranks call save()")
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")
     shard = checked_shard_bytes(shard_bytes)
     manifest = prepare(model, optimizer, scheduler, extra)
-    context = new_checkpoint(directory, model.manager.step, keep=keep)
+    rank = rank_of(model, aside=True)
+    context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
     try:
         writer.manifest, writer.rng = manifest, rng.capture()
@@ -187,7 +188,7 @@ class SaveHandle:
             return
         self._end(CheckpointError("the save was dropped before it was complete"))
         self._shown = True
-        self._thread.join()
+        self._join_unless_others_hang()
         self._settle()
 
     # -- for the runtime ---------------------------------------------------------------------------
@@ -296,7 +297,12 @@ class SaveHandle:
         if self._left and not self._in_place:
             logger.warning("%s is dropped: the program ended before it was complete", self._writer.path)
             self._end(CheckpointError("the program ended"))
-        self._thread.join()
+        self._join_unless_others_hang()
+
+    def _join_unless_others_hang(self) -> None:
+        """Wait for the thread; not for long where it has to meet those of other ranks, which may never come:
+        what they wait for may be this one."""
+        self._thread.join(None if self._writer.rank.count == 1 else _MEETING_SECONDS)
 
     # -- inside, on the thread that writes ---------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A model's values as blocks, each read while its chunks are pinned once, and the files they go to."""
+"""What this rank has of a model as blocks, each read while its chunks are pinned once, and their files."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Block:
 
 
 class CheckpointFiles:
-    """The files of a checkpoint and what goes where. With one rank: all of it.
+    """The files of a checkpoint, and which of this rank's values go where. Of several copies of a model
+    (hybrid sharding) the first is written.
 
     Making it opens the files and writes what is in no block: buffers, and weights whose memory order is not
-    that of rows.
+    that of rows, which ranks have to put together.
     """
 
     def __init__(
@@ -53,36 +54,39 @@ class CheckpointFiles:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._weights = _weight_files(writer, model, shard_bytes)
-        self._states = _state_files(writer, optimizer, shard_bytes)
+        self._is_written = model.peers is None or model.peers.share.replica == 0
+        self._weights: dict[str, TensorFile] = {}
+        self._states: dict[str, TensorFile] = {}
+        if self._is_written:
+            self._weights = _weight_files(writer, model, shard_bytes)
+            self._states = _state_files(writer, optimizer, shard_bytes)
         tensors = contents.buffers(model)
         if tensors and writer.rank.index == 0:
             writer.add_buffers(contents.BUFFERS, tensors)
         for slot in model.storage.slots.values():
-            if not self._in_blocks(slot):
+            if not slot.param_view.is_contiguous():
                 values = read_values(slot, model.manager)  # over ranks, by all of them
-                if slot.name in self._weights:
+                if writer.rank.index == 0:
                     self._weights[slot.name].write(slot.name, 0, values.to(contents.weight_dtype(slot)))
 
     def blocks(self) -> list[Block]:
         """Return all blocks, those of state pieces in the order in which they are updated."""
         found: list[Block] = []
-        for group in self._model.storage.groups:
+        for group in self._model.storage.groups if self._is_written else ():
             found += [self._piece(group, piece) for piece in group.pieces]
             if not group.pieces:
-                found += [self._frozen(slot) for slot in group.slots if self._in_blocks(slot)]
+                found += [self._frozen(slot) for slot in group.slots if slot.param_view.is_contiguous()]
         return [block for block in found if block.extents]
 
-    def _in_blocks(self, slot: ManagedSlot) -> bool:
-        """Say whether a weight is written block by block: this rank has all of it, in the order of rows."""
-        return self._model.peers is None and slot.param_view.is_contiguous()
-
     def _frozen(self, slot: ManagedSlot) -> Block:
+        first, last = _owned(slot)
+        if first == last:
+            return Block(slot, (), ())
         file = self._weights[slot.name]
         dtype = contents.weight_dtype(slot)
-        read = partial(_param_values, slot.group, slot.start, slot.stop, dtype)
-        extent = Extent(file, slot.name, 0, (slot.stop - slot.start) * dtype.itemsize, read)
-        return Block(slot, tuple(slot.param_ref.tensors), (extent,))
+        read = partial(_param_values, slot.group, slot.start + first, slot.start + last, dtype)
+        extent = Extent(file, slot.name, first, (last - first) * dtype.itemsize, read)
+        return Block(slot, tuple(slot.group.value_tensors([slot])), (extent,))
 
     def _piece(self, group: ChunkGroup, piece: StatePiece) -> Block:
         tensors: dict[int, None] = {}  # a set that keeps its order
@@ -92,13 +96,13 @@ class CheckpointFiles:
             if start >= stop:
                 continue
             read: Callable[[], torch.Tensor]
-            if self._in_blocks(slot):
+            if slot.param_view.is_contiguous():
                 dtype = contents.weight_dtype(slot)
                 if piece.has(ChunkKind.MASTER):
                     tensors[piece.tensors[ChunkKind.MASTER]] = None
                     read = partial(piece.flat, ChunkKind.MASTER, start, stop)
                 else:
-                    tensors.update(dict.fromkeys(slot.param_ref.tensors))
+                    tensors.update(dict.fromkeys(group.value_tensors([slot])))
                     read = partial(_param_values, group, start, stop, dtype)
                 nbytes = (stop - start) * dtype.itemsize
                 file = self._weights[slot.name]
@@ -114,7 +118,7 @@ class CheckpointFiles:
 
 
 def _param_values(group: ChunkGroup, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    return group.param.tensor[start:stop].to(dtype)
+    return group.values(start, stop).to(dtype)
 
 
 def _owned(slot: ManagedSlot) -> tuple[int, int]:
@@ -130,7 +134,7 @@ def _range_name(slot: ManagedSlot, state: str) -> str:
 
 
 def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) -> dict[str, TensorFile]:
-    """Open the files of the weights that this rank writes; return which weight is in which."""
+    """Open the files of the weights, to which all ranks write; return which weight is in which."""
     specs = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
         for group in model.storage.groups
@@ -138,15 +142,13 @@ def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) 
     ]
     tied = contents.aliases(model)
     files: dict[str, TensorFile] = {}
-    rank = writer.rank
-    shards = _shards(specs, min(shard_bytes, -(-sum(spec.nbytes for spec in specs) // rank.count)))
+    shards = _shards(specs, shard_bytes)
     for number, shard in enumerate(shards):
-        if number % rank.count != rank.index:
-            continue
         stored = {spec.name for spec in shard}
         # As safetensors.torch.save_model does it: its load_model ties them again.
         metadata = {alias: kept for alias, kept in tied.items() if kept in stored}
-        file = writer.add_weights(contents.weights_file(number, len(shards)), shard, metadata)
+        name = contents.weights_file(number, len(shards))
+        file = writer.add_weights(name, shard, metadata, leads=writer.rank.index == 0)
         files.update(dict.fromkeys(stored, file))
     return files
 

@@ -53,9 +53,10 @@ class Rank:
         self.exchange(f"{_FAILED}{type(error).__name__}: {error}")
 
 
-def rank_of(model: GeminiDDP) -> Rank:
-    """Return this process's place among those that share ``model``."""
+def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:
+    """Return this process's place among those that share ``model``; ``aside``: for a thread of its own,
+    beside which training goes on. The ranks call it together."""
     if model.peers is None:
         return Rank()
     share = model.peers.share
-    return Rank(share.rank, share.size, model.peers.say)
+    return Rank(share.place, share.world, model.peers.say_aside() if aside else model.peers.say)

@@ -37,9 +37,9 @@ def save(
 
     Call it between steps. Weights (fp32, masters where there are any) are safetensors with a Hugging Face
     index, readable without this library; so are moments, as ranges of flat parameters. Values pass from
-    their chunk to the file: extra memory is at most one parameter. Only the user can read the files. A
-    failure or a kill leaves the earlier checkpoints. Over several ranks all of them call it, with one
-    directory that all see; each writes its own states and some of the weights.
+    their chunk to the file, without extra memory but for parameters whose memory is not in the order of rows.
+    Only the user can read the files. A failure or a kill leaves the earlier checkpoints. Over several ranks
+    all of them call it, with one directory that all see; each writes what it holds.
 
     Args:
         extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
@@ -79,6 +79,8 @@ def prepare(
     _check_json(extra, "extra")
     for slot in model.storage.slots.values():
         refresh_master(slot, model.manager)
+    if model.manager.sharding is not None:
+        model.manager.sharding.write_all_back()
     return {
         "step": model.manager.step,
         "parameters": contents.parameters(model),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gemini.checkpoint.checksum import combined, crc32c
 from gemini.errors import CheckpointError, IoError
@@ -27,39 +28,46 @@ class Seal:
     crc32c: int
 
 
+class Part(NamedTuple):
+    """Bytes of a file that one process has written, one after the other from ``offset`` on."""
+
+    offset: int
+    num_bytes: int
+    crc32c: int
+
+
 class SealedFile:
     """A new private file (mode 0600), written at any place in any order; durable once :meth:`finish` returns.
+    A ``shared`` one is written by several processes: each opens it and writes other bytes.
 
     Every failure is an :class:`gemini.errors.IoError` with path and offset. Not thread-safe.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
-        self._parts: dict[int, tuple[int, int]] = {}  # by offset: bytes, checksum
+        self._parts: dict[int, Part] = {}  # by offset
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
         with _io_error("create", path, 0):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(path, flags, 0o600)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write ``data``, all of it, at ``offset``. No byte of the file may be written twice."""
         rest, at = memoryview(data), offset
-        self._parts[offset] = (rest.nbytes, crc32c(rest))
+        self._parts[offset] = Part(offset, rest.nbytes, crc32c(rest))
         while rest:
             with _io_error("write", self.path, at):
                 written = os.pwrite(self._descriptor, rest, at)
             rest, at = rest[written:], at + written
 
-    def finish(self) -> Seal:
-        """Make the file durable, close it, and return its seal."""
+    def finish(self) -> list[Part]:
+        """Make the file durable, close it, and return what was written here, in order, adjoining parts as
+        one."""
         try:
             with _io_error("sync", self.path, 0):
                 os.fsync(self._descriptor)
         finally:
             self.close()
-        parts, end = sorted(self._parts.items()), 0
-        for offset, (num_bytes, _) in parts:
-            assert offset == end, f"{self.path}: bytes {end} to {offset} were not written"
-            end += num_bytes
-        return Seal(end, combined(part for _, part in parts))
+        return joined(self._parts.values())
 
     def close(self) -> None:
         """Close the file, finished or not. Idempotent."""
@@ -68,12 +76,39 @@ class SealedFile:
             os.close(descriptor)
 
 
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return ``parts`` in order of their offsets, those that adjoin as one."""
+    runs: list[list[Part]] = []
+    for part in sorted(parts):
+        if runs and sum(runs[-1][-1][:2]) == part.offset:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [
+        Part(run[0].offset, sum(part.num_bytes for part in run), combined(part[1:] for part in run))
+        for run in runs
+    ]
+
+
+def sealed(path: Path, parts: Iterable[Part]) -> Seal:
+    """Return the seal of a file of which ``parts`` were written.
+
+    Raises:
+        CheckpointError: they are not all of it, each byte once.
+    """
+    whole = joined(parts)
+    if len(whole) != 1 or whole[0].offset != 0:
+        runs = [(part.offset, part.offset + part.num_bytes) for part in whole]
+        raise CheckpointError(f"{path}: of its bytes those written are {runs}, not each one once")
+    return Seal(whole[0].num_bytes, whole[0].crc32c)
+
+
 def write_sealed(path: Path, data: bytes) -> Seal:
     """Write a small file as a whole; return its seal."""
     file = SealedFile(path)
     try:
         file.write(data, 0)
-        return file.finish()
+        return sealed(path, file.finish())
     finally:
         file.close()
 

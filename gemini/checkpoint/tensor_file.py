@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gemini.checkpoint.sealed_file import Seal, SealedFile
+from gemini.checkpoint.sealed_file import Part, SealedFile
 from gemini.errors import CheckpointError
 
 TYPE_NAMES = {
@@ -48,8 +48,17 @@ class TensorSpec:
 class TensorFile:
     """A new safetensors file with room for given tensors. Errors are those of :class:`SealedFile`."""
 
-    def __init__(self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
-        """Create the file and write its header.
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        *,
+        shared: bool = False,
+        leads: bool = True,
+    ) -> None:
+        """Create the file and write its header. Where it is ``shared``, several processes do, each for other
+        elements; the one that ``leads`` writes the header.
 
         Raises:
             CheckpointError: a tensor has a type that the format does not know.
@@ -57,9 +66,10 @@ class TensorFile:
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
         header, begins = _header(ordered, {"format": "pt", **metadata})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
-        self._file = SealedFile(path)
+        self._file = SealedFile(path, shared=shared)
         try:
-            self._file.write(header, 0)
+            if leads:
+                self._file.write(header, 0)
         except BaseException:
             self._file.close()
             raise
@@ -75,8 +85,8 @@ class TensorFile:
             raw = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
             self._file.write(raw, begin + first * tensor.dtype.itemsize)
 
-    def finish(self) -> Seal:
-        """Make the file durable, close it and return its seal."""
+    def finish(self) -> list[Part]:
+        """Make the file durable, close it and return what was written here."""
         return self._file.finish()
 
     def close(self) -> None:
@@ -84,8 +94,8 @@ class TensorFile:
         self._file.close()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
-    """Write a file of ordinary tensors; return its seal."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[Part]:
+    """Write a file of ordinary tensors; return what was written."""
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     file = TensorFile(path, specs, {})
     try:

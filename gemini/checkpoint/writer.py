@@ -1,4 +1,4 @@
-"""A checkpoint being written: every rank its own files, one of them the manifest, last."""
+"""A checkpoint being written: every rank its states, all of them the weights, one the manifest, last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.checkpoint import contents
 from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
 from gemini.checkpoint.rank import Rank
-from gemini.checkpoint.sealed_file import Seal, write_sealed
+from gemini.checkpoint.sealed_file import Part, sealed, write_sealed
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class CheckpointWriter:
         self.states: dict[str, dict[str, list[Range]]] = {state: {} for state in contents.MOMENTS}
         self._weight_bytes = 0
         self._open: dict[str, TensorFile] = {}
-        self._seals: dict[str, Seal] = {}
+        self._written: dict[str, list[Part]] = {}
 
     def add_file(
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
@@ -48,25 +48,28 @@ class CheckpointWriter:
         return self._open[name]
 
     def add_weights(
-        self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]
+        self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], *, leads: bool = True
     ) -> TensorFile:
-        """Do as :meth:`add_file` for whole weights."""
-        self.weights.update((tensor.name, name) for tensor in tensors)
-        self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
-        return self.add_file(name, tensors, metadata)
+        """Return a file with room for whole weights, to which several ranks write, other elements each; one
+        of them ``leads``: it is the one that says what is in the file."""
+        if leads:
+            self.weights.update((tensor.name, name) for tensor in tensors)
+            self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
+        self._open[name] = TensorFile(self.path / name, tensors, metadata, shared=True, leads=leads)
+        return self._open[name]
 
     def add_buffers(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write ordinary tensors of the model's state."""
         self.weights.update(dict.fromkeys(tensors, name))
         self._weight_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        self._seals[name] = write_tensors(self.path / name, tensors)
+        self._written[name] = write_tensors(self.path / name, tensors)
 
     def finish_part(self) -> str:
         """Make all files durable and write down what they hold."""
         for name in list(self._open):
-            self._seals[name] = self._open.pop(name).finish()
+            self._written[name] = self._open.pop(name).finish()
         document = {
-            "files": {name: [seal.num_bytes, seal.crc32c] for name, seal in self._seals.items()},
+            "files": self._written,
             "weights": self.weights,
             "weight_bytes": self._weight_bytes,
             "states": self.states,
@@ -119,7 +122,7 @@ def new_checkpoint(
 
 def _sealed(writer: CheckpointWriter, keep: int) -> Path:
     """Put together what the ranks wrote, and publish it."""
-    files: dict[str, list[int]] = {}
+    written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
     states: dict[str, dict[str, list[list[Any]]]] = {state: {} for state in contents.MOMENTS}
     total = 0
@@ -127,8 +130,9 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
         name = contents.part_file(index, writer.rank.count)
         part = read_json(writer.path / name)
         raw = (writer.path / name).read_bytes()
-        files.update(part["files"])
-        files[name] = [len(raw), crc32c(raw)]
+        for file, runs in part["files"].items():
+            written.setdefault(file, []).extend(Part(*run) for run in runs)
+        written[name] = [Part(0, len(raw), crc32c(raw))]
         weights.update(part["weights"])
         total += part["weight_bytes"]
         for state, ranges in part["states"].items():
@@ -140,7 +144,9 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
         (contents.OPTIMIZER_INDEX, {"states": states}),
     ):
         seal = write_sealed(writer.path / name, encoded(document))
-        files[name] = [seal.num_bytes, seal.crc32c]
+        written[name] = [Part(0, seal.num_bytes, seal.crc32c)]
+    seals = {name: sealed(writer.path / name, parts) for name, parts in written.items()}
+    files = {name: [seal.num_bytes, seal.crc32c] for name, seal in seals.items()}
     return publish(writer.path, {**writer.manifest, "ranks": writer.rank.count, "files": files}, keep)
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import RanksFailed, run_on_ranks
 from sharded_harness import Recipe, assert_near, assert_same, mlp, tied, train_plain, train_step, wrap
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from gemini import ConfigError
-from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
+from gemini.checkpoint import CheckpointReader, latest, load, save
 
 RECIPE = Recipe(clip=0.1)
 
@@ -74,6 +75,31 @@ def test_worlds_of_4_3_1_and_2_ranks_hand_over_to_each_other(tmp_path: Path) -> 
         assert_near(saved, want)
 
 
+def _save_copies(directory: str, replicas: int, shards: int, until: int) -> dict[str, Tensor]:
+    ranks = init_device_mesh("cpu", (replicas, shards)) if replicas > 1 else None
+    model, optimizer = wrap(tied, RECIPE, process_group=ranks)
+    with model:
+        if any(Path(directory).glob("step-*")):
+            load(directory, model, optimizer)
+        for step in range(model.manager.step, until):
+            train_step(model, optimizer, RECIPE, step)
+        save(directory, model, optimizer)
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_checkpoints_pass_between_copies_and_cuts(tmp_path: Path) -> None:
+    for until, (replicas, shards) in enumerate([(2, 2), (1, 2), (2, 2), (1, 3)], start=1):
+        args = (str(tmp_path), replicas, shards, until)
+        results = run_on_ranks(_save_copies, replicas * shards, *args, timeout=120.0)
+        with CheckpointReader(latest(tmp_path)) as reader:
+            reader.verify()
+            assert reader.manifest["ranks"] == replicas * shards
+            for name in reader.weights:
+                assert torch.equal(reader.weight(name), results[-1][name])
+    _, want = train_plain(tied, RECIPE)
+    assert_near(results[0], want)
+
+
 def _damage_seen_by_all(directory: str) -> None:
     model, optimizer = wrap(mlp, RECIPE)
     with model:
@@ -106,13 +132,3 @@ def test_a_save_that_fails_on_one_rank_leaves_no_checkpoint(tmp_path: Path) -> N
     with pytest.raises(RanksFailed, match="extra"):
         run_on_ranks(_fail_on_rank_1, 2, str(tmp_path), timeout=30.0)
     assert not [path for path in tmp_path.glob("step-*") if path.suffix != ".partial"]
-
-
-def _refused() -> None:
-    model, optimizer = wrap(mlp, RECIPE)
-    with model, pytest.raises(ConfigError, match="one process"):
-        save_async("unused", model, optimizer)
-
-
-def test_saving_beside_training_is_for_one_process() -> None:
-    run_on_ranks(_refused, 2)

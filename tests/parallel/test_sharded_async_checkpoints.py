@@ -1,0 +1,119 @@
+"""Checkpoints that ranks write while they train on: what was there when the save began, on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_on_ranks
+from sharded_harness import Recipe, assert_same, mlp, tied, train_step, wrap
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gemini import CheckpointError
+from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
+
+RECIPE = Recipe(clip=0.1)
+TIGHT = {"device_bytes": "600KiB", "non_model_bytes": 0}
+
+
+def columns() -> nn.Module:
+    """Layers of which one lies in memory column by column."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    return model
+
+
+BUILDS = {"mlp": mlp, "tied": tied, "columns": columns}
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def _save_beside(directory: str, build: str, options: dict[str, Any]) -> Any:
+    """Train 2 steps, save at once and beside 3 more steps; return the weights at the save and at the end."""
+    model, optimizer = wrap(BUILDS[build], RECIPE, **options)
+    with model:
+        for step in range(2):
+            train_step(model, optimizer, RECIPE, step)
+        save(Path(directory) / "at-once", model, optimizer)
+        saved = _state(model)
+        handle = save_async(Path(directory) / "beside", model, optimizer)
+        for step in range(2, 5):
+            train_step(model, optimizer, RECIPE, step)
+        handle.wait()
+        return saved, _state(model)
+
+
+def _resume(directory: str, build: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    model, optimizer = wrap(BUILDS[build], RECIPE, **options)
+    with model:
+        load(directory, model, optimizer)
+        for step in range(model.manager.step, 5):
+            train_step(model, optimizer, RECIPE, step)
+        return _state(model)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_was_there_when_the_save_began_is_saved(
+    tmp_path: Path, build: str, precision: str | None
+) -> None:
+    options = {**TIGHT, "mixed_precision": precision, "disk_dir": str(tmp_path)}
+    went_on = run_on_ranks(_save_beside, 2, str(tmp_path), build, options, timeout=120.0)
+    with CheckpointReader(latest(tmp_path / "beside")) as beside:
+        beside.verify()
+        with CheckpointReader(latest(tmp_path / "at-once")) as at_once:
+            assert beside.weights == at_once.weights
+            assert beside.states == at_once.states
+            for name in beside.weights:
+                assert torch.equal(beside.weight(name), at_once.weight(name))
+            for state, ranges in beside.states.items():
+                for param in ranges:
+                    assert torch.equal(beside.state(state, param), at_once.state(state, param))
+        saved, final = went_on[0]
+        for name in beside.weights:
+            assert torch.equal(beside.weight(name), saved[name])
+    for result in run_on_ranks(_resume, 2, str(tmp_path / "beside"), build, options, timeout=120.0):
+        assert_same(result, final)
+
+
+def _fail_beside(directory: str) -> str:
+    model, optimizer = wrap(mlp, RECIPE)
+    with model:
+        train_step(model, optimizer, RECIPE, 0)
+        save(directory, model, optimizer)
+        train_step(model, optimizer, RECIPE, 1)
+        handle = save_async(directory, model, optimizer)
+        if dist.get_rank() == 1:
+            handle.drop()
+        train_step(model, optimizer, RECIPE, 2)
+        if dist.get_rank() == 0:
+            with pytest.raises(CheckpointError, match="rank 1 of 2 failed"):
+                handle.wait()
+        return latest(directory).name
+
+
+def test_a_save_that_one_rank_gives_up_fails_on_all_and_the_one_before_stays(tmp_path: Path) -> None:
+    assert run_on_ranks(_fail_beside, 2, str(tmp_path)) == ["step-00000001"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def _leave_early(directory: str) -> None:
+    model, optimizer = wrap(mlp, RECIPE)
+    train_step(model, optimizer, RECIPE, 0)
+    handle = save_async(directory, model, optimizer, staging_bytes="4MiB")
+    if dist.get_rank() == 1:
+        handle.drop()
+        raise RuntimeError("this rank ends")
+    handle.wait()
+
+
+def test_a_rank_that_ends_does_not_hang_in_a_save_that_others_still_write(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="this rank ends"):
+        run_on_ranks(_leave_early, 2, str(tmp_path), timeout=40.0)
+    assert not list(tmp_path.glob("step-????????"))
