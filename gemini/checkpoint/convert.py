@@ -17,6 +17,7 @@ import torch
 
 from gemini.checkpoint import contents
 from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.files import io_errors
@@ -65,13 +66,14 @@ def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
             for name, (kind, shape) in kinds.items()
         ]
         total += sum(spec.nbytes for spec in specs)
-        written = TensorFile(target / file, specs, {})
-        try:
-            for spec in specs:
-                written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))
-            written.finish()
-        finally:
-            written.close()
+        with Staging() as staging:
+            written = TensorFile(target / file, specs, {}, staging)
+            try:
+                for spec in specs:
+                    written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))
+                written.finish()
+            finally:
+                written.close()
     index = {"metadata": {"total_size": total}, "weight_map": reader.weights}
     (target / contents.MODEL_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.read_ahead import ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal, check_seal, write_sealed
 from gemini.errors import CheckpointError, ConfigError, IoError
 
@@ -134,18 +136,23 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         sequence, (num_bytes, checksum) = seal["sequence"], seal["manifest"]
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{checkpoint / SEAL} is damaged: {error!r}") from error
-    check_seal(checkpoint / MANIFEST, Seal(num_bytes, checksum), content=True)
+    check_seal(checkpoint / MANIFEST, Seal(num_bytes, checksum))
     manifest = read_json(checkpoint / MANIFEST)
+    if crc32c(encoded(manifest)) != checksum:
+        raise DamagedError(f"{checkpoint / MANIFEST} is damaged: it is not the one that was written")
     if manifest["sequence"] != sequence:
         raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
-    check_files(checkpoint, manifest, content=False)
+    for name, seal in manifest["files"].items():
+        check_seal(checkpoint / name, Seal(*seal))
     return manifest
 
 
-def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, content: bool) -> None:
-    """Compare every file with its seal. Raises DamagedError naming the first that differs."""
-    for name, (num_bytes, checksum) in manifest["files"].items():
-        check_seal(checkpoint / name, Seal(num_bytes, checksum), content=content)
+def check_contents(checkpoint: Path, manifest: Mapping[str, Any], index: int = 0, count: int = 1) -> None:
+    """Read every file, or the ``index``-th of ``count`` parts of them, and compare it with its seal. Raises
+    DamagedError naming the first that differs."""
+    with ReadAhead() as ahead:
+        for name, seal in list(manifest["files"].items())[index::count]:
+            check_seal(checkpoint / name, Seal(*seal), ahead)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import torch
 from gemini.checkpoint import contents, rng
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
-from gemini.checkpoint.rank import rank_of
+from gemini.checkpoint.rank import Rank, rank_of
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import write_state, write_state_range
-from gemini.runtime import write_values
+from gemini.runtime import write_range, write_values
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def load(
     random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
     number of ranks may be others than when it was saved. Every file is read twice: its checksum is compared
     before anything changes. Where that finds damage, the checkpoint before is taken, with a warning in the
-    log. ``directory`` may also be one checkpoint. Extra memory: one parameter.
+    log. ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not
+    in the order of rows.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
@@ -48,8 +49,7 @@ def load(
     rank = rank_of(model)
     damaged: dict[Path, DamagedError] = {}
     while True:
-        # The first rank looks at the files, so that all load the same checkpoint.
-        found = Path(rank.agree(lambda: str(_newest_whole(directory, damaged)) if rank.index == 0 else ""))
+        found = _newest_whole(directory, damaged, rank)
         try:
             return _load_once(found, model, optimizer, scheduler)
         except DamagedError as error:  # a save in another process may have removed it
@@ -58,17 +58,35 @@ def load(
             damaged[found] = error
 
 
-def _newest_whole(directory: str | os.PathLike[str], damaged: dict[Path, DamagedError]) -> Path:
-    """Return the newest checkpoint whose files have their checksums; add to ``damaged`` what is not whole."""
-    while found := [path for path in complete_checkpoints(directory) if path not in damaged]:
+def _newest_whole(directory: str | os.PathLike[str], damaged: dict[Path, DamagedError], rank: Rank) -> Path:
+    """Return the newest checkpoint whose files have their checksums; add to ``damaged`` what is not whole.
+
+    All ranks return the same one, which rank 0 has found; each has read a part of the files.
+    """
+
+    def candidate() -> str:
+        if rank.index:
+            return ""
+        left = [path for path in complete_checkpoints(directory) if path not in damaged]
+        if not left:
+            raise next(iter(damaged.values()), no_checkpoint(directory))
+        return str(left[0])
+
+    def damage() -> str:
         try:
-            with CheckpointReader(found[0]) as reader:
-                reader.verify()
-            return found[0]
+            with CheckpointReader(found) as reader:
+                reader.verify(rank.index, rank.count)
         except DamagedError as error:
-            damaged[found[0]] = error
-            logger.warning("%s; looking for another checkpoint", error)
-    raise next(iter(damaged.values()), no_checkpoint(directory))
+            return str(error)
+        return ""
+
+    while True:
+        found = Path(rank.agree(candidate))
+        reasons = [text for text in rank.collect(damage) if text]
+        if not reasons:
+            return found
+        damaged[found] = DamagedError(reasons[0])
+        logger.warning("%s; looking for another checkpoint", reasons[0])
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -147,9 +165,13 @@ def _compare(
 def _load_weights(reader: CheckpointReader, model: GeminiDDP, extra_states: Mapping[str, Any]) -> None:
     """Copy weights into their chunks, and buffers and extra states into the module."""
     others = dict(extra_states)
-    for name in reader.weights:
-        if name in model.storage.slots:
-            write_values(model.storage.slots[name], reader.weight(name), model.manager)
+    slots = model.storage.slots  # in their order in the files, if it was saved with this layout
+    for name in (*slots, *(reader.weights.keys() - slots.keys())):
+        if name in slots and slots[name].param_view.is_contiguous():
+            for first, values in reader.weight_pieces(name):
+                write_range(slots[name], first, values, model.manager)
+        elif name in slots:
+            write_values(slots[name], reader.weight(name), model.manager)
         else:
             others[name] = reader.weight(name)
     if others:
@@ -164,7 +186,7 @@ def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiO
         for kind in contents.MOMENTS.values():  # it starts anew, as it had when this checkpoint was saved
             write_state(optimizer, slot, kind, torch.zeros(()))
     optimizer.steps = counts
-    for slot in counts:
+    for slot in (slot for slot in slots.values() if slot in counts):
         for state, kind in contents.MOMENTS.items():
             if reader.stride(slot.name) == slot.param_view.stride():
                 for first, values in reader.state_pieces(state, slot.name):

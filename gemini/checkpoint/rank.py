@@ -32,7 +32,12 @@ class Rank:
     exchange: Callable[[str], Sequence[str]] = _alone
 
     def agree(self, action: Callable[[], str]) -> str:
-        """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded.
+        """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
+        :meth:`collect`."""
+        return self.collect(action)[0]
+
+    def collect(self, action: Callable[[], str]) -> list[str]:
+        """Run ``action`` on every rank; return what it returned on each, once all have succeeded.
 
         Raises:
             CheckpointError: it failed on another rank. What it raises here is let through.
@@ -46,7 +51,7 @@ class Rank:
         for index, text in enumerate(said):
             if text.startswith(_FAILED):
                 raise CheckpointError(f"rank {index} of {self.count} {text}")
-        return said[0].removeprefix(_DONE)
+        return [text.removeprefix(_DONE) for text in said]
 
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""

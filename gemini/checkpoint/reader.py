@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents, plain_data
-from gemini.checkpoint.directory import check_files, read_json, read_manifest
+from gemini.checkpoint.directory import check_contents, read_json, read_manifest
+from gemini.checkpoint.read_ahead import ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError
 from gemini.checkpoint.tensor_reader import TensorReader
-
-_PIECE_BYTES = 4 * 2**20
 
 
 class CheckpointReader:
@@ -36,10 +35,12 @@ class CheckpointReader:
             "states"
         ]
         self._files: dict[str, TensorReader] = {}
+        self._ahead: ReadAhead | None = None
 
-    def verify(self) -> None:
-        """Read every file and compare its checksum. Raises DamagedError naming the first that differs."""
-        check_files(self.path, self.manifest, content=True)
+    def verify(self, index: int = 0, count: int = 1) -> None:
+        """Read every file, or the ``index``-th of ``count`` parts of them, and compare its checksum. Raises
+        DamagedError naming the first that differs."""
+        check_contents(self.path, self.manifest, index, count)
 
     def objects(self) -> dict[str, Any]:
         """Return param groups, the scheduler's state and extra states as they were saved."""
@@ -56,6 +57,10 @@ class CheckpointReader:
         """Return a copy of a weight or buffer."""
         return self._file(self.weights[name]).whole(name)
 
+    def weight_pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, values) of a weight, flat, in row order; valid until the next."""
+        return self._file(self.weights[name]).pieces(name)
+
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return type and shape of a weight or buffer."""
         stored = self._file(self.weights[name]).tensors[name]
@@ -68,13 +73,13 @@ class CheckpointReader:
     def state_pieces(
         self, state: str, param: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of elements ``[start, stop)`` of a flat state, whoever saved them."""
+        """Yield (first element, values) of elements ``[start, stop)`` of a flat state, whoever saved them;
+        valid until the next."""
         for first, last, file, name in self.states[state][param]:
             begin, end = max(start, first), last if stop is None else min(stop, last)
-            step = _PIECE_BYTES // 4
-            for at in range(begin, end, step):
-                count = min(step, end - at)
-                yield at, self._file(file).read(name, at - first, count)
+            if begin < end:
+                for at, values in self._file(file).pieces(name, begin - first, end - begin):
+                    yield first + at, values
 
     def state(self, state: str, param: str) -> torch.Tensor:
         """Return a copy of a parameter's state in the parameter's shape and memory order."""
@@ -90,6 +95,9 @@ class CheckpointReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -103,5 +111,6 @@ class CheckpointReader:
         if name not in self._files:
             if name not in self.manifest["files"]:
                 raise DamagedError(f"{self.path} has no file {name!r}, which one of its indexes names")
-            self._files[name] = TensorReader(self.path / name)
+            self._ahead = self._ahead or ReadAhead()
+            self._files[name] = TensorReader(self.path / name, self._ahead)
         return self._files[name]

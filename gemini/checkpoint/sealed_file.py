@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from gemini.checkpoint.checksum import combined, crc32c
+from gemini.checkpoint.part import Part, joined
+from gemini.checkpoint.read_ahead import BLOCK_BYTES, ReadAhead, open_direct
+from gemini.checkpoint.staging import StagedFile, Staging, write_at
 from gemini.errors import CheckpointError, IoError
-
-_READ_BYTES = 4 * 2**20
 
 
 class DamagedError(CheckpointError):
@@ -28,66 +28,52 @@ class Seal:
     crc32c: int
 
 
-class Part(NamedTuple):
-    """Bytes of a file that one process has written, one after the other from ``offset`` on."""
-
-    offset: int
-    num_bytes: int
-    crc32c: int
-
-
 class SealedFile:
     """A new private file (mode 0600), written at any place in any order; durable once :meth:`finish` returns.
     A ``shared`` one is written by several processes: each opens it and writes other bytes.
 
-    Every failure is an :class:`gemini.errors.IoError` with path and offset. Not thread-safe.
+    Every failure is an :class:`gemini.errors.IoError` with path and offset; with ``staging`` a later call may
+    raise it. Not thread-safe.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, path: Path, staging: Staging | None = None, *, shared: bool = False) -> None:
+        """``staging``: what large files are written through; a small one is written at once."""
         self.path = path
-        self._parts: dict[int, Part] = {}  # by offset
+        self._parts: list[Part] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
         with _io_error("create", path, 0):
             self._descriptor = os.open(path, flags, 0o600)
+        self._staged = StagedFile(path, self._descriptor, staging) if staging is not None else None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write ``data``, all of it, at ``offset``. No byte of the file may be written twice."""
-        rest, at = memoryview(data), offset
-        self._parts[offset] = Part(offset, rest.nbytes, crc32c(rest))
-        while rest:
-            with _io_error("write", self.path, at):
-                written = os.pwrite(self._descriptor, rest, at)
-            rest, at = rest[written:], at + written
+        with _io_error("write", self.path, offset):
+            if self._staged is not None:
+                self._staged.write(memoryview(data), offset)
+            else:
+                self._parts.append(Part.of(memoryview(data), offset))
+                write_at(self._descriptor, memoryview(data), offset)
 
     def finish(self) -> list[Part]:
         """Make the file durable, close it, and return what was written here, in order, adjoining parts as
         one."""
         try:
+            if self._staged is not None:
+                with _io_error("write", self.path, 0):
+                    self._parts = self._staged.finish()
             with _io_error("sync", self.path, 0):
                 os.fsync(self._descriptor)
         finally:
             self.close()
-        return joined(self._parts.values())
+        return joined(self._parts)
 
     def close(self) -> None:
         """Close the file, finished or not. Idempotent."""
+        if self._staged is not None:
+            self._staged.close()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def joined(parts: Iterable[Part]) -> list[Part]:
-    """Return ``parts`` in order of their offsets, those that adjoin as one."""
-    runs: list[list[Part]] = []
-    for part in sorted(parts):
-        if runs and sum(runs[-1][-1][:2]) == part.offset:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return [
-        Part(run[0].offset, sum(part.num_bytes for part in run), combined(part[1:] for part in run))
-        for run in runs
-    ]
 
 
 def sealed(path: Path, parts: Iterable[Part]) -> Seal:
@@ -113,15 +99,15 @@ def write_sealed(path: Path, data: bytes) -> Seal:
         file.close()
 
 
-def check_seal(path: Path, seal: Seal, *, content: bool) -> None:
-    """Compare a file's size, and its ``content`` if asked, with its seal.
+def check_seal(path: Path, seal: Seal, ahead: ReadAhead | None = None) -> None:
+    """Compare a file's size with its seal; its content, too, where there is something to read it with.
 
     Raises:
         DamagedError: the file is missing, unreadable, or another one than was written.
     """
     try:
         size = path.stat().st_size
-        checksum = _checksum(path) if content and size == seal.num_bytes else seal.crc32c
+        checksum = _checksum(path, size, ahead) if ahead and size == seal.num_bytes else seal.crc32c
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror}") from error
     if size != seal.num_bytes:
@@ -130,16 +116,14 @@ def check_seal(path: Path, seal: Seal, *, content: bool) -> None:
         raise DamagedError(f"{path} is damaged: its {size} bytes are not those that were written")
 
 
-def _checksum(path: Path) -> int:
-    return combined((len(block), crc32c(block)) for block in _blocks(path))
-
-
-def _blocks(path: Path) -> Iterator[memoryview]:
-    """Yield the file piece by piece; each is overwritten by the next."""
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_READ_BYTES))
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+def _checksum(path: Path, size: int, ahead: ReadAhead) -> int:
+    descriptor = open_direct(path)
+    try:
+        blocks = (ahead.block(descriptor, index, size) for index in range(-(-size // BLOCK_BYTES)))
+        return combined((len(block), crc32c(block.data)) for block in blocks)
+    finally:
+        ahead.forget(descriptor)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -149,4 +133,5 @@ def _io_error(doing: str, path: Path, offset: int) -> Iterator[None]:
     except OSError as error:
         code = error.errno or errno.EIO
         message = f"cannot {doing} the checkpoint: {error.strerror or error}"
-        raise IoError(code, message, str(path), offset) from error
+        at = error.filename2 if isinstance(error.filename2, int) else offset
+        raise IoError(code, message, str(path), at) from error

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from gemini.checkpoint.sealed_file import Part, SealedFile
+from gemini.checkpoint.part import Part
+from gemini.checkpoint.sealed_file import SealedFile
+from gemini.checkpoint.staging import Staging
 from gemini.errors import CheckpointError
 
 TYPE_NAMES = {
@@ -53,12 +55,13 @@ class TensorFile:
         path: Path,
         tensors: Sequence[TensorSpec],
         metadata: Mapping[str, str],
+        staging: Staging,
         *,
         shared: bool = False,
         leads: bool = True,
     ) -> None:
-        """Create the file and write its header. Where it is ``shared``, several processes do, each for other
-        elements; the one that ``leads`` writes the header.
+        """Create the file, to be written through ``staging``, and write its header. Where it is ``shared``,
+        several processes do, each for other elements; the one that ``leads`` writes the header.
 
         Raises:
             CheckpointError: a tensor has a type that the format does not know.
@@ -66,7 +69,7 @@ class TensorFile:
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
         header, begins = _header(ordered, {"format": "pt", **metadata})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
-        self._file = SealedFile(path, shared=shared)
+        self._file = SealedFile(path, staging, shared=shared)
         try:
             if leads:
                 self._file.write(header, 0)
@@ -94,10 +97,10 @@ class TensorFile:
         self._file.close()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[Part]:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Staging) -> list[Part]:
     """Write a file of ordinary tensors; return what was written."""
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    file = TensorFile(path, specs, {})
+    file = TensorFile(path, specs, {}, staging)
     try:
         for name, value in tensors.items():
             file.write(name, 0, value.detach())

@@ -13,8 +13,10 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
+from gemini.checkpoint.part import Part
 from gemini.checkpoint.rank import Rank
-from gemini.checkpoint.sealed_file import Part, sealed, write_sealed
+from gemini.checkpoint.sealed_file import sealed, write_sealed
+from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.errors import CheckpointError
 
@@ -37,6 +39,7 @@ class CheckpointWriter:
         self.weights: dict[str, str] = {}
         self.states: dict[str, dict[str, list[Range]]] = {state: {} for state in contents.MOMENTS}
         self._weight_bytes = 0
+        self._staging = Staging()
         self._open: dict[str, TensorFile] = {}
         self._written: dict[str, list[Part]] = {}
 
@@ -44,7 +47,7 @@ class CheckpointWriter:
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
     ) -> TensorFile:
         """Return a new file with room for ``tensors``, all of which must be written."""
-        self._open[name] = TensorFile(self.path / name, tensors, metadata or {})
+        self._open[name] = TensorFile(self.path / name, tensors, metadata or {}, self._staging)
         return self._open[name]
 
     def add_weights(
@@ -55,14 +58,16 @@ class CheckpointWriter:
         if leads:
             self.weights.update((tensor.name, name) for tensor in tensors)
             self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
-        self._open[name] = TensorFile(self.path / name, tensors, metadata, shared=True, leads=leads)
+        self._open[name] = TensorFile(
+            self.path / name, tensors, metadata, self._staging, shared=True, leads=leads
+        )
         return self._open[name]
 
     def add_buffers(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write ordinary tensors of the model's state."""
         self.weights.update(dict.fromkeys(tensors, name))
         self._weight_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        self._written[name] = write_tensors(self.path / name, tensors)
+        self._written[name] = write_tensors(self.path / name, tensors, self._staging)
 
     def finish_part(self) -> str:
         """Make all files durable and write down what they hold."""
@@ -83,6 +88,7 @@ class CheckpointWriter:
         for file in self._open.values():
             file.close()
         self._open.clear()
+        self._staging.close()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from gemini.runtime.adopt import (
     read_values,
     refresh_master,
     unique_parameters,
+    write_range,
     write_values,
 )
 from gemini.runtime.gemini_mgr import GeminiManager
@@ -44,5 +45,6 @@ __all__ = [
     "read_values",
     "refresh_master",
     "unique_parameters",
+    "write_range",
     "write_values",
 ]

@@ -85,19 +85,22 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
 def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
     """Copy ``values`` (shape of the parameter, any float dtype) into the parameter and, if there is one, its
     fp32 master."""
+    write_range(slot, 0, _memory_order(slot, values), manager)
+
+
+def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: GeminiManager) -> None:
+    """Do as :meth:`write_values` for flat ``values`` from element ``first`` of the parameter's memory."""
     manager.snapshot.before_write()
+    begin, end = slot.start + first, slot.start + first + values.numel()
     with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
-        slot.param_view.copy_(values)
+        slot.group.param.tensor[begin:end].copy_(values)
     manager.written.take(slot.param_ref.tensors[0])  # the master follows right here, uncast
-    pieces = _master_pieces(slot)
-    if not pieces:
-        return
-    flat = _memory_order(slot, values)
-    for piece in pieces:
-        start, stop = slot.overlapping(piece)
-        tensors = (piece.tensors[ChunkKind.MASTER],)
-        with manager.operator(tensors, tensors):
-            piece.flat(ChunkKind.MASTER, start, stop).copy_(flat[start - slot.start : stop - slot.start])
+    for piece in _master_pieces(slot):
+        start, stop = max(begin, piece.start), min(end, piece.stop)
+        if start < stop:
+            tensors = (piece.tensors[ChunkKind.MASTER],)
+            with manager.operator(tensors, tensors):
+                piece.flat(ChunkKind.MASTER, start, stop).copy_(values[start - begin : stop - begin])
 
 
 @torch.no_grad()

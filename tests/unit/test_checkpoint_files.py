@@ -17,6 +17,7 @@ from torch import nn
 import gemini
 from gemini import checkpoint
 from gemini.checkpoint import new_checkpoint
+from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import write_tensors
 from gemini.errors import CheckpointError, ConfigError, IoError
 
@@ -242,16 +243,16 @@ def test_a_reader_overtaken_by_a_save_reads_the_newer_one(
 ) -> None:
     run, path = saved
     reader = start(seed=7)
-    check_files = checkpoint.reader.check_files
+    check_contents = checkpoint.reader.check_contents
     rounds: list[int] = []
 
     def overtaken(*args: Any, **kwargs: Any) -> None:
         if not rounds:
             rounds.append(1)
             run.train(1).save(path.parent, keep=1)  # removes the checkpoint being read
-        check_files(*args, **kwargs)
+        check_contents(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.reader, "check_files", overtaken)
+    monkeypatch.setattr(checkpoint.reader, "check_contents", overtaken)
     reader.load(path.parent)
     assert reader.model.stats()["step"] == 3
     assert_equal(reader.model.state_dict(), run.model.state_dict())
@@ -282,7 +283,8 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
     tensors = {
         f"{dtype}-{shape}": torch.ones(shape).to(dtype) for dtype in dtypes for shape in [(), (0, 3), (3, 5)]
     }
-    write_tensors(tmp_path / "file", tensors)
+    with Staging() as staging:
+        write_tensors(tmp_path / "file", tensors, staging)
     assert_equal(load_file(tmp_path / "file"), tensors)
 
 

@@ -7,12 +7,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from gemini.checkpoint.sealed_file import write_sealed
+from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TYPE_NAMES, TensorFile
 from gemini.errors import CheckpointError, GeminiError, IoError
 from gemini.parallel.booster.checkpoint.layout import Layout, split
@@ -78,17 +80,16 @@ class _RankFiles:
         def create() -> None:
             temporary.unlink(missing_ok=True)  # left behind by a save that was killed
             self._written.append(temporary)
-            opened.append(TensorFile(temporary, [source.spec for source in sources], metadata))
+            specs = [source.spec for source in sources]
+            opened.append(TensorFile(temporary, specs, metadata, stack.enter_context(Staging())))
+            stack.callback(opened[0].close)
 
-        self.attempt(create)
-        try:
+        with ExitStack() as stack:
+            self.attempt(create)
             for source in sources:
                 self._stream(source, opened)
             for file in opened:
                 self.attempt(file.finish)
-        finally:
-            for file in opened:
-                file.close()
         if final:
             self.attempt(lambda: _publish(temporary, path))
 

@@ -1,0 +1,179 @@
+"""Bytes on their way to files past the page cache: copied to staging, written by threads.
+
+Writing through the page cache takes the processor's time for every page, and again to write it back; it takes
+memory from the machine's other programs; and the disk idles until the file is synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from gemini.checkpoint.part import Part
+from gemini.checkpoint.workers import Workers
+from gemini.offload.direct_memory import direct_memory
+
+_BLOCK_BYTES = 4096
+_BUFFER_BYTES = 4 * 2**20
+_NUM_BUFFERS = 4
+_NUM_THREADS = 2
+
+Buffer = npt.NDArray[np.uint8]
+
+
+class Staging:
+    """16 MiB for all files of a checkpoint, of which each takes what it fills, and the threads that write.
+
+    For one thread at a time. Use as a context manager, or close it.
+    """
+
+    def __init__(self) -> None:
+        memory = direct_memory(_NUM_BUFFERS * _BUFFER_BYTES).numpy()
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for begin in range(0, len(memory), _BUFFER_BYTES):
+            self._free.put(memory[begin : begin + _BUFFER_BYTES])
+        self._filling: dict[StagedFile, None] = {}  # the one that has waited longest first
+        self._workers = Workers(_NUM_THREADS)
+
+    def take(self, file: StagedFile) -> Buffer:
+        """Return a buffer for ``file`` to fill, once one is free."""
+        if self._free.empty() and self._filling:
+            next(iter(self._filling)).flush()
+        buffer = self._free.get()
+        self._filling[file] = None
+        return buffer
+
+    def write(self, file: StagedFile, buffer: Buffer, begin: int, end: int) -> Future[None]:
+        """Write what ``file`` has filled of a buffer: bytes ``[begin, end)`` of the file."""
+        self._filling.pop(file)
+        written = self._workers.submit(partial(file.write_out, buffer, begin, end))
+        written.add_done_callback(lambda _: self._free.put(buffer))
+        return written
+
+    def give_back(self, file: StagedFile, buffer: Buffer) -> None:
+        """Take back what ``file`` has filled and does not want to be written."""
+        self._filling.pop(file)
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """End the threads; no file may be open. Idempotent."""
+        self._workers.close()
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StagedFile:
+    """A file open for writing at any place. What follows on what was written before goes to the device with
+    it: aligned blocks past the page cache where the file system can, the edges through it.
+
+    Errors are OSError, raised by a later call; the offset at which one came up is its ``filename2``.
+    """
+
+    def __init__(self, path: Path, descriptor: int, staging: Staging) -> None:
+        """``descriptor`` is the caller's, to be closed after this."""
+        self._staging = staging
+        self._descriptor = descriptor
+        self._direct = descriptor
+        with suppress(OSError):  # this file system has no such thing
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._buffer: Buffer | None = None
+        self._begin = self._end = 0  # of what the buffer holds of the file
+        self._writes: list[Future[None]] = []
+        self._parts: list[Part] = []  # in any order
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Take ``data`` over, to be written at ``offset``."""
+        source = np.frombuffer(data, np.uint8)
+        if self._buffer is not None and offset != self._end:
+            self.flush()
+        while len(source):
+            if self._buffer is None:
+                self._buffer = self._staging.take(self)
+                self._begin = self._end = offset
+            at = self._end - _floor(self._begin)
+            count = min(len(source), _BUFFER_BYTES - at)
+            self._buffer[at : at + count] = source[:count]
+            self._end, offset, source = self._end + count, offset + count, source[count:]
+            if at + count == _BUFFER_BYTES:
+                self.flush()
+        self._raise_failed(wait=False)
+
+    def flush(self) -> None:
+        """Have written what was taken over."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._writes.append(self._staging.write(self, buffer, self._begin, self._end))
+
+    def finish(self) -> list[Part]:
+        """Write everything, wait for it, and return what was written."""
+        self.flush()
+        self._raise_failed(wait=True)
+        return self._parts
+
+    def close(self) -> None:
+        """Wait for what is being written, forget the rest. Idempotent."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._staging.give_back(self, buffer)
+        for write in self._writes:
+            write.exception()
+        self._writes.clear()
+        direct, self._direct = self._direct, self._descriptor
+        if direct != self._descriptor:
+            os.close(direct)
+
+    def write_out(self, buffer: Buffer, begin: int, end: int) -> None:
+        """Write bytes ``[begin, end)`` of the file, which ``buffer`` holds from the block's begin on."""
+        base, first, last = _floor(begin), _floor(begin + _BLOCK_BYTES - 1), _floor(end)
+        rest = buffer.data
+        self._parts.append(Part.of(rest[begin - base : end - base], begin))
+        if first >= last:
+            write_at(self._descriptor, rest[begin - base : end - base], begin)
+            return
+        write_at(self._descriptor, rest[begin - base : first - base], begin)
+        self._write_blocks(rest[first - base : last - base], first)
+        write_at(self._descriptor, rest[last - base : end - base], last)
+
+    def _write_blocks(self, data: memoryview, offset: int) -> None:
+        try:
+            count = os.pwrite(self._direct, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._direct == self._descriptor:
+                error.filename2 = offset
+                raise
+            count = 0  # it was opened, but it cannot
+        write_at(self._descriptor, data[count:], offset + count)
+
+    def _raise_failed(self, *, wait: bool) -> None:
+        while self._writes and (wait or self._writes[0].done()):
+            self._writes.pop(0).result()
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``. Raises OSError; its ``filename2`` is the offset of what could not be written."""
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            error.filename2 = offset
+            raise
+        data, offset = data[count:], offset + count
+
+
+def _floor(offset: int) -> int:
+    return offset // _BLOCK_BYTES * _BLOCK_BYTES

@@ -1,0 +1,62 @@
+"""Threads that carry out reads and writes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+
+_Work = Callable[[], None]
+
+
+class Workers:
+    """A few threads. Unlike those of concurrent.futures they take work also while the program ends.
+
+    Use as a context manager, or close it.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"gemini-checkpoint-io-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: _Work) -> Future[None]:
+        """Have ``work`` done in turn; the future ends when it has, and has what it raised."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._work.put(run)
+        return done
+
+    def close(self) -> None:
+        """Do what was submitted and end the threads. Idempotent."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._work.put(None)
+        for thread in threads:
+            thread.join()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()

@@ -1,0 +1,171 @@
+"""Files written through staging and read ahead: the same bytes as written and read at once."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.read_ahead import BLOCK_BYTES, ReadAhead, open_direct
+from gemini.checkpoint.sealed_file import Seal, SealedFile, sealed
+from gemini.checkpoint.staging import Staging
+from gemini.errors import CheckpointError, IoError
+
+MIB = 2**20
+
+
+def content(num_bytes: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(num_bytes)
+
+
+@contextmanager
+def files(directory: Path, count: int) -> Iterator[list[SealedFile]]:
+    with Staging() as staging:
+        made = [SealedFile(directory / str(number), staging) for number in range(count)]
+        try:
+            yield made
+        finally:
+            for file in made:
+                file.close()
+
+
+def write_all(file: SealedFile, data: bytes) -> None:
+    file.write(data, 0)
+    file.finish()
+
+
+def cuts(size: int, chance: random.Random) -> list[tuple[int, int]]:
+    """Divide a file into runs, some of them of a few bytes, some at block boundaries."""
+    marks = {0, size}
+    for _ in range(chance.randint(0, 30)):
+        at = chance.randint(0, size)
+        marks.add(chance.choice([at, at // 4096 * 4096, min(size, at // 4096 * 4096 + chance.randint(0, 3))]))
+    edges = sorted(marks)
+    return list(itertools.pairwise(edges))
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9 * MIB), min_size=1, max_size=7), seed=st.integers(0, 2**16))
+def test_any_runs_in_any_order_of_any_files_are_written(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int
+) -> None:
+    directory, chance = tmp_path_factory.mktemp("staged"), random.Random(seed)
+    wanted = [content(size, seed + number) for number, size in enumerate(sizes)]
+    runs = [(number, *run) for number, size in enumerate(sizes) for run in cuts(size, chance)]
+    if chance.random() < 0.5:
+        chance.shuffle(runs)
+    with files(directory, len(sizes)) as made:
+        for number, start, stop in runs:
+            made[number].write(memoryview(wanted[number])[start:stop], start)
+        seals = [sealed(file.path, file.finish()) for file in made]
+    for number, data in enumerate(wanted):
+        path = directory / str(number)
+        assert path.read_bytes() == data
+        assert seals[number] == Seal(len(data), crc32c(data))
+        path.unlink()
+
+
+def test_bytes_that_nobody_wrote_are_found(tmp_path: Path) -> None:
+    with files(tmp_path, 1) as (file,):
+        file.write(b"a" * 100, 0)
+        file.write(b"c" * 100, 5000)
+        with pytest.raises(CheckpointError, match=r"\(0, 100\), \(5000, 5100\)"):
+            sealed(file.path, file.finish())
+
+
+def test_bytes_that_were_written_twice_are_found(tmp_path: Path) -> None:
+    with files(tmp_path, 1) as (file,):
+        file.write(b"a" * 100, 0)
+        file.write(b"b" * 100, 50)
+        with pytest.raises(CheckpointError, match="not each one once"):
+            sealed(file.path, file.finish())
+
+
+@pytest.mark.parametrize("refusal", ["open", "write"])
+def test_where_there_is_no_direct_writing_the_page_cache_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    really_open, really_pwrite, refused = os.open, os.pwrite, set()
+
+    def opened(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and refusal == "open":
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        descriptor = really_open(path, flags, *mode)
+        if flags & os.O_DIRECT:
+            refused.add(descriptor)
+        return descriptor
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if descriptor in refused:
+            raise OSError(errno.EINVAL, "not aligned as this file system wants it")
+        return really_pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = content(5 * MIB + 17, 1)
+    with files(tmp_path, 1) as (file,):
+        write_all(file, data)
+    assert (tmp_path / "0").read_bytes() == data
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: really(fd, data[: max(1, len(data) // 2)], at))
+    data = content(3 * MIB + 5, 2)
+    with files(tmp_path, 1) as (file,):
+        write_all(file, data)
+    assert (tmp_path / "0").read_bytes() == data
+
+
+def test_a_failed_write_says_where_and_the_staging_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = os.pwrite
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset == 8 * MIB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really(descriptor, data, offset)
+
+    data = content(30 * MIB, 3)
+    with files(tmp_path, 2) as (first, second):
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(IoError) as caught:
+            write_all(first, data)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(tmp_path / "0")
+        assert caught.value.offset == 8 * MIB
+        monkeypatch.undo()
+        first.close()
+        write_all(second, data)
+    assert (tmp_path / "1").read_bytes() == data
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES - 7])
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_are_what_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, direct: bool
+) -> None:
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
+    data = content(size, 4)
+    (tmp_path / "file").write_bytes(data)
+    descriptor = open_direct(tmp_path / "file")
+    count = -(-size // BLOCK_BYTES)
+    order = [*range(count), 0, *reversed(range(count))]
+    with ReadAhead() as ahead:
+        for index in order:
+            block = ahead.block(descriptor, index, size)
+            assert bytes(block) == data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+        ahead.forget(descriptor)
+        os.close(descriptor)
