@@ -38,8 +38,8 @@ def load(
     random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
     number of ranks may be others than when it was saved. Every file is read twice: its checksum is compared
     before anything changes. Where that finds damage, the checkpoint before is taken, with a warning in the
-    log. ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not
-    in the order of rows.
+    log. ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is
+    not in the order of rows.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
