@@ -1,6 +1,7 @@
 // Eviction policies: pure functions from a candidate to how much one would like it gone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <variant>
@@ -19,7 +20,9 @@ struct Candidate {
 
 // For a step that is not, or no longer, known ahead: the one unused for longest goes first.
 struct Lru {
-  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const;
+  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const {
+    return -static_cast<int64_t>(candidate.last_use);
+  }
 };
 
 // Furthest next use first (OPT), where a candidate that needs no copy counts as twice as far:
@@ -30,7 +33,20 @@ struct Belady {
   int64_t moment = 0;  // of the next operator
   int64_t after = -1;  // only candidates whose next use is later than this moment
 
-  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const;
+  [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const {
+    const NextUse next = schedule->next(candidate.chunk, moment);
+    const bool for_prefetch = after >= 0;
+    if (next.moment <= after || (next.kept() && for_prefetch)) return std::nullopt;
+    // The operator under way is at moment - 1, so the distance is at least 1 and doubling it
+    // counts.
+    const int64_t distance =
+        next.moment == kNever ? kInfinite : std::min(next.moment - moment + 1, kInfinite);
+    return (candidate.clean ? 2 * distance : distance) + (next.kept() ? kKept : 0);
+  }
+
+ private:
+  static constexpr int64_t kInfinite = int64_t{1} << 60;  // doubled, it still fits
+  static constexpr int64_t kKept = -(int64_t{1} << 62);   // below every distance
 };
 
 using Policy = std::variant<Lru, Belady>;

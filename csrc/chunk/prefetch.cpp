@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -22,44 +21,41 @@ constexpr int64_t kLookaheadMoments = 256;
 constexpr int64_t kAlwaysInFlight = 2;
 constexpr int64_t kPartInFlight = 8;
 
-// What a plan leaves free in each period ahead, beside its operands, what it keeps and what is
-// there ahead of its use. Everything fits where there is no plan.
+// What a plan leaves free in every period from the one under way to some moment ahead, beside its
+// operands, what it keeps and what is there ahead of its use. Everything fits where there is no
+// plan. Moments are asked for in their order: one number is enough.
 class Reservations {
  public:
   Reservations(const Schedule& schedule, const DeviceLimit& limit, const PrefetchWindow& window)
-      : schedule_(schedule), limit_(limit), first_(window.moment - 1) {
-    if (schedule_.planned()) {
-      free_.push_back(window.limit_now - schedule_.planned_bytes(first_ + schedule_.num_moments()));
-    }
+      : schedule_(schedule), limit_(limit), reached_(window.moment) {
+    if (!schedule_.planned()) return;
+    const int64_t under_way = window.moment - 1 + schedule_.num_moments();
+    free_ = window.limit_now - schedule_.planned_bytes(under_way);
   }
 
   // Whether nbytes may be on DEVICE from now until `moment`.
   [[nodiscard]] bool fits(int64_t nbytes, int64_t moment) {
     if (!schedule_.planned()) return true;
     reach(moment);
-    return std::ranges::all_of(until(moment), [&](int64_t bytes) { return nbytes <= bytes; });
+    return nbytes <= free_;
   }
   void take(int64_t nbytes, int64_t moment) {
     if (!schedule_.planned()) return;
     reach(moment);
-    for (int64_t& bytes : until(moment)) bytes -= nbytes;
+    free_ -= nbytes;
   }
 
  private:
-  // The periods from the one under way to the last before `moment`.
-  std::span<int64_t> until(int64_t moment) {
-    return std::span(free_).first(static_cast<size_t>(moment - first_));
-  }
   void reach(int64_t moment) {
-    for (int64_t at = first_ + static_cast<int64_t>(free_.size()); at < moment; ++at) {
-      free_.push_back(limit_.at(schedule_, at) - schedule_.planned_bytes(at));
+    for (; reached_ < moment; ++reached_) {
+      free_ = std::min(free_, limit_.at(schedule_, reached_) - schedule_.planned_bytes(reached_));
     }
   }
 
   const Schedule& schedule_;
   const DeviceLimit& limit_;
-  int64_t first_;  // the moment of the operator under way
-  std::vector<int64_t> free_;
+  int64_t reached_;  // the periods before it are counted
+  int64_t free_ = 0;
 };
 
 class Prefetcher {
@@ -79,42 +75,44 @@ class Prefetcher {
       ++incoming_;
       incoming_bytes_ += chunks[id].nbytes;
     }
-    for (const Chunk& chunk : chunks.all()) {
-      if (chunk.pins > 0 && !chunk.resident() && !chunk.arriving()) claimed_ += chunk.nbytes;
+    for (const ChunkId id : chunks.pinned()) {
+      if (!chunks[id].resident() && !chunks[id].arriving()) claimed_ += chunks[id].nbytes;
     }
   }
 
   Actions run() {
+    if (enough_beside(0)) return {};  // whatever the walk finds
     const int64_t end = moment_ + std::min(schedule_.num_moments(), kLookaheadMoments);
     for (int64_t moment = moment_; moment < end; ++moment) {
       // With a plan, what later periods have room for is asked of the reservations.
       if (!schedule_.planned())
         lowest_limit_ = std::min(lowest_limit_, limit_.at(schedule_, moment));
-      for (const ChunkId id : schedule_.access_at(moment)) {
-        if (!consider(id, moment)) return std::move(actions_);
+      const auto chunks = schedule_.access_at(moment);
+      const auto flags = schedule_.flags_at(moment);
+      for (size_t i = 0; i < chunks.size(); ++i) {
+        const bool kept = !flags.empty() && (flags[i] & kKeep) != 0;
+        if (!consider(chunks[i], moment, kept)) return std::move(actions_);
       }
     }
     return std::move(actions_);
   }
 
  private:
-  // Returns false when nothing after this chunk should be prefetched.
-  bool consider(ChunkId id, int64_t moment) {
+  // Returns false when nothing after this chunk should be prefetched. `kept`: the plan has it there
+  // until this use.
+  bool consider(ChunkId id, int64_t moment, bool kept) {
     if (seen_[static_cast<size_t>(id)]) return true;
     seen_[static_cast<size_t>(id)] = true;
     const Chunk& chunk = chunks_[id];
     if (chunk.resident() || chunk.flight.has_value() || chunk.pins > 0) {
-      const bool in_plan = chunk.pins > 0 || schedule_.next(id, moment).kept();
-      if (!in_plan) reserved_.take(chunk.nbytes, moment);
+      if (chunk.pins == 0 && !kept) reserved_.take(chunk.nbytes, moment);
       return true;
     }
     if (!chunk.has_content()) {  // it will be allocated by its own operator
       if (!schedule_.planned()) claimed_ += chunk.nbytes;
       return true;
     }
-    const bool enough = incoming_ >= kAlwaysInFlight &&
-                        (incoming_bytes_ + chunk.nbytes) * kPartInFlight > lowest_limit_;
-    if (slots_ <= 0 || enough || !reserved_.fits(chunk.nbytes, moment) ||
+    if (slots_ <= 0 || enough_beside(chunk.nbytes) || !reserved_.fits(chunk.nbytes, moment) ||
         !make_room(chunk.nbytes, moment)) {
       return false;
     }
@@ -128,6 +126,12 @@ class Prefetcher {
       claimed_ += chunk.nbytes;  // waits for an eviction under way
     }
     return true;
+  }
+
+  // Whether what is under way leaves no part of the limit for nbytes more.
+  [[nodiscard]] bool enough_beside(int64_t nbytes) const {
+    return incoming_ >= kAlwaysInFlight &&
+           (incoming_bytes_ + nbytes) * kPartInFlight > lowest_limit_;
   }
 
   // Gives up chunks used later than `moment` until nbytes fit, at once or after the evictions under

@@ -7,31 +7,67 @@
 
 namespace gemini {
 
+namespace {
+
+// Takes one out of a list that has no order.
+void remove(std::vector<ChunkId>& chunks, ChunkId chunk) {
+  *std::ranges::find(chunks, chunk) = chunks.back();
+  chunks.pop_back();
+}
+
+}  // namespace
+
 class Residency::Tally {
  public:
-  Tally(Residency& owner, const Chunk& chunk) : owner_(owner), chunk_(chunk) {
+  Tally(Residency& owner, ChunkId id)
+      : owner_(owner), id_(id), chunk_(owner.mut(id)), was_resident_(chunk_.resident()) {
     owner_.num_absent_ -= chunk_.absent() ? 1 : 0;
   }
   Tally(const Tally&) = delete;
   Tally& operator=(const Tally&) = delete;
-  ~Tally() { owner_.num_absent_ += chunk_.absent() ? 1 : 0; }
+  ~Tally() {
+    owner_.num_absent_ += chunk_.absent() ? 1 : 0;
+    if (was_resident_ && !chunk_.resident()) remove(owner_.resident_, id_);
+    if (!was_resident_ && chunk_.resident()) owner_.resident_.push_back(id_);
+  }
 
  private:
   Residency& owner_;
+  ChunkId id_;
   const Chunk& chunk_;
+  bool was_resident_;
 };
+
+void Residency::pin(ChunkId id) {
+  Chunk& chunk = mut(id);
+  if (chunk.pins == 0) {
+    pinned_.push_back(id);
+    pinned_bytes_ += chunk.nbytes;
+  }
+  ++chunk.pins;
+}
+
+void Residency::unpin(ChunkId id) {
+  Chunk& chunk = mut(id);
+  if (--chunk.pins > 0) return;
+  remove(pinned_, id);
+  pinned_bytes_ -= chunk.nbytes;
+}
 
 ChunkId Residency::add(int64_t nbytes) {
   if (nbytes <= 0) {
     throw StateError("a chunk needs a positive size, not " + std::to_string(nbytes));
   }
   chunks_.emplace_back().nbytes = nbytes;
+  // What changes them must not fail.
+  resident_.reserve(chunks_.capacity());
+  pinned_.reserve(chunks_.capacity());
   return size() - 1;
 }
 
 Action Residency::allocate(ChunkId id) {
   Chunk& chunk = mut(id);
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, id);
   held(chunk, Tier::kDevice) = ledger_.reserve(Tier::kDevice, chunk.nbytes);
   chunk.valid.insert(Tier::kDevice);
   return {0, ActionKind::kAllocate, id, Tier::kDevice, Tier::kDevice, chunk.nbytes};
@@ -39,7 +75,7 @@ Action Residency::allocate(ChunkId id) {
 
 Action Residency::start(ChunkId id, ActionKind kind, Tier from, Tier to) {
   Chunk& chunk = mut(id);
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, id);
   const bool new_bytes = !chunk.holds(to);
   in_flight_.reserve(in_flight_.size() + 1);
   if (new_bytes) held(chunk, to) = ledger_.reserve(to, chunk.nbytes);
@@ -57,7 +93,7 @@ Action Residency::flush(ChunkId id, Tier to) {
 
 Action Residency::drop(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, id);
   held(chunk, tier).release();
   chunk.valid.erase(tier);
   return {0, ActionKind::kDrop, id, tier, tier, chunk.nbytes};
@@ -72,7 +108,7 @@ void Residency::undo(Actions& actions, size_t keep) {
       continue;
     }
     Chunk& chunk = mut(action.chunk);
-    const Tally tally(*this, chunk);
+    const Tally tally(*this, action.chunk);
     held(chunk, action.from) = ledger_.reserve(action.from, chunk.nbytes);
     chunk.valid.insert(action.from);
   }
@@ -81,7 +117,7 @@ void Residency::undo(Actions& actions, size_t keep) {
 Completion Residency::complete(ActionId id) {
   const ChunkId owner = owner_of(id);
   Chunk& chunk = mut(owner);
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, owner);
   const Flight flight = land(owner);
   if (flight.doomed) return bury(chunk, flight);
   if (!flight.outgoing()) {
@@ -105,7 +141,7 @@ Completion Residency::complete(ActionId id) {
 Completion Residency::abort(ActionId id) {
   const ChunkId owner = owner_of(id);
   Chunk& chunk = mut(owner);
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, owner);
   const Flight flight = land(owner);
   if (flight.doomed) return bury(chunk, flight);
   const bool keeps_extent = flight.to == Tier::kDisk && !flight.new_extent;
@@ -127,7 +163,7 @@ void Residency::discard(ChunkId id, Actions& actions) {
   for (const Tier tier : {Tier::kDevice, Tier::kHost}) {
     if (chunk.valid.has(tier) && !keeps(tier)) actions.push_back(drop(id, tier));
   }
-  const Tally tally(*this, chunk);
+  const Tally tally(*this, id);
   if (!keeps(Tier::kDisk)) held(chunk, Tier::kDisk).release();
   chunk.valid.clear();
   if (chunk.flight.has_value()) chunk.flight->doomed = true;

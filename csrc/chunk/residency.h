@@ -62,14 +62,9 @@ class Residency {
   [[nodiscard]] const Chunk& operator[](ChunkId chunk) const {
     return chunks_[static_cast<size_t>(chunk)];
   }
-  [[nodiscard]] std::span<const Chunk> all() const { return chunks_; }
 
-  void pin(ChunkId chunk) {
-    if (mut(chunk).pins++ == 0) pinned_bytes_ += mut(chunk).nbytes;
-  }
-  void unpin(ChunkId chunk) {
-    if (--mut(chunk).pins == 0) pinned_bytes_ -= mut(chunk).nbytes;
-  }
+  void pin(ChunkId chunk);
+  void unpin(ChunkId chunk);
   void touch(ChunkId chunk) { mut(chunk).last_use = ++clock_; }
   void count_in_use(ChunkId chunk, int32_t change) { mut(chunk).num_in_use += change; }
 
@@ -99,6 +94,9 @@ class Residency {
   [[nodiscard]] const TierLedger& ledger() const { return ledger_; }
   [[nodiscard]] int64_t pinned_bytes() const { return pinned_bytes_; }
   [[nodiscard]] int32_t num_absent() const { return num_absent_; }
+  // In no order.
+  [[nodiscard]] std::span<const ChunkId> pinned() const { return pinned_; }
+  [[nodiscard]] std::span<const ChunkId> resident() const { return resident_; }
   [[nodiscard]] std::span<const ChunkId> in_flight() const { return in_flight_; }
   [[nodiscard]] int32_t num_incoming() const;
   // DEVICE bytes that transfers under way will give back.
@@ -109,7 +107,7 @@ class Residency {
   void check_invariants() const;
 
  private:
-  class Tally;  // keeps num_absent_ true across one change
+  class Tally;  // keeps num_absent_ and resident_ true across one change
 
   Chunk& mut(ChunkId chunk) { return chunks_[static_cast<size_t>(chunk)]; }
   static Reservation& held(Chunk& chunk, Tier tier) {
@@ -122,6 +120,8 @@ class Residency {
   TierLedger ledger_;
   std::vector<Chunk> chunks_;  // destroyed before ledger_: reservations point to it
   std::vector<ChunkId> in_flight_;
+  std::vector<ChunkId> pinned_;
+  std::vector<ChunkId> resident_;
   int64_t pinned_bytes_ = 0;
   int32_t num_absent_ = 0;
   ActionId last_id_ = 0;

@@ -40,6 +40,8 @@ void Residency::check_invariants() const {
   TierLedger::Bytes usage{};
   int64_t pinned_bytes = 0;
   int32_t num_absent = 0;
+  size_t num_pinned = 0;
+  size_t num_resident = 0;
   size_t num_flights = 0;
   for (ChunkId id = 0; id < size(); ++id) {
     const Chunk& chunk = (*this)[id];
@@ -49,6 +51,8 @@ void Residency::check_invariants() const {
     }
     pinned_bytes += chunk.pins > 0 ? chunk.nbytes : 0;
     num_absent += chunk.absent() ? 1 : 0;
+    num_pinned += chunk.pins > 0 ? 1 : 0;
+    num_resident += chunk.resident() ? 1 : 0;
     num_flights += chunk.flight.has_value() ? 1 : 0;
   }
   for (const Tier tier : kTiers) {
@@ -62,6 +66,11 @@ void Residency::check_invariants() const {
     }
   }
   for (const ChunkId id : in_flight_) require((*this)[id].flight.has_value(), id, "not in flight");
+  for (const ChunkId id : pinned_) require((*this)[id].pins > 0, id, "not pinned");
+  for (const ChunkId id : resident_) require((*this)[id].resident(), id, "not on DEVICE");
+  if (num_pinned != pinned_.size() || num_resident != resident_.size()) {
+    throw StateError("the lists of pinned chunks or of those on DEVICE are wrong");
+  }
   if (pinned_bytes != pinned_bytes_ || num_absent != num_absent_ ||
       num_flights != in_flight_.size()) {
     throw StateError("the totals of pinned bytes, absent chunks or transfers are wrong");

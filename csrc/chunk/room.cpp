@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <variant>
 
 #include "common/error.h"
 
@@ -9,11 +10,13 @@ namespace gemini {
 
 namespace {
 
-// Keeps the chunk of the highest score, the first of equals.
+// Keeps the chunk of the highest score, of equals the one of the lowest number.
 class Best {
  public:
   void offer(ChunkId chunk, std::optional<int64_t> score) {
-    if (!score.has_value() || (chunk_.has_value() && *score <= score_)) return;
+    if (!score.has_value()) return;
+    const bool wins = *score > score_ || (*score == score_ && chunk < chunk_);
+    if (chunk_.has_value() && !wins) return;
     chunk_ = chunk;
     score_ = *score;
   }
@@ -48,6 +51,26 @@ std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy
 
 bool fits_on_disk(const Residency& chunks, const Chunk& chunk) {
   return chunk.holds(Tier::kDisk) || chunk.nbytes <= chunks.ledger().free_bytes(Tier::kDisk);
+}
+
+template <typename Chosen>
+std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& policy,
+                                      const Chosen& chosen) {
+  Best best;
+  const int64_t free_on_host = chunks.ledger().free_bytes(Tier::kHost);
+  std::optional<int64_t> on_host;  // computed for the first candidate that needs more than that
+  for (const ChunkId id : chunks.resident()) {
+    const Chunk& chunk = chunks[id];
+    const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
+    if (chunk.pins > 0 || (chunk.flight.has_value() && !flushing)) continue;
+    const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
+    if (!has_place && !fits_on_disk(chunks, chunk)) {
+      if (!on_host.has_value()) on_host = host_room(chunks, policy);
+      if (chunk.nbytes > *on_host) continue;
+    }
+    best.offer(id, chosen.score({id, flushing || !chunk.dirty(), chunk.last_use}));
+  }
+  return best.chunk();
 }
 
 std::string usage_text(const TierLedger& ledger) {
@@ -101,21 +124,9 @@ void start_wanted(Residency& chunks, const Policy& policy, std::span<const Chunk
 }  // namespace
 
 std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy) {
-  Best best;
-  const int64_t free_on_host = chunks.ledger().free_bytes(Tier::kHost);
-  std::optional<int64_t> on_host;  // computed for the first candidate that needs more than that
-  for (ChunkId id = 0; id < chunks.size(); ++id) {
-    const Chunk& chunk = chunks[id];
-    const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
-    if (!chunk.resident() || chunk.pins > 0 || (chunk.flight.has_value() && !flushing)) continue;
-    const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
-    if (!has_place && !fits_on_disk(chunks, chunk)) {
-      if (!on_host.has_value()) on_host = host_room(chunks, policy);
-      if (chunk.nbytes > *on_host) continue;
-    }
-    best.offer(id, score(policy, {id, flushing || !chunk.dirty(), chunk.last_use}));
-  }
-  return best.chunk();
+  // Asked at every decision for every resident chunk: which policy it is, is asked once.
+  return std::visit([&](const auto& chosen) { return next_victim_of(chunks, policy, chosen); },
+                    policy);
 }
 
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions) {

@@ -62,6 +62,10 @@ void Schedule::index_plan(const std::vector<std::vector<ChunkId>>& accesses, Ret
       flags_[next] = retention.intervals[m][i];
     }
   }
+  std::vector<size_t> ended(use_begin_.begin(), use_begin_.end() - 1);
+  for (const ChunkId chunk : accesses_) {
+    access_flags_.push_back(flags_[ended[static_cast<size_t>(chunk)]++]);
+  }
   planned_bytes_ = std::move(retention.planned_bytes);
 }
 
@@ -74,34 +78,6 @@ void Schedule::index_uses() {
   for (int64_t moment = 0; moment < num_moments_; ++moment) {
     for (const ChunkId chunk : access_at(moment)) uses_[end[static_cast<size_t>(chunk)]++] = moment;
   }
-}
-
-std::span<const ChunkId> Schedule::access_at(int64_t moment) const {
-  if (num_moments_ == 0) return {};
-  const auto m = static_cast<size_t>(within(moment));
-  return std::span(accesses_).subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
-}
-
-NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
-  if (chunk < 0 || chunk >= num_chunks_) return {};
-  const auto c = static_cast<size_t>(chunk);
-  const auto uses = std::span(uses_).subspan(use_begin_[c], use_begin_[c + 1] - use_begin_[c]);
-  if (uses.empty()) return {};
-  const int64_t in_step = within(moment);
-  const int64_t step_begin = moment - in_step;
-  const auto found = std::ranges::lower_bound(uses, in_step);
-  const bool wraps = found == uses.end();
-  const auto index = wraps ? 0 : static_cast<size_t>(found - uses.begin());
-  const int64_t at = step_begin + uses[index] + (wraps ? num_moments_ : 0);
-  return {at, flags_.empty() ? uint8_t{0} : flags_[use_begin_[c] + index]};
-}
-
-int64_t Schedule::planned_bytes(int64_t moment) const {
-  return planned() ? planned_bytes_[static_cast<size_t>(within(moment))] : 0;
-}
-
-int64_t Schedule::reserve_bytes(int64_t moment) const {
-  return num_moments_ == 0 ? 0 : reserve_bytes_[static_cast<size_t>(within(moment))];
 }
 
 }  // namespace gemini

@@ -1,6 +1,7 @@
 // Which chunks a step uses at which moment, and how much non-model memory each period takes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -49,6 +50,10 @@ class Schedule {
   // The chunks used at a moment, ascending, each once.
   [[nodiscard]] std::span<const ChunkId> access_at(int64_t moment) const;
 
+  // Parallel to access_at(): the flags of the intervals that end with these uses; empty without a
+  // plan.
+  [[nodiscard]] std::span<const uint8_t> flags_at(int64_t moment) const;
+
   // The first use at or after `moment`; kNever for a chunk the schedule does not know.
   [[nodiscard]] int64_t next_use(ChunkId chunk, int64_t moment) const {
     return next(chunk, moment).moment;
@@ -74,12 +79,49 @@ class Schedule {
   int32_t num_chunks_;
   int64_t max_reserve_ = 0;
   std::vector<int64_t> reserve_bytes_;
-  std::vector<ChunkId> accesses_;     // of all moments, one after the other
-  std::vector<size_t> access_begin_;  // num_moments + 1 offsets into accesses_
-  std::vector<int64_t> uses_;         // moments of all chunks, one chunk after the other
-  std::vector<uint8_t> flags_;        // per use: of the interval that ends with it; empty: no plan
+  std::vector<ChunkId> accesses_;      // of all moments, one after the other
+  std::vector<size_t> access_begin_;   // num_moments + 1 offsets into accesses_
+  std::vector<int64_t> uses_;          // moments of all chunks, one chunk after the other
+  std::vector<uint8_t> flags_;         // per use: of the interval that ends with it; empty: no plan
+  std::vector<uint8_t> access_flags_;  // the same per access
   std::vector<int64_t> planned_bytes_;
   std::vector<size_t> use_begin_;  // num_chunks + 1 offsets into uses_
 };
+
+// Inline: asked for every chunk that a decision looks at.
+inline NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
+  if (chunk < 0 || chunk >= num_chunks_) return {};
+  const auto c = static_cast<size_t>(chunk);
+  const auto uses = std::span(uses_).subspan(use_begin_[c], use_begin_[c + 1] - use_begin_[c]);
+  if (uses.empty()) return {};
+  const int64_t in_step = within(moment);
+  const int64_t step_begin = moment - in_step;
+  const auto found = std::ranges::lower_bound(uses, in_step);
+  const bool wraps = found == uses.end();
+  const auto index = wraps ? 0 : static_cast<size_t>(found - uses.begin());
+  const int64_t at = step_begin + uses[index] + (wraps ? num_moments_ : 0);
+  return {at, flags_.empty() ? uint8_t{0} : flags_[use_begin_[c] + index]};
+}
+
+inline std::span<const ChunkId> Schedule::access_at(int64_t moment) const {
+  if (num_moments_ == 0) return {};
+  const auto m = static_cast<size_t>(within(moment));
+  return std::span(accesses_).subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
+}
+
+inline std::span<const uint8_t> Schedule::flags_at(int64_t moment) const {
+  if (access_flags_.empty()) return {};
+  const auto m = static_cast<size_t>(within(moment));
+  return std::span(access_flags_)
+      .subspan(access_begin_[m], access_begin_[m + 1] - access_begin_[m]);
+}
+
+inline int64_t Schedule::planned_bytes(int64_t moment) const {
+  return planned() ? planned_bytes_[static_cast<size_t>(within(moment))] : 0;
+}
+
+inline int64_t Schedule::reserve_bytes(int64_t moment) const {
+  return num_moments_ == 0 ? 0 : reserve_bytes_[static_cast<size_t>(within(moment))];
+}
 
 }  // namespace gemini

@@ -28,9 +28,9 @@ OPT = "opt"
 
 # How much is tried at most, in units of about 0.03 us: less than a second for a thousand chunks and moments.
 # Counted, not timed, so that every rank finds the same plan.
-_MOST_EFFORT = 25_000_000
+_MOST_EFFORT = 22_000_000
 _UNITS_PER_SECOND = 30_000_000
-_STEPS_WORTH = 20  # planning may take as long as this many steps wait without it
+_STEPS_WORTH = 60  # planning may take as long as this many steps wait without it
 # Lead of fetches and lag of flushes in the program, and how long what is being flushed counts then, each
 # times the transfer; the more often best on the shipped traces, the earlier. The second gives the bound.
 _PROGRAMS = (
@@ -101,9 +101,9 @@ class _Search:
         self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]
         self.bound = 0.0
         chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
-        self._run_cost = 2_000 + moments * (chunks + 200)
+        self._run_cost = 2_000 + moments * (chunks * 7 // 20 + 110)
         rows = len(problem.intervals) + moments
-        self._solve_cost = 20_000 + 200 * rows + rows * rows // 5
+        self._solve_cost = 20_000 + 1_000 * rows
         waiting = opt_seconds - sum(problem.iteration.seconds)
         most = min(_MOST_EFFORT, int(_STEPS_WORTH * waiting * _UNITS_PER_SECOND))
         self._effort = most - _FIRST_AND_LAST * self._run_cost
