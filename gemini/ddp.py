@@ -61,8 +61,8 @@ class GeminiDDP(nn.Module):
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
         activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
             is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
-        strict_ddp_mode: every rank runs the same operators in the same order. No rank relies on it, so it
-            changes nothing here.
+        strict_ddp_mode: every rank runs the same operators in the same order; where one does not, StateError
+            is raised on all. Without it ranks may differ.
         process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
             dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
             alone. On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid
@@ -126,6 +126,7 @@ class GeminiDDP(nn.Module):
             non_model_bytes=non_model_bytes,
             gather_bytes=gather_bytes,
             reduce_dtype=reduce_dtype,
+            strict_ddp_mode=strict_ddp_mode,
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             memstats=memstats,

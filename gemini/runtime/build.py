@@ -82,7 +82,14 @@ def build_runtime(
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     storage.register(manager)
     if peers is not None:
-        manager.sharding = Sharding(manager, storage, peers, blueprint.gather_bytes, config.reduce_dtype)
+        manager.sharding = Sharding(
+            manager,
+            storage,
+            peers,
+            blueprint.gather_bytes,
+            reduce_dtype=config.reduce_dtype,
+            strict=config.strict_ddp_mode,
+        )
     adopt_module(module, storage, manager)
     if manager.sharding is not None:
         for buffer in module.buffers():

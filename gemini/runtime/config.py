@@ -43,6 +43,7 @@ class GeminiConfig:
     non_model_bytes: int | None = None
     gather_bytes: int | None = None
     reduce_dtype: torch.dtype | None = None
+    strict_ddp_mode: bool = False
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
     memstats: Trace | None = None

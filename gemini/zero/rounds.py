@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemini.errors import StateError
+
 WANTS = 4  # chunks that a rank may ask for in a round
 
 _BITS = 62  # of an integer, used for a set
@@ -48,6 +50,16 @@ def decode(messages: Sequence[Sequence[int]]) -> Round:
         complete=tuple(sorted(complete)),
         all_done=all(message[0] for message in messages),
     )
+
+
+def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
+    """Raise StateError, on all ranks, unless they want and have the same."""
+    different = [rank for rank, message in enumerate(messages) if message != messages[0]]
+    if different:
+        raise StateError(
+            f"ranks {different} run other operators than rank 0, or in another order; leave strict_ddp_mode "
+            "out where they may"
+        )
 
 
 def to_bits(members: Sequence[int], size: int) -> list[int]:

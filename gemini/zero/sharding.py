@@ -12,7 +12,7 @@ from gemini.chunk import TensorIds
 from gemini.zero.gathered import GatheredChunks
 from gemini.zero.gradient_exchange import GradientExchange
 from gemini.zero.peers import Peers
-from gemini.zero.rounds import WANTS, Round, decode, encode
+from gemini.zero.rounds import WANTS, Round, decode, encode, refuse_difference
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -28,11 +28,13 @@ class Sharding:
         storage: ModelStorage,
         peers: Peers,
         gather_bytes: int,
-        reduce_dtype: torch.dtype | None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        strict: bool = False,
     ) -> None:
         """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
         more at once. ``reduce_dtype``: what gradients travel in,
-        None: fp32."""
+        None: fp32. ``strict``: ranks must not differ."""
         self.peers = peers
         self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
         self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients, reduce_dtype)
@@ -40,6 +42,7 @@ class Sharding:
         self._num_groups = len(storage.groups)
         self._current: tuple[int, ...] = ()
         self._in_round = False
+        self._strict = strict
 
     def __del__(self) -> None:
         # A model that is dropped without close(): its memory goes right after this.
@@ -172,7 +175,10 @@ class Sharding:
         try:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
-            said = decode(self.peers.exchange(encode(wants, complete, self._num_groups, done=done)))
+            messages = self.peers.exchange(encode(wants, complete, self._num_groups, done=done))
+            if self._strict:
+                refuse_difference(messages)
+            said = decode(messages)
             for chunk, askers in said.gathers(self.peers.share.members):
                 self._chunks.gather(chunk, askers)
             for group in said.complete:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from checkpoint_models import KIB, Model, Run, assert_equal, start
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gemini.checkpoint.convert import convert
 from gemini.cli.main import main
@@ -85,6 +87,32 @@ def test_dcp_resumes_with_torchs_own_optimizer(saved: tuple[Run, Path], tmp_path
     optimizer.state.update((params[name], state) for name, state in document["optimizer"]["state"].items())
     check_plain(run, model, optimizer)
     assert document["step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_a_checkpoint_as_it_is(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    want = {name: value for name, value in run.model.state_dict().items() if name != "head.weight"}  # tied
+    found = {name: torch.zeros_like(value) for name, value in want.items()}
+    dcp_load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert_equal(found, want)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_training_goes_on_from_what_dcp_saved(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    run, _ = saved
+    document = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()["state"]}
+    dcp_save(document, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other = start(mixed_precision="bf16", seed=5).train(1)
+    found = {"model": other.model.state_dict(), "optimizer": other.optimizer.state_dict()["state"]}
+    dcp_load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other.model.load_state_dict(found["model"])
+    other.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": found["optimizer"]})
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    for one in (run, other):
+        torch.manual_seed(9)
+        one.train(1)
+    assert_equal(other.model.state_dict(), run.model.state_dict())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
