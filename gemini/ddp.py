@@ -248,10 +248,9 @@ class GeminiDDP(nn.Module):
             )
         own = self.module.state_dict(keep_vars=True)
         managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
-        for key in [
-            key for key, value in own.items() if isinstance(value, torch.Tensor) and key in state_dict
-        ]:
-            _check_loadable(key, state_dict[key], own[key])
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and key in state_dict:
+                _check_loadable(key, state_dict[key], value)
         missing = [key for key in own if key not in state_dict]
         unexpected = [key for key in state_dict if key not in own]
         if strict and (missing or unexpected):
@@ -297,7 +296,7 @@ class GeminiDDP(nn.Module):
             "step": self.manager.step,
             "warmup": self.manager.is_warmup,
             "num_chunks": len(chunks.chunks),
-            "wasted_bytes": self._wasted_bytes(),
+            "wasted_bytes": self.storage.wasted_bytes,
             "model_data_bytes": size.total_bytes,
             "pending_updates": len(self.manager.pending.all()),
         }
@@ -341,11 +340,6 @@ class GeminiDDP(nn.Module):
         if kind not in KINDS:
             raise ConfigError(f"there is no trace of kind {kind!r}; the kinds are {', '.join(KINDS)}")
         return self.manager.trace if kind == "train" else self.manager.eval_trace
-
-    def _wasted_bytes(self) -> int:
-        used = sum(slot.param_view.numel() for slot in self.storage.slots.values())
-        held = sum(group.param.spec.numel for group in self.storage.groups)
-        return (held - used) * 4
 
     # -- end -------------------------------------------------------------------------------------
 

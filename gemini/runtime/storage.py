@@ -178,6 +178,13 @@ class ModelStorage:
         """Yield the groups that an optimizer updates, in forward order."""
         return (group for group in self.groups if group.grad is not None)
 
+    @property
+    def wasted_bytes(self) -> int:
+        """What parameter chunks hold beside parameters, counted as fp32."""
+        used = sum(slot.param_view.numel() for slot in self.slots.values())
+        held = sum(group.param.spec.numel for group in self.groups)
+        return (held - used) * 4
+
     def _build(self) -> list[ChunkGroup]:
         chunks = iter(self.chunks.chunks)
         groups = []
