@@ -31,6 +31,10 @@ def _train(model: GeminiDDP, optimizer: GeminiOptimizer, steps: range) -> None:
         managed_step(model, optimizer, gpt_loss, Recipe(), step)
 
 
+# What may be under way between two steps: two prefetches and, where a plan asks for them, four flushes.
+MOST_IN_FLIGHT = 2 + 4
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("host_bytes", [0, 96 * KIB])
 def test_two_hundred_steps_leave_no_more_behind_than_fifty(
@@ -48,7 +52,7 @@ def test_two_hundred_steps_leave_no_more_behind_than_fifty(
         assert psutil.Process().num_threads() == threads
         assert model.manager.chunks.arena_bytes() <= max(arena, 72 * KIB)
         assert len(model.manager.backward_pins._hooks) == hooks
-        assert model.manager.chunks.table.num_in_flight() <= 2
+        assert model.manager.chunks.table.num_in_flight() <= MOST_IN_FLIGHT
         assert model.stats()["disk"]["peak_bytes"] <= model.stats()["disk"]["budget_bytes"]
         assert _resident() - resident < 4 * MIB
         assert list(tmp_path.iterdir()) == []
