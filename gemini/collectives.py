@@ -54,6 +54,11 @@ class ProcessGroupPeers(Peers):
     def share(self) -> Share:
         return self._share
 
+    @property
+    def several_hosts(self) -> bool:
+        """Whether not all ranks run on this machine, as torchrun says."""
+        return _ranks_on_this_host(self._share.world) < self._share.world
+
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
         message = torch.tensor(mine, dtype=torch.int64)
         said = torch.empty(len(mine) * self._share.world, dtype=torch.int64)
@@ -209,6 +214,11 @@ def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
         )
     if mesh.size() == 1:
         return None
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ConfigError(
+            f"the ranks of the DeviceMesh {mesh.mesh.tolist()} do not ascend along its dimensions; make it "
+            "with init_device_mesh"
+        )
     if mesh.size(-1) == 1:
         raise ConfigError(
             f"process_group is a DeviceMesh of the shape {tuple(mesh.shape)}: its last dimension shards, and "

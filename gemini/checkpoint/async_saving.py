@@ -57,7 +57,8 @@ def save_async(
     returns. Over several ranks all of them call this, and ``wait()``.
 
     Args:
-        staging_bytes: the most memory that copies take, on top of the budgets; in units of 4 MiB.
+        staging_bytes: the most memory that copies take, on top of the budgets and of the 16 MiB that every
+            save writes through; in units of 4 MiB.
 
     Raises:
         ConfigError: ``staging_bytes`` is too small.
@@ -68,8 +69,8 @@ def save_async(
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")
     shard = checked_shard_bytes(shard_bytes)
-    manifest = prepare(model, optimizer, scheduler, extra)
     rank = rank_of(model, aside=True)
+    manifest = prepare(rank, model, optimizer, scheduler, extra)
     context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
     try:
@@ -313,6 +314,7 @@ class SaveHandle:
                 work()
         except BaseException as raised:
             error = raised
+            self._end(error)  # before the other ranks are met: until then the thread that trains could wait
         try:
             # Finishes the checkpoint, or removes it.
             if error is None:

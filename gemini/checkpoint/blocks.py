@@ -13,6 +13,7 @@ from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.checkpoint.writer import CheckpointWriter
 from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
+from gemini.errors import IoError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece, read_values
 
@@ -57,17 +58,33 @@ class CheckpointFiles:
         self._is_written = model.peers is None or model.peers.share.replica == 0
         self._weights: dict[str, TensorFile] = {}
         self._states: dict[str, TensorFile] = {}
-        if self._is_written:
-            self._weights = _weight_files(writer, model, shard_bytes)
-            self._states = _state_files(writer, optimizer, shard_bytes)
-        tensors = contents.buffers(model)
-        if tensors and writer.rank.index == 0:
-            writer.add_buffers(contents.BUFFERS, tensors)
+        # Ranks go on together, or not at all: what follows is theirs together.
+        writer.rank.agree(partial(self._open, writer, shard_bytes))
+        error: IoError | None = None
         for slot in model.storage.slots.values():
             if not slot.param_view.is_contiguous():
                 values = read_values(slot, model.manager)  # over ranks, by all of them
-                if writer.rank.index == 0:
-                    self._weights[slot.name].write(slot.name, 0, values.to(contents.weight_dtype(slot)))
+                if writer.rank.index == 0 and error is None:
+                    error = self._write_whole(slot, values)
+        if error is not None:
+            raise error
+
+    def _open(self, writer: CheckpointWriter, shard_bytes: int) -> str:
+        if self._is_written:
+            self._weights = _weight_files(writer, self._model, shard_bytes)
+            self._states = _state_files(writer, self._optimizer, shard_bytes)
+        tensors = contents.buffers(self._model)
+        if tensors and writer.rank.index == 0:
+            writer.add_buffers(contents.BUFFERS, tensors)
+        return ""
+
+    def _write_whole(self, slot: ManagedSlot, values: torch.Tensor) -> IoError | None:
+        """Write a weight; return what failed."""
+        try:
+            self._weights[slot.name].write(slot.name, 0, values.to(contents.weight_dtype(slot)))
+        except IoError as error:
+            return error
+        return None
 
     def blocks(self) -> list[Block]:
         """Return all blocks, those of state pieces in the order in which they are updated."""

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ def _make_private(root: Path) -> None:
 @contextmanager
 def _exclusive(root: Path) -> Iterator[None]:
     """Keep other savers out of ``root``; the kernel ends this with the process."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor, owner = os.open(root, os.O_RDONLY | os.O_CLOEXEC), os.getpid()
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,6 +232,9 @@ def _exclusive(root: Path) -> Iterator[None]:
             )
         yield
     finally:
+        if os.getpid() == owner:  # a forked child has the same lock, and may live on
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -24,12 +24,13 @@ class Rank:
     """Process ``index`` of ``count`` that save one checkpoint together.
 
     ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
-    (``torch.distributed.all_gather_object`` does).
+    (``torch.distributed.all_gather_object`` does). ``several_hosts``: not all run on this machine.
     """
 
     index: int = 0
     count: int = 1
     exchange: Callable[[str], Sequence[str]] = _alone
+    several_hosts: bool = False
 
     def agree(self, action: Callable[[], str]) -> str:
         """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
@@ -64,4 +65,5 @@ def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:
     if model.peers is None:
         return Rank()
     share = model.peers.share
-    return Rank(share.place, share.world, model.peers.say_aside() if aside else model.peers.say)
+    say = model.peers.say_aside() if aside else model.peers.say
+    return Rank(share.place, share.world, say, model.peers.several_hosts)

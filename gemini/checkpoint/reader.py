@@ -75,7 +75,7 @@ class CheckpointReader:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, values) of elements ``[start, stop)`` of a flat state, whoever saved them;
         valid until the next."""
-        for first, last, file, name in self.states[state][param]:
+        for first, last, file, name in self.states[state].get(param, ()):  # none: it has no elements
             begin, end = max(start, first), last if stop is None else min(stop, last)
             if begin < end:
                 for at, values in self._file(file).pieces(name, begin - first, end - begin):

@@ -11,7 +11,7 @@ import torch
 from gemini.checkpoint import contents, plain_data, rng
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.rank import rank_of
+from gemini.checkpoint.rank import Rank, rank_of
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
@@ -55,8 +55,9 @@ def save(
             objects that cannot be saved, or another process is saving in ``directory``.
     """
     shard = checked_shard_bytes(shard_bytes)
-    manifest = prepare(model, optimizer, scheduler, extra)
-    with new_checkpoint(directory, model.manager.step, rank=rank_of(model), keep=keep) as writer:
+    rank = rank_of(model)
+    manifest = prepare(rank, model, optimizer, scheduler, extra)
+    with new_checkpoint(directory, model.manager.step, rank=rank, keep=keep) as writer:
         writer.manifest, writer.rng = manifest, rng.capture()
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
             with model.manager.operator(block.tensors):
@@ -66,12 +67,30 @@ def save(
 
 
 def prepare(
+    rank: Rank,
     model: GeminiDDP,
     optimizer: GeminiOptimizer,
     scheduler: Scheduler | None,
     extra: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Bring the model into a state that can be saved; return the manifest. Raises as :func:`save`."""
+    """Bring the model into a state that can be saved, on all ranks; return the manifest. Raises as
+    :func:`save`, on all where it cannot be done on one."""
+    manifest: dict[str, Any] = {}
+
+    def make() -> str:
+        manifest.update(_prepared(model, optimizer, scheduler, extra))
+        return ""
+
+    rank.agree(make)
+    return manifest
+
+
+def _prepared(
+    model: GeminiDDP,
+    optimizer: GeminiOptimizer,
+    scheduler: Scheduler | None,
+    extra: dict[str, Any] | None,
+) -> dict[str, Any]:
     model.manager.snapshot.close(finish=True)
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)

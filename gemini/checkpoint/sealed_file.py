@@ -36,11 +36,23 @@ class SealedFile:
     raise it. Not thread-safe.
     """
 
-    def __init__(self, path: Path, staging: Staging | None = None, *, shared: bool = False) -> None:
-        """``staging``: what large files are written through; a small one is written at once."""
+    def __init__(
+        self,
+        path: Path,
+        staging: Staging | None = None,
+        *,
+        shared: bool = False,
+        several_hosts: bool = False,
+    ) -> None:
+        """``staging``: what large files are written through; a small one is written at once.
+        ``several_hosts``: processes on other machines share the file."""
         self.path = path
         self._parts: list[Part] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
+        if several_hosts:
+            # A client of NFS may extend a write to the begin of the page, over what another host wrote there,
+            # unless it is synchronous. What goes past the page cache is not concerned.
+            flags |= os.O_DSYNC
         with _io_error("create", path, 0):
             self._descriptor = os.open(path, flags, 0o600)
         self._staged = StagedFile(path, self._descriptor, staging) if staging is not None else None

@@ -59,9 +59,11 @@ class TensorFile:
         *,
         shared: bool = False,
         leads: bool = True,
+        several_hosts: bool = False,
     ) -> None:
         """Create the file, to be written through ``staging``, and write its header. Where it is ``shared``,
-        several processes do, each for other elements; the one that ``leads`` writes the header.
+        several processes do, each for other elements; the one that ``leads`` writes the header;
+        ``several_hosts``: they are not all on this machine.
 
         Raises:
             CheckpointError: a tensor has a type that the format does not know.
@@ -69,7 +71,7 @@ class TensorFile:
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
         header, begins = _header(ordered, {"format": "pt", **metadata})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
-        self._file = SealedFile(path, staging, shared=shared)
+        self._file = SealedFile(path, staging, shared=shared, several_hosts=several_hosts)
         try:
             if leads:
                 self._file.write(header, 0)

@@ -59,7 +59,13 @@ class CheckpointWriter:
             self.weights.update((tensor.name, name) for tensor in tensors)
             self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
         self._open[name] = TensorFile(
-            self.path / name, tensors, metadata, self._staging, shared=True, leads=leads
+            self.path / name,
+            tensors,
+            metadata,
+            self._staging,
+            shared=True,
+            leads=leads,
+            several_hosts=self.rank.several_hosts,
         )
         return self._open[name]
 

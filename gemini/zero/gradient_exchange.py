@@ -118,7 +118,8 @@ class GradientExchange:
 
     @torch.no_grad()
     def _average_replicas(self) -> None:
-        """Take the mean of all shards over the copies of the model; one that was equal stays what it is."""
+        """Take the mean of all shards over the copies of the model; one that was equal stays the same, up to
+        rounding."""
         manager, replicas = self._manager, self._peers.share.replicas
         for index in sorted(self._unequal):
             group = self._groups[index]

@@ -59,6 +59,14 @@ def mlp() -> nn.Module:
     )
 
 
+def columns() -> nn.Module:
+    """Layers of which one lies in memory column by column."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    return model
+
+
 def tied() -> nn.Module:
     """See :class:`Tied`."""
     torch.manual_seed(6)

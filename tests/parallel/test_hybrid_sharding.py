@@ -21,7 +21,7 @@ from sharded_harness import (
 )
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini import ConfigError, GeminiDDP
 from gemini.collectives import ProcessGroupPeers
@@ -125,6 +125,8 @@ def test_parts_are_added_in_the_order_of_the_copies(numel: int) -> None:
 def _refusals() -> None:
     with pytest.raises(ConfigError, match="last dimension shards"):
         GeminiDDP(mlp(), process_group=mesh(2, 1))
+    with pytest.raises(ConfigError, match="do not ascend"):
+        GeminiDDP(mlp(), process_group=DeviceMesh("cpu", [1, 0]))
     cube = init_device_mesh("cpu", (1, 1, 2))
     with pytest.raises(ConfigError, match="3 dimensions"):
         GeminiDDP(mlp(), process_group=cube)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import run_on_ranks
-from sharded_harness import Recipe, assert_same, mlp, tied, train_step, wrap
+from sharded_harness import Recipe, assert_same, columns, mlp, tied, train_step, wrap
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gemini import CheckpointError
+from gemini import CheckpointError, GeminiError
 from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
+from gemini.checkpoint.staging import StagedFile
 
 RECIPE = Recipe(clip=0.1)
 TIGHT = {"device_bytes": "600KiB", "non_model_bytes": 0}
-
-
-def columns() -> nn.Module:
-    """Layers of which one lies in memory column by column."""
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    return model
 
 
 BUILDS = {"mlp": mlp, "tied": tied, "columns": columns}
@@ -117,3 +112,37 @@ def test_a_rank_that_ends_does_not_hang_in_a_save_that_others_still_write(tmp_pa
     with pytest.raises(AssertionError, match="this rank ends"):
         run_on_ranks(_leave_early, 2, str(tmp_path), timeout=40.0)
     assert not list(tmp_path.glob("step-????????"))
+
+
+def _fail_while_training(directory: str) -> str:
+    """Let rank 1 fail to write while much is left that no update touches, more than staging holds."""
+    layers = nn.Sequential(*(nn.Linear(1024, 1024).requires_grad_(index == 0) for index in range(8)))
+    model, optimizer = wrap(lambda: layers, RECIPE)
+    with model:
+        train_part = torch.randn(4, 1024)
+        handle = save_async(directory, model, optimizer, staging_bytes="4MiB")
+        if dist.get_rank() == 1:
+            StagedFile.write_out = _fail  # type: ignore[method-assign]
+        try:
+            for _ in range(4):
+                optimizer.backward(model(train_part).square().mean())
+                optimizer.step()
+            with pytest.raises(GeminiError) as caught:
+                handle.wait()
+        finally:
+            StagedFile.write_out = _WRITE_OUT  # type: ignore[method-assign]
+        return str(caught.value)
+
+
+_WRITE_OUT = StagedFile.write_out
+
+
+def _fail(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_write_that_fails_on_one_rank_does_not_stop_the_training(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fail_while_training, 2, str(tmp_path), timeout=40.0)
+    assert "rank 1 of 2 failed" in first
+    assert "Input/output error" in second
+    assert not list(tmp_path.iterdir())

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import RanksFailed, run_on_ranks
-from sharded_harness import Recipe, assert_near, assert_same, mlp, tied, train_plain, train_step, wrap
+from processes import run_on_ranks
+from sharded_harness import (
+    Recipe,
+    assert_near,
+    assert_same,
+    columns,
+    mlp,
+    tied,
+    train_plain,
+    train_step,
+    wrap,
+)
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gemini.checkpoint import CheckpointReader, latest, load, save
+from gemini import CheckpointError, IoError
+from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
 
 RECIPE = Recipe(clip=0.1)
 
@@ -121,14 +134,43 @@ def test_damage_to_one_ranks_file_makes_all_load_the_checkpoint_before(tmp_path:
     run_on_ranks(_damage_seen_by_all, 2, str(tmp_path))
 
 
-def _fail_on_rank_1(directory: str) -> None:
-    model, optimizer = wrap(mlp, RECIPE)
+def _fail_on_rank_1(directory: str, save_it: str, fault: str) -> str:
+    """Let a save fail on rank 1 alone; train on, and save."""
+    model, optimizer = wrap(columns, RECIPE)
     with model:
         train_step(model, optimizer, RECIPE, 0)
-        save(directory, model, optimizer, extra={} if dist.get_rank() == 0 else {"rank": object()})
+        extra: dict[str, Any] = {}
+        really = os.open
+
+        def full(path: Any, *args: Any) -> int:
+            if str(path).endswith(".safetensors"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return really(path, *args)
+
+        if dist.get_rank() == 1 and fault == "extra":
+            extra["rank"] = object()
+        if dist.get_rank() == 1 and fault == "open":
+            os.open = full
+        try:
+            with pytest.raises((CheckpointError, IoError)) as caught:
+                _SAVES[save_it](directory, model, optimizer, extra=extra)
+        finally:
+            os.open = really
+        train_step(model, optimizer, RECIPE, 1)
+        return f"{caught.value} {save(directory, model, optimizer).name}"
 
 
-def test_a_save_that_fails_on_one_rank_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="extra"):
-        run_on_ranks(_fail_on_rank_1, 2, str(tmp_path), timeout=30.0)
-    assert not [path for path in tmp_path.glob("step-*") if path.suffix != ".partial"]
+_SAVES = {"save": save, "save_async": save_async}
+
+
+@pytest.mark.parametrize("fault", ["extra", "open"])
+@pytest.mark.parametrize("save_it", _SAVES)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
+    tmp_path: Path, save_it: str, fault: str
+) -> None:
+    first, second = run_on_ranks(_fail_on_rank_1, 2, str(tmp_path), save_it, fault, timeout=30.0)
+    assert first.startswith("rank 1 of 2 failed: ")
+    assert ("extra" if fault == "extra" else "No space") in second
+    for said in (first, second):
+        assert said.endswith("step-00000002")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]

@@ -339,3 +339,22 @@ class PeakMemory:
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM"))
         return peak - self._before
+
+
+def test_a_parameter_without_elements_is_saved_and_loaded(tmp_path: Path) -> None:
+    def build() -> tuple[gemini.GeminiDDP, gemini.GeminiOptimizer]:
+        module = torch.nn.Linear(4, 4)
+        module.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        model = gemini.GeminiDDP(module)
+        return model, gemini.GeminiAdamOptimizer(model)
+
+    model, optimizer = build()
+    with model:
+        (model(torch.ones(1, 4)).sum() + model.module.empty.sum()).backward()
+        optimizer.step()
+        checkpoint.save(tmp_path, model, optimizer)
+        want = model.state_dict()
+    model, optimizer = build()
+    with model:
+        checkpoint.load(tmp_path, model, optimizer)
+        assert_equal(model.state_dict(), want)
