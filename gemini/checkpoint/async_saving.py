@@ -322,6 +322,9 @@ class SaveHandle:
             else:
                 self._context.__exit__(type(error), error, error.__traceback__)
         except BaseException as raised:
+            with self._changed:
+                if self._error is error:  # what became of it says more
+                    self._error = raised
             error = raised
         self._end(error)
 
