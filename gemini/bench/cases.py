@@ -80,7 +80,10 @@ def run_case(case: Case, session: Session) -> dict[str, Any]:
 
 
 def _disk(directory: Path) -> dict[str, Any]:
-    """Return the file system that a directory is on, as the kernel lists it; None where it cannot be read."""
+    """Return the file system that a directory is on, as the kernel lists it; None where it cannot be read.
+
+    Not the directory: it says something about whose machine it is, not about the figures.
+    """
     device, kind = None, None
     best = -1
     try:
@@ -91,4 +94,4 @@ def _disk(directory: Path) -> dict[str, Any]:
         source, point, found, *_ = line.split(" ")
         if os.fspath(directory.resolve()).startswith(point) and len(point) > best:
             device, kind, best = source, found, len(point)
-    return {"directory": os.fspath(directory), "device": device, "file_system": kind}
+    return {"device": device, "file_system": kind}

@@ -58,7 +58,7 @@ def run(session: Session, *, kills: int | None = None) -> CaseResult:
         Row("kills while a checkpoint was being written", found["mid_save"], "kills"),
         Row("steps trained", found["steps"], "steps"),
     ]
-    return CaseResult(rows, options, found)
+    return CaseResult(rows, {"kills": kills}, found)
 
 
 def kill_and_resume(place: Path, kills: int, *, seed: int = 0) -> dict[str, Any]:
