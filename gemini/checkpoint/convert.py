@@ -10,6 +10,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,13 @@ def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
             for name, (kind, shape) in kinds.items()
         ]
         total += sum(spec.nbytes for spec in specs)
-        with Staging() as staging:
-            written = TensorFile(target / file, specs, {}, staging)
-            try:
-                for spec in specs:
-                    written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))
-                written.finish()
-            finally:
-                written.close()
+        with (
+            closing(Staging()) as staging,
+            closing(TensorFile(target / file, specs, {}, staging)) as written,
+        ):
+            for spec in specs:
+                written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))
+            written.finish()
     index = {"metadata": {"total_size": total}, "weight_map": reader.weights}
     (target / contents.MODEL_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any], index: int = 0, count: int = 1) -> None:
     """Read every file, or the ``index``-th of ``count`` parts of them, and compare it with its seal. Raises
     DamagedError naming the first that differs."""
-    with ReadAhead() as ahead:
+    with closing(ReadAhead()) as ahead:
         for name, seal in list(manifest["files"].items())[index::count]:
             check_seal(checkpoint / name, Seal(*seal), ahead)
 

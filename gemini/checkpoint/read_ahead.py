@@ -7,7 +7,6 @@ import os
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +23,7 @@ _Memory = npt.NDArray[np.uint8]
 
 
 class ReadAhead:
-    """16 MiB that any number of files are read through, one at a time. For one thread.
-
-    Use as a context manager, or close it.
-    """
+    """16 MiB that any number of files are read through, one at a time. For one thread; close it."""
 
     def __init__(self) -> None:
         memory = direct_memory(_NUM_BLOCKS * BLOCK_BYTES).numpy()
@@ -56,14 +52,6 @@ class ReadAhead:
     def close(self) -> None:
         """End all reads. Idempotent."""
         self._workers.close()
-
-    def __enter__(self) -> ReadAhead:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Read:

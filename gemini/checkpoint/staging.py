@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ Buffer = npt.NDArray[np.uint8]
 class Staging:
     """16 MiB for all files of a checkpoint, of which each takes what it fills, and the threads that write.
 
-    For one thread at a time. Use as a context manager, or close it.
+    For one thread at a time; close it.
     """
 
     def __init__(self) -> None:
@@ -67,14 +66,6 @@ class Staging:
     def close(self) -> None:
         """End the threads; no file may be open. Idempotent."""
         self._workers.close()
-
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class StagedFile:

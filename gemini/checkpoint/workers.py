@@ -6,16 +6,13 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 
 _Work = Callable[[], None]
 
 
 class Workers:
-    """A few threads. Unlike those of concurrent.futures they take work also while the program ends.
-
-    Use as a context manager, or close it.
-    """
+    """A few threads; close them. Unlike those of concurrent.futures they take work also while the program
+    ends."""
 
     def __init__(self, num_threads: int) -> None:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -48,14 +45,6 @@ class Workers:
             self._work.put(None)
         for thread in threads:
             thread.join()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

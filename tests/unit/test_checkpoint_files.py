@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
     tensors = {
         f"{dtype}-{shape}": torch.ones(shape).to(dtype) for dtype in dtypes for shape in [(), (0, 3), (3, 5)]
     }
-    with Staging() as staging:
+    with closing(Staging()) as staging:
         write_tensors(tmp_path / "file", tensors, staging)
     assert_equal(load_file(tmp_path / "file"), tensors)
 

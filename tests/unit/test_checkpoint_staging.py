@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ def content(num_bytes: int, seed: int) -> bytes:
 
 @contextmanager
 def files(directory: Path, count: int) -> Iterator[list[SealedFile]]:
-    with Staging() as staging:
+    with closing(Staging()) as staging:
         made = [SealedFile(directory / str(number), staging) for number in range(count)]
         try:
             yield made
@@ -163,7 +163,7 @@ def test_blocks_are_what_is_in_the_file(
     descriptor = open_direct(tmp_path / "file")
     count = -(-size // BLOCK_BYTES)
     order = [*range(count), 0, *reversed(range(count))]
-    with ReadAhead() as ahead:
+    with closing(ReadAhead()) as ahead:
         for index in order:
             block = ahead.block(descriptor, index, size)
             assert bytes(block) == data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]

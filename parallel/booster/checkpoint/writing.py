@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -81,8 +81,8 @@ class _RankFiles:
             temporary.unlink(missing_ok=True)  # left behind by a save that was killed
             self._written.append(temporary)
             specs = [source.spec for source in sources]
-            opened.append(TensorFile(temporary, specs, metadata, stack.enter_context(Staging())))
-            stack.callback(opened[0].close)
+            staging = stack.enter_context(closing(Staging()))
+            opened.append(stack.enter_context(closing(TensorFile(temporary, specs, metadata, staging))))
 
         with ExitStack() as stack:
             self.attempt(create)
