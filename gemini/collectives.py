@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from gemini.errors import ConfigError
 from gemini.runtime.config import GeminiConfig
 from gemini.zero.peers import Peers, Transfer
 from gemini.zero.share import Share
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
 
 
 @dataclass
@@ -48,16 +51,18 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._messages = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._aside: dist.ProcessGroup | None = None
+        self._several_hosts: bool | None = None  # not asked yet
         self._order = [dist.get_group_rank(self._messages, rank) for rank in ranks]
 
     @property
     def share(self) -> Share:
         return self._share
 
-    @property
-    def several_hosts(self) -> bool:
-        """Whether not all ranks run on this machine, as torchrun says."""
-        return _ranks_on_this_host(self._share.world) < self._share.world
+    def on_several_hosts(self) -> bool:
+        """Say whether not all ranks run on one machine; all of them call this."""
+        if self._several_hosts is None:
+            self._several_hosts = len(set(self.say(_BOOT_ID.read_text()))) > 1
+        return self._several_hosts
 
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
         message = torch.tensor(mine, dtype=torch.int64)

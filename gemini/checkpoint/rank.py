@@ -66,4 +66,4 @@ def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:
         return Rank()
     share = model.peers.share
     say = model.peers.say_aside() if aside else model.peers.say
-    return Rank(share.place, share.world, say, model.peers.several_hosts)
+    return Rank(share.place, share.world, say, model.peers.on_several_hosts())

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gemini import CheckpointError, IoError
+from gemini import CheckpointError, IoError, collectives
 from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
 
 RECIPE = Recipe(clip=0.1)
@@ -158,6 +158,41 @@ def _fail_on_rank_1(directory: str, save_it: str, fault: str) -> str:
             os.open = really
         train_step(model, optimizer, RECIPE, 1)
         return f"{caught.value} {save(directory, model, optimizer).name}"
+
+
+def _pass_through(directory: str, machines: list[str]) -> tuple[bool, bool]:
+    """Save and load as if each rank ran on the machine that a file names; say whether weights are the same,
+    and whether files were written synchronously."""
+    boot_id, collectives._BOOT_ID = collectives._BOOT_ID, Path(machines[dist.get_rank()])
+    model, optimizer = wrap(mlp, RECIPE)
+    flags: list[int] = []
+    really = os.open
+
+    def noted(path: Any, how: int, *mode: int) -> int:
+        flags.append(how if str(path).endswith("model-00001-of-00001.safetensors") else 0)
+        return really(path, how, *mode)
+
+    with model:
+        train_step(model, optimizer, RECIPE, 0)
+        os.open = noted
+        try:
+            save(directory, model, optimizer)
+        finally:
+            os.open, collectives._BOOT_ID = really, boot_id
+        saved = _state(model)
+        train_step(model, optimizer, RECIPE, 1)
+        load(directory, model, optimizer)
+        same = all(torch.equal(value, saved[key]) for key, value in _state(model).items())
+        return same, any(how & os.O_DSYNC == os.O_DSYNC for how in flags)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_ranks_on_several_machines_write_what_they_share_synchronously(tmp_path: Path, several: bool) -> None:
+    machines = [tmp_path / "one", tmp_path / "other"]
+    for number, machine in enumerate(machines):
+        machine.write_text(f"machine {number if several else 0}")
+    names = [str(machine) for machine in machines]
+    assert run_on_ranks(_pass_through, 2, str(tmp_path / "run"), names) == [(True, several)] * 2
 
 
 _SAVES = {"save": save, "save_async": save_async}
