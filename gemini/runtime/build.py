@@ -71,9 +71,8 @@ def build_runtime(
     share = peers.share if peers is not None else None
     blueprint = draw_blueprint(module, config, share)
     if peers is not None:
-        require_equal(
-            peers, f"{blueprint.context.chunk_signature} {blueprint.gather_bytes} {config.reduce_dtype}"
-        )
+        said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
+        require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     plan = blueprint.refuse_misfit()
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)

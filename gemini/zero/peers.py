@@ -50,7 +50,7 @@ class Peers(Protocol):
 
     def sum_replicas(self, values: torch.Tensor, room: torch.Tensor) -> None:
         """Replace this rank's ``values`` by the sum of what the ranks with this part of other copies have,
-        added in the order of the copies. ``room``, as large, is overwritten."""
+        added in the order of the copies. ``room``, with an element more per copy, is overwritten."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:

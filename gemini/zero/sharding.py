@@ -33,8 +33,8 @@ class Sharding:
         strict: bool = False,
     ) -> None:
         """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
-        more at once. ``reduce_dtype``: what gradients travel in,
-        None: fp32. ``strict``: ranks must not differ."""
+        more at once. ``reduce_dtype``: what gradients travel in, None: fp32. ``strict``: ranks must not
+        differ."""
         self.peers = peers
         self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
         self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients, reduce_dtype)
