@@ -170,10 +170,11 @@ def _replace_plain(path: Path, num_bytes: int) -> None:
 
 
 def _write_plain(path: Path, num_bytes: int) -> None:
+    """Write zeros, whole blocks of 4 KiB."""
     block = direct_memory(_BLOCK_BYTES).numpy().data
     descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        for offset in range(0, num_bytes // 4096 * 4096, _BLOCK_BYTES):
+        for offset in range(0, num_bytes, _BLOCK_BYTES):
             os.pwrite(descriptor, block[: num_bytes - offset], offset)
         os.fsync(descriptor)
     finally:

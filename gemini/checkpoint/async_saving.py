@@ -32,7 +32,7 @@ from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 4 * 2**20
-_MEETING_SECONDS = 10.0
+_MEETING_SECONDS = 10.0  # what a save that ends early waits for the other ranks to hear of it
 
 
 @torch.no_grad()
