@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <stdlib.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 #ifdef __linux__
 #include <linux/magic.h>
@@ -64,6 +65,13 @@ bool enable_direct(int fd) {
   return false;
 }
 
+// Whether the file system has `nbytes` free, as far as it says.
+bool has_room(int fd, int64_t nbytes) {
+  struct statvfs found;
+  if (::fstatvfs(fd, &found) != 0 || found.f_blocks == 0) return true;  // it does not say
+  return static_cast<uint64_t>(nbytes) / found.f_frsize <= found.f_bavail;
+}
+
 // Reserves disk space for the first `nbytes` of the file. Returns 0 or an errno.
 int allocate(int fd, int64_t nbytes) {
 #ifdef __linux__
@@ -82,9 +90,12 @@ int allocate(int fd, int64_t nbytes) {
 #endif
 }
 
-int set_size(int fd, int64_t nbytes, bool reserve) {
-  if (reserve) return allocate(fd, nbytes);
-  return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
+int set_size(int fd, int64_t nbytes, bool reserve, IoHook* hook) {
+  if (!reserve) return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
+  // To reserve more than there is takes all there is before it fails, from every other process too.
+  if (!has_room(fd, nbytes)) return ENOSPC;
+  const int refused = hook != nullptr ? hook->allocate(nbytes) : 0;
+  return refused != 0 ? refused : allocate(fd, nbytes);
 }
 
 int64_t checked_size(int64_t nbytes) {
@@ -102,8 +113,7 @@ UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, 
   fd_ = fd;
   try {
     // Before O_DIRECT is set: where space is reserved by writing, those writes are not aligned.
-    const int refused = reserve && hook != nullptr ? hook->allocate(size_) : 0;
-    const int code = refused != 0 ? refused : set_size(fd_, size_, reserve);
+    const int code = set_size(fd_, size_, reserve, hook);
     if (code != 0) {
       throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
     }

@@ -33,6 +33,7 @@ class MappedTensors:
         try:
             descriptor = _open_nameless(directory)
             try:
+                _require_room(descriptor, size)
                 os.posix_fallocate(descriptor, 0, size)
                 self._map = mmap.mmap(descriptor, size)
             finally:
@@ -77,6 +78,13 @@ class MappedTensors:
             ) from error
         if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _require_room(descriptor: int, nbytes: int) -> None:
+    """Raise what reserving more than there is would, without taking all there is before."""
+    found = os.fstatvfs(descriptor)
+    if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _open_nameless(directory: str) -> int:

@@ -187,6 +187,16 @@ TEST(AsyncFile, FullDiskIsMetAtTheStartAndLeavesNothing) {
   EXPECT_EQ(open_files(), before);
 }
 
+TEST(AsyncFile, MoreThanTheDiskHasIsNotEvenTried) {
+  const TempDir dir;
+  const auto hook = std::make_shared<FullHook>();
+  const IoError error =
+      io_error_of([&] { AsyncFile file({dir.path()}, int64_t{1} << 60, {}, hook); });
+  EXPECT_EQ(error.code(), ENOSPC);
+  EXPECT_EQ(hook->asked, 0);
+  EXPECT_TRUE(dir.empty());
+}
+
 TEST(AsyncFile, MissingDirectoryAndBadOptionsAreRefused) {
   const TempDir dir;
   const IoError error = io_error_of([&] { AsyncFile file({dir.path() + "/missing"}, kMib); });

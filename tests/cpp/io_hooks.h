@@ -41,10 +41,15 @@ class ResultHook : public IoHook {
   Change change_;
 };
 
-// A disk without room.
+// A disk without room; counts how often it was asked for some.
 class FullHook : public IoHook {
  public:
-  int allocate(int64_t) override { return ENOSPC; }
+  int allocate(int64_t) override {
+    ++asked;
+    return ENOSPC;
+  }
+
+  int asked = 0;
 };
 
 // Holds every request back until it is opened.

@@ -77,6 +77,13 @@ def test_a_missing_or_full_directory_is_an_error_with_its_name(tmp_path: Path) -
     assert open_files(tmp_path) == []
 
 
+def test_more_than_the_disk_has_is_not_even_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To reserve it would take what other processes need."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(IoError, match="No space left"):
+        MappedTensors(str(tmp_path), 2**60, 1)
+
+
 def test_more_than_was_reserved_is_refused(tmp_path: Path) -> None:
     export = MappedTensors(str(tmp_path), 400, 1)
     with pytest.raises(StateError, match="464 bytes left"):
