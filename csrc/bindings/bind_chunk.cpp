@@ -131,16 +131,18 @@ void bind_words(py::module_& m) {
 void bind_schedule(py::module_& m) {
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
       .def(py::init([](const std::vector<std::vector<ChunkId>>& accesses,
-                       std::vector<int64_t> reserve_bytes, int32_t num_chunks,
-                       std::vector<std::vector<uint8_t>> intervals,
-                       std::vector<int64_t> planned_bytes) {
-             return std::make_shared<Schedule>(
-                 accesses, std::move(reserve_bytes), num_chunks,
-                 Retention{std::move(intervals), std::move(planned_bytes)});
+                       std::vector<int64_t> reserve_bytes, int32_t num_chunks) {
+             return std::make_shared<Schedule>(accesses, std::move(reserve_bytes), num_chunks);
            }),
-           py::arg("accesses"), py::arg("reserve_bytes"), py::arg("num_chunks"),
-           py::arg("intervals") = std::vector<std::vector<uint8_t>>(),
-           py::arg("planned_bytes") = std::vector<int64_t>())
+           py::arg("accesses"), py::arg("reserve_bytes"), py::arg("num_chunks"))
+      .def(
+          "with_plan",
+          [](const Schedule& schedule, const std::string& intervals,
+             std::vector<int64_t> planned_bytes) {
+            return std::make_shared<Schedule>(schedule.with_plan(
+                {{intervals.begin(), intervals.end()}, std::move(planned_bytes)}));
+          },
+          py::arg("intervals"), py::arg("planned_bytes"))
       .def("planned", &Schedule::planned)
       .def("num_moments", &Schedule::num_moments)
       .def("num_chunks", &Schedule::num_chunks)

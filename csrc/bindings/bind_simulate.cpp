@@ -33,6 +33,18 @@ void bind_simulate(py::module_& m) {
       .def_readonly("peak_bytes", &SimulatedStep::peak_bytes)
       .def_readonly("link_bytes", &SimulatedStep::link_bytes)
       .def_readonly("link_seconds", &SimulatedStep::link_seconds);
+  py::class_<SimulatedRun>(m, "SimulatedRun")
+      .def("branch", &SimulatedRun::branch, py::arg("schedule"))
+      .def(
+          "step",
+          [](SimulatedRun& run, double at_most) {
+            const py::gil_scoped_release release;
+            std::vector<double> stall_seconds(static_cast<size_t>(run.num_moments()), 0.0);
+            const double begin = run.clock().now();
+            const int64_t walked = run.step(stall_seconds, at_most);
+            return std::tuple(run.clock().now() - begin, std::move(stall_seconds), walked);
+          },
+          py::arg("at_most") = std::numeric_limits<double>::infinity());
   py::class_<Simulator>(m, "Simulator")
       .def(py::init([](std::vector<int64_t> chunk_bytes, std::vector<std::string> modes,
                        std::vector<std::vector<ChunkId>> frees, std::vector<double> seconds,
@@ -47,7 +59,9 @@ void bind_simulate(py::module_& m) {
            py::kw_only(), py::arg("chunk_bytes"), py::arg("modes"), py::arg("frees"),
            py::arg("seconds"), py::arg("budgets"), py::arg("links"), py::arg("disk_shared"))
       .def("run", &Simulator::run, py::arg("schedule"), py::arg("steps"), py::arg("measured"),
-           py::arg("told") = true, py::call_guard<py::gil_scoped_release>());
+           py::arg("told") = true, py::call_guard<py::gil_scoped_release>())
+      .def("begin", &Simulator::begin, py::arg("schedule"),
+           py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace gemini

@@ -24,8 +24,9 @@ class ChunkTable {
  public:
   // Hard budgets in bytes; 0 means that the tier is absent. DEVICE must be there.
   ChunkTable(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes);
-  ChunkTable(const ChunkTable&) = delete;
+  ChunkTable(const ChunkTable&) = default;  // a table of its own, to try something on
   ChunkTable& operator=(const ChunkTable&) = delete;
+  ~ChunkTable() = default;
 
   ChunkId add_chunk(int64_t nbytes);
   TensorId add_tensor(ChunkId chunk);  // FREE

@@ -28,6 +28,10 @@ class Reservation {
   ~Reservation();
 
   explicit operator bool() const { return ledger_ != nullptr; }
+  // The same bytes in a copy of the ledger, which has counted them already.
+  [[nodiscard]] Reservation in_copy(TierLedger& copy) const {
+    return ledger_ == nullptr ? Reservation() : Reservation(copy, tier_, nbytes_);
+  }
   void release() { *this = Reservation(); }
 
  private:
@@ -51,7 +55,8 @@ class TierLedger {
   using Bytes = std::array<int64_t, kNumTiers>;
 
   explicit TierLedger(const Bytes& budgets) : budgets_(budgets) {}
-  TierLedger(const TierLedger&) = delete;
+  // A copy counts what the original does, and needs copies of its reservations: see in_copy().
+  TierLedger(const TierLedger&) = default;
   TierLedger& operator=(const TierLedger&) = delete;
 
   // Takes bytes; throws OutOfBudget, with nothing changed, where they do not fit.

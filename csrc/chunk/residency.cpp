@@ -54,6 +54,28 @@ void Residency::unpin(ChunkId id) {
   pinned_bytes_ -= chunk.nbytes;
 }
 
+Residency::Residency(const Residency& other)
+    : ledger_(other.ledger_),
+      in_flight_(other.in_flight_),
+      pinned_(other.pinned_),
+      resident_(other.resident_),
+      pinned_bytes_(other.pinned_bytes_),
+      num_absent_(other.num_absent_),
+      last_id_(other.last_id_),
+      clock_(other.clock_) {
+  chunks_.reserve(other.chunks_.size());
+  for (const Chunk& chunk : other.chunks_) {
+    Chunk& copy = chunks_.emplace_back();
+    copy.nbytes = chunk.nbytes;
+    copy.valid = chunk.valid;
+    copy.flight = chunk.flight;
+    copy.pins = chunk.pins;
+    copy.num_in_use = chunk.num_in_use;
+    copy.last_use = chunk.last_use;
+    for (size_t t = 0; t < kNumTiers; ++t) copy.held[t] = chunk.held[t].in_copy(ledger_);
+  }
+}
+
 ChunkId Residency::add(int64_t nbytes) {
   if (nbytes <= 0) {
     throw StateError("a chunk needs a positive size, not " + std::to_string(nbytes));

@@ -56,6 +56,9 @@ struct Chunk {
 class Residency {
  public:
   explicit Residency(const TierLedger::Bytes& budgets) : ledger_(budgets) {}
+  Residency(const Residency& other);
+  Residency& operator=(const Residency&) = delete;
+  ~Residency() = default;
 
   ChunkId add(int64_t nbytes);
   [[nodiscard]] int32_t size() const { return static_cast<int32_t>(chunks_.size()); }

@@ -9,7 +9,7 @@
 namespace gemini {
 
 Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
-                   std::vector<int64_t> reserve_bytes, int32_t num_chunks, Retention retention)
+                   std::vector<int64_t> reserve_bytes, int32_t num_chunks)
     : num_moments_(static_cast<int64_t>(accesses.size())),
       num_chunks_(num_chunks),
       reserve_bytes_(std::move(reserve_bytes)) {
@@ -38,35 +38,32 @@ Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
     access_begin_.push_back(accesses_.size());
   }
   index_uses();
-  if (!retention.planned_bytes.empty()) index_plan(accesses, std::move(retention));
 }
 
-void Schedule::index_plan(const std::vector<std::vector<ChunkId>>& accesses, Retention retention) {
-  if (retention.planned_bytes.size() != accesses.size() ||
-      retention.intervals.size() != accesses.size()) {
-    throw StateError("a plan for " + std::to_string(retention.intervals.size()) +
-                     " moments belongs to a schedule of " + std::to_string(accesses.size()));
+Schedule Schedule::with_plan(Retention retention) const {
+  if (retention.planned_bytes.size() != static_cast<size_t>(num_moments_) ||
+      retention.intervals.size() != accesses_.size()) {
+    throw StateError("a plan of " + std::to_string(retention.planned_bytes.size()) +
+                     " moments and " + std::to_string(retention.intervals.size()) +
+                     " intervals belongs to a schedule of " + std::to_string(num_moments_) +
+                     " moments and " + std::to_string(accesses_.size()) + " accesses");
   }
-  flags_.assign(uses_.size(), 0);
+  Schedule planned(*this);
+  planned.flags_.assign(uses_.size(), 0);
   std::vector<size_t> use(use_begin_.begin(), use_begin_.end() - 1);
-  for (size_t m = 0; m < accesses.size(); ++m) {
-    if (!std::ranges::equal(accesses[m], access_at(static_cast<int64_t>(m))) ||
-        retention.intervals[m].size() != accesses[m].size()) {
-      throw StateError("moment " + std::to_string(m) +
-                       " of a plan needs one flag per chunk, the chunks ascending and each once");
-    }
-    for (size_t i = 0; i < accesses[m].size(); ++i) {
-      const auto chunk = static_cast<size_t>(accesses[m][i]);
-      // The interval ends with the next use, the last one of the step with the first.
-      const size_t next = ++use[chunk] < use_begin_[chunk + 1] ? use[chunk] : use_begin_[chunk];
-      flags_[next] = retention.intervals[m][i];
-    }
+  for (size_t i = 0; i < accesses_.size(); ++i) {
+    const auto chunk = static_cast<size_t>(accesses_[i]);
+    // The interval ends with the next use, the last one of the step with the first.
+    const size_t next = ++use[chunk] < use_begin_[chunk + 1] ? use[chunk] : use_begin_[chunk];
+    planned.flags_[next] = retention.intervals[i];
   }
+  planned.access_flags_.clear();
   std::vector<size_t> ended(use_begin_.begin(), use_begin_.end() - 1);
   for (const ChunkId chunk : accesses_) {
-    access_flags_.push_back(flags_[ended[static_cast<size_t>(chunk)]++]);
+    planned.access_flags_.push_back(planned.flags_[ended[static_cast<size_t>(chunk)]++]);
   }
-  planned_bytes_ = std::move(retention.planned_bytes);
+  planned.planned_bytes_ = std::move(retention.planned_bytes);
+  return planned;
 }
 
 void Schedule::index_uses() {

@@ -17,10 +17,11 @@ inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 inline constexpr uint8_t kKeep = 1;   // it stays on DEVICE
 inline constexpr uint8_t kFlush = 2;  // what the use has written is copied below at once
 
-// A plan for the step, beyond its order. Empty: there is none.
+// A plan for the step, beyond its order.
 struct Retention {
-  // Parallel to the accesses: flags of the interval that begins with this use.
-  std::vector<std::vector<uint8_t>> intervals;
+  // For each access_at() of each moment, one after the other: flags of the interval that begins
+  // with this use.
+  std::vector<uint8_t> intervals;
   // Per moment: bytes of the operands and of what is kept in the period that begins then.
   std::vector<int64_t> planned_bytes;
 };
@@ -37,12 +38,15 @@ struct NextUse {
 // function below accepts such moments.
 class Schedule {
  public:
-  // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter
-  // without a plan; with one, ascending and each once); reserve_bytes[m] is the non-model memory of
-  // the period that begins at moment m, empty for zeros. Throws StateError for a negative number, a
-  // chunk outside [0, num_chunks) or a plan of another shape.
+  // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter);
+  // reserve_bytes[m] is the non-model memory of the period that begins at moment m, empty for
+  // zeros. Throws StateError for a negative number or a chunk outside [0, num_chunks).
   Schedule(const std::vector<std::vector<ChunkId>>& accesses, std::vector<int64_t> reserve_bytes,
-           int32_t num_chunks, Retention retention = {});
+           int32_t num_chunks);
+
+  // The same order with a plan, in place of the one it has. Throws StateError for a plan of another
+  // shape.
+  [[nodiscard]] Schedule with_plan(Retention retention) const;
 
   [[nodiscard]] int64_t num_moments() const { return num_moments_; }
   [[nodiscard]] int32_t num_chunks() const { return num_chunks_; }
@@ -73,7 +77,6 @@ class Schedule {
     return moment < num_moments_ ? moment : moment % num_moments_;
   }
   void index_uses();
-  void index_plan(const std::vector<std::vector<ChunkId>>& accesses, Retention retention);
 
   int64_t num_moments_;
   int32_t num_chunks_;

@@ -4,32 +4,14 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "chunk/chunk_table.h"
-#include "chunk/prefetch.h"
 #include "chunk/schedule.h"
 #include "chunk/state.h"
 #include "simulate/link_clock.h"
+#include "simulate/simulated_run.h"
 
 namespace gemini {
-
-// One iteration beside its schedule. All but chunk_bytes have one entry per moment.
-struct Workload {
-  std::vector<int64_t> chunk_bytes;
-  // One letter per chunk of the access, ascending: 'r' read, 'm' modified, 'w' written whole.
-  std::vector<std::string> modes;
-  std::vector<std::vector<ChunkId>> frees;  // whose content is given up in the period
-  std::vector<double> seconds;              // of computing in the period
-};
-
-struct SimulatedMachine {
-  std::array<int64_t, kNumTiers> budgets{};
-  LinkModels links;
-  bool disk_shared = true;
-  int32_t prefetches = kPrefetchesInFlight;
-};
 
 struct SimulatedStep {
   double seconds = 0;
@@ -45,15 +27,17 @@ class Simulator {
   Simulator(Workload workload, const SimulatedMachine& machine);
 
   // Repeats the step until it is steady and returns the mean of the last `measured` of `steps`
-  // steps. The table follows the schedule, or, not `told` of it, leaves room for the largest
-  // reserve and evicts what was used least recently. Throws OutOfBudget where the table would.
+  // steps. `told` and errors: see SimulatedRun.
   [[nodiscard]] SimulatedStep run(const std::shared_ptr<const Schedule>& schedule, int32_t steps,
                                   int32_t measured, bool told = true) const;
 
- private:
-  void check(const Schedule& schedule) const;
+  // A run that has not made a step yet.
+  [[nodiscard]] SimulatedRun begin(const std::shared_ptr<const Schedule>& schedule) const {
+    return {workload_, machine_, schedule};
+  }
 
-  Workload workload_;
+ private:
+  std::shared_ptr<const Workload> workload_;
   SimulatedMachine machine_;
 };
 

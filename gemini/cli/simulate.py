@@ -143,7 +143,7 @@ def _hints(policy: str, iteration: Iteration, machine: Machine) -> tuple[str, Hi
         return policy, None
     problem = PlanProblem.of(iteration, machine)
     keep = by_density(problem) if policy == "density" else static(problem)
-    return policy, make_hints(iteration, problem.intervals, keep, problem.flushed_at(0.0))
+    return policy, make_hints(problem.intervals, keep, problem.flushed_at(0.0))
 
 
 def _machine(options: argparse.Namespace, iteration: Iteration, trace: Trace) -> Machine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -20,16 +19,17 @@ FLUSH = 2
 class Hints:
     """A plan as the core takes it.
 
-    ``intervals``: for each access of each moment the flags of the interval that begins there, KEEP (it stays
-    on DEVICE until its next use) and FLUSH (what was written is copied below at once). ``planned_bytes``: per
-    moment, what operands, kept chunks and what is still being flushed have of DEVICE.
+    ``intervals``: a byte for each access of each moment, one after the other, with the flags of the interval
+    that begins there: KEEP (it stays on DEVICE until its next use) and FLUSH (what was written is copied
+    below at once). ``planned_bytes``: per moment, what operands, kept chunks and what is still being flushed
+    have of DEVICE.
     """
 
-    intervals: tuple[tuple[int, ...], ...]
+    intervals: bytes
     planned_bytes: tuple[int, ...]
 
 
-def make_hints(iteration: Iteration, intervals: Intervals, keep: Flags, flushed_at: Ints) -> Hints:
+def make_hints(intervals: Intervals, keep: Flags, flushed_at: Ints) -> Hints:
     """Return the hints for the intervals in ``keep``.
 
     ``flushed_at``: per interval, the moment from which a flush that begins with it has ended.
@@ -39,22 +39,19 @@ def make_hints(iteration: Iteration, intervals: Intervals, keep: Flags, flushed_
     gone[intervals.run[in_run & ~keep]] = True
     flush = np.zeros(len(intervals), dtype=bool)
     flush[in_run] = intervals.dirty[in_run] & gone[intervals.run[in_run]]
-    starts = np.cumsum([0, *map(len, iteration.accesses)])
-    flags = np.zeros(starts[-1], dtype=np.int64)
-    flags[starts[intervals.begin] + intervals.slot] = KEEP * keep + FLUSH * flush
+    flags = np.zeros(intervals.num_accesses, dtype=np.uint8)
+    flags[intervals.access] = KEEP * keep + FLUSH * flush
     leaving = np.where(flush & ~keep, intervals.begin + 1, flushed_at)
     planned = intervals.kept_bytes(keep) + intervals.occupied(leaving, flushed_at)
-    values, at = flags.tolist(), starts.tolist()
-    of_moments = (tuple(values[first:last]) for first, last in pairwise(at))
-    return Hints(tuple(of_moments), tuple(planned.tolist()))
+    return Hints(flags.tobytes(), tuple(planned.tolist()))
 
 
 def make_schedule(iteration: Iteration, hints: Hints | None) -> _C.Schedule:
     """Return what the chunk table follows in such a step."""
-    return _C.Schedule(
-        iteration.accesses,
-        iteration.reserve_bytes,
-        len(iteration.chunk_bytes),
-        hints.intervals if hints is not None else (),
-        hints.planned_bytes if hints is not None else (),
-    )
+    order = _C.Schedule(iteration.accesses, iteration.reserve_bytes, len(iteration.chunk_bytes))
+    return order if hints is None else with_hints(order, hints)
+
+
+def with_hints(order: _C.Schedule, hints: Hints) -> _C.Schedule:
+    """Return a schedule of the same order with a plan."""
+    return order.with_plan(hints.intervals, hints.planned_bytes)

@@ -20,16 +20,18 @@ NO_RUN = -1
 class Intervals:
     """One entry per interval during which a chunk has content.
 
-    ``chunk``; ``slot``: the place of the use in the accesses of its moment; ``begin``: the moment of the use;
-    ``end``: that of the next use, ``begin < end``, past the last moment where the step repeats first;
+    ``chunk``; ``access``: the place of the use among the ``num_accesses`` of all moments; ``begin``: the
+    moment of the use; ``end``: that of the next use, ``begin < end``, past the last moment where the step
+    repeats first;
     ``nbytes``; ``dirty``: the use writes. ``run``: which dirty run it belongs to, the intervals from one
     write to the next, NO_RUN for a chunk that nothing writes. One entry per run: ``run_bytes``.
     One entry per moment: ``operand_bytes``.
     """
 
     num_moments: int
+    num_accesses: int
     chunk: Ints
-    slot: Ints
+    access: Ints
     begin: Ints
     end: Ints
     nbytes: Ints
@@ -60,9 +62,11 @@ class Intervals:
 def find_intervals(iteration: Iteration) -> Intervals:
     """Return every interval of a step, chunk by chunk, each dirty run from its write on."""
     uses: dict[int, list[tuple[int, int, bool]]] = {}
+    access = 0
     for moment, (chunks, modes) in enumerate(zip(iteration.accesses, iteration.modes, strict=True)):
-        for slot, (chunk, mode) in enumerate(zip(chunks, modes, strict=True)):
-            uses.setdefault(chunk, []).append((moment, slot, mode != "r"))
+        for chunk, mode in zip(chunks, modes, strict=True):
+            uses.setdefault(chunk, []).append((moment, access, mode != "r"))
+            access += 1
     freed: dict[int, list[int]] = {}
     for moment, chunks in enumerate(iteration.frees):
         for chunk in chunks:
@@ -77,8 +81,9 @@ def find_intervals(iteration: Iteration) -> Intervals:
     sizes = np.array(iteration.chunk_bytes, dtype=np.int64)
     return Intervals(
         num_moments=iteration.num_moments,
+        num_accesses=access,
         chunk=table[:, 0],
-        slot=table[:, 1],
+        access=table[:, 1],
         begin=table[:, 2],
         end=table[:, 3],
         nbytes=sizes[table[:, 0]],
@@ -96,19 +101,19 @@ def _of_chunk(
     iteration: Iteration,
     run_bytes: list[int],
 ) -> list[tuple[int, ...]]:
-    """Return rows (chunk, slot, begin, end, dirty, run); add to ``run_bytes`` for each run."""
+    """Return rows (chunk, access, begin, end, dirty, run); add to ``run_bytes`` for each run."""
     moments = iteration.num_moments
     first_write = next((i for i, (_, _, writes) in enumerate(uses) if writes), None)
     start = first_write or 0
     run = NO_RUN
     rows: list[tuple[int, ...]] = []
     for i in (*range(start, len(uses)), *range(start)):
-        begin, slot, writes = uses[i]
+        begin, access, writes = uses[i]
         end = uses[i + 1][0] if i + 1 < len(uses) else uses[0][0] + moments
         if writes:
             run_bytes.append(iteration.chunk_bytes[chunk])
             run = len(run_bytes) - 1
         dead = any(begin <= at < end or begin <= at + moments < end for at in frees)
         if not dead:
-            rows.append((chunk, slot, begin, end, int(writes), run))
+            rows.append((chunk, access, begin, end, int(writes), run))
     return rows

@@ -17,15 +17,15 @@ _PLAIN = 0.3  # share of moves that look at no wait
 def move_near_a_wait(
     problem: PlanProblem, keep: Flags, waits: list[float], chance: random.Random
 ) -> Flags | None:
-    """Return another plan: one more interval is kept, mostly one whose transfers come before a wait, and
-    some that are in its way are not. None: no such change was found."""
+    """Return another plan that fits: one more interval is kept, mostly one whose transfers come before a
+    wait, and some that are in its way are not. None: no such change was found."""
     them = problem.intervals
     moved: Flags = keep.copy()
     if sum(waits) <= 0.0 or chance.random() < _PLAIN:
         for _ in range(chance.randint(1, 3)):
             i = chance.randrange(len(keep))
             moved[i] = not moved[i]
-        return moved
+        return moved if problem.fits(moved) else None
     (wait,) = chance.choices(range(len(waits)), weights=waits)
     back = chance.randint(1, _REACH)
     moments = problem.num_moments

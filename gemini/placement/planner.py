@@ -5,7 +5,6 @@ The order alone (OPT with prefetch) is among the candidates, so in the model no 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gemini.errors import OutOfBudgetError
+from gemini.placement.effort import Effort
 from gemini.placement.hints import Hints, make_hints
 from gemini.placement.intervals import Flags
 from gemini.placement.iteration import Iteration
+from gemini.placement.local_search import LocalSearch
 from gemini.placement.machine import Machine
-from gemini.placement.moves import move_near_a_wait
 from gemini.placement.problem import PlanProblem
 from gemini.placement.simulator import Simulation, Simulator
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 OPT = "opt"
 
-# How much is tried at most, in units of about 0.03 us: less than a second for a thousand chunks and moments.
-# Counted, not timed, so that every rank finds the same plan.
-_MOST_EFFORT = 22_000_000
-_UNITS_PER_SECOND = 30_000_000
-_STEPS_WORTH = 60  # planning may take as long as this many steps wait without it
 # Lead of fetches and lag of flushes in the program, and how long what is being flushed counts then, each
 # times the transfer; the more often best on the shipped traces, the earlier. The second gives the bound.
 _PROGRAMS = (
@@ -41,7 +36,6 @@ _PROGRAMS = (
     (1.0, 1.0, 2.0),
     (4.0, 2.0, 1.0),
 )
-_MOVE_COST = 5_000
 _FIRST_AND_LAST = 3  # the order alone and the chosen plan, in simulations of three steps
 _GREEDY_AFTER = 4  # programs come density and the static share
 _WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
@@ -97,24 +91,18 @@ class _Search:
         self._seconds = float("inf")
         self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
         self._lag = 0.0
-        self._waits: list[float] = []
         self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]
         self.bound = 0.0
-        chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
-        self._run_cost = 2_000 + moments * (chunks * 7 // 20 + 110)
-        rows = len(problem.intervals) + moments
-        self._solve_cost = 20_000 + 1_000 * rows
-        waiting = opt_seconds - sum(problem.iteration.seconds)
-        most = min(_MOST_EFFORT, int(_STEPS_WORTH * waiting * _UNITS_PER_SECOND))
-        self._effort = most - _FIRST_AND_LAST * self._run_cost
-        self._checks_settled = 4 * _SETTLED_COST * self._run_cost <= self._effort
+        self._effort = Effort(problem, opt_seconds - sum(problem.iteration.seconds))
+        self._effort.left -= _FIRST_AND_LAST * self._effort.run
+        self._checks_settled = 4 * _SETTLED_COST * self._effort.run <= self._effort.left
         if self._checks_settled:
-            self._effort -= _SETTLED_COST * self._run_cost
+            self._effort.left -= _SETTLED_COST * self._effort.run
 
     def try_all(self) -> None:
         """Try every candidate that there is effort for, the more promising first."""
         for name, keep, lag in self._candidates():
-            if not self._afford(self._run_cost):
+            if not self._effort.afford(self._effort.run):
                 return
             self.tried.append((name, self._try(name, keep, lag)))
 
@@ -129,22 +117,13 @@ class _Search:
         return settled[0] <= (1 - _WORTH_IT) * settled[1]
 
     def improve(self) -> None:
-        """Change a few intervals of the best plan at a time, mostly near its waits; keep what is no worse,
-        as long as there is effort."""
+        """Change the best plan as long as there is effort."""
         if self.best is None or not len(self._keep):
             return
-        chance = random.Random(0)
-        before = self._seconds
-        enough = (1 + _WORTH_IT) * sum(self._problem.iteration.seconds)
-        while self._seconds > enough and self._afford(_MOVE_COST):
-            keep = move_near_a_wait(self._problem, self._keep, self._waits, chance)
-            if keep is None or not self._problem.fits(keep):
-                continue
-            if not self._afford(self._run_cost):
-                break
-            self._try(self.name, keep, self._lag)
-        if self._seconds < before:
-            self.name += " improved"
+        search = LocalSearch(self._problem, self._simulator, self._keep, self._lag)
+        search.improve(self._effort, (1 + _WORTH_IT) * sum(self._problem.iteration.seconds))
+        if search.seconds < self._seconds:
+            self.name, self.best, self._seconds = f"{self.name} improved", search.hints, search.seconds
             self.tried.append((self.name, self._seconds))
 
     def _candidates(self) -> Iterator[tuple[str, Flags, float]]:
@@ -165,7 +144,7 @@ class _Search:
     def _solve(self, lead: float, lag: float) -> Retention | None:
         from gemini.placement.retention import solve_retention
 
-        if not self._afford(self._solve_cost):
+        if not self._effort.afford(self._effort.solve):
             return None
         found = solve_retention(self._problem, lead=lead, lag=lag)
         one_tier_below = not (self._problem.machine.host_bytes and self._problem.machine.disk_bytes)
@@ -174,22 +153,15 @@ class _Search:
         return found
 
     def _try(self, name: str, keep: Flags, lag: float) -> float:
-        problem = self._problem
-        hints = make_hints(problem.iteration, problem.intervals, keep, problem.flushed_at(lag))
+        hints = make_hints(self._problem.intervals, keep, self._problem.flushed_at(lag))
         try:
-            seconds, waits = self._simulator.waits(hints)
+            seconds = self._simulator.seconds(hints)
         except OutOfBudgetError:
             return float("inf")
         if seconds <= self._seconds:
             self.name, self.best, self._seconds = name, hints, seconds
-            self._keep, self._lag, self._waits = keep, lag, waits
+            self._keep, self._lag = keep, lag
         return seconds
-
-    def _afford(self, cost: int) -> bool:
-        if self._effort < cost:
-            return False
-        self._effort -= cost
-        return True
 
 
 def by_density(problem: PlanProblem) -> Flags:

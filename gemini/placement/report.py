@@ -109,9 +109,9 @@ def _shares(step: PlannedStep) -> Iterator[KindShare]:
 def _kept(step: PlannedStep, intervals: Intervals) -> Flags:
     if step.chosen.hints is None:
         return np.zeros(len(intervals), dtype=bool)
-    flags = step.chosen.hints.intervals
-    places = zip(intervals.begin.tolist(), intervals.slot.tolist(), strict=True)
-    return np.array([bool(flags[moment][slot] & KEEP) for moment, slot in places], dtype=bool)
+    flags = np.frombuffer(step.chosen.hints.intervals, dtype=np.uint8)
+    kept: Flags = flags[intervals.access] & KEEP != 0
+    return kept
 
 
 def _sentence(share: KindShare) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gemini import _C
 from gemini.memstats.links import LINKS
-from gemini.placement.hints import Hints, make_schedule
+from gemini.placement.hints import Hints, make_schedule, with_hints
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 
@@ -38,6 +38,7 @@ class Simulator:
 
     def __init__(self, iteration: Iteration, machine: Machine) -> None:
         self._iteration = iteration
+        self._order = make_schedule(iteration, None)
         self._native = _C.Simulator(
             chunk_bytes=iteration.chunk_bytes,
             modes=iteration.modes,
@@ -50,12 +51,15 @@ class Simulator:
 
     def seconds(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> float:
         """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
-        return self.waits(hints, after=after, steps=steps)[0]
+        return self._native.run(self.schedule(hints), after + steps, steps).seconds
 
-    def waits(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> tuple[float, list[float]]:
-        """Return that and how long the operator of each moment waits in it."""
-        found = self._native.run(make_schedule(self._iteration, hints), after + steps, steps)
-        return found.seconds, found.stall_seconds
+    def begin(self, hints: Hints | None) -> _C.SimulatedRun:
+        """Return a run that has not made a step yet. Raises OutOfBudgetError, as its steps do."""
+        return self._native.begin(self.schedule(hints))
+
+    def schedule(self, hints: Hints | None) -> _C.Schedule:
+        """Return what the chunk table follows."""
+        return self._order if hints is None else with_hints(self._order, hints)
 
     def run(self, hints: Hints | None, *, told: bool = True) -> Simulation:
         """Return the mean of two steps after two others. Without ``told`` the order is not known either: what
@@ -64,7 +68,7 @@ class Simulator:
         Raises:
             OutOfBudgetError: the step does not fit the machine.
         """
-        step = self._native.run(make_schedule(self._iteration, hints), 4, 2, told)
+        step = self._native.run(self.schedule(hints), 4, 2, told)
         return Simulation(
             step_seconds=step.seconds,
             compute_seconds=sum(self._iteration.seconds),

@@ -22,14 +22,14 @@ void begin(World& world) {
   for (int round = 0; round < 2; ++round) {
     for (ChunkId id = 0; id < chunks; ++id) {
       accesses.push_back({id});
-      plan.intervals.push_back({round == 0 ? kFlush : uint8_t{0}});
+      plan.intervals.push_back(round == 0 ? kFlush : uint8_t{0});
       plan.planned_bytes.push_back(world.table.chunk(id).nbytes);
     }
   }
   for (TensorId id = 0; id < chunks; ++id) world.use({id});
   world.empty_device();
   world.table.set_schedule(
-      std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, chunks, std::move(plan)));
+      std::make_shared<Schedule>(Schedule(accesses, {}, chunks).with_plan(std::move(plan))));
   world.table.begin_step();
   world.log.clear();
 }
@@ -121,10 +121,10 @@ TEST(Flush, AnAbortLeavesTheChunkDirtyOnDevice) {
 TEST(Flush, FourAreUnderWayAtATimeAndTheOthersFollow) {
   World world({60, 100, 0}, {10, 10, 10, 10, 10});
   const uint8_t flush = kFlush;
-  Retention plan{{{flush, flush, flush, flush, flush}, {0, 0, 0, 0, 0}}, {50, 50}};
+  Retention plan{{flush, flush, flush, flush, flush, 0, 0, 0, 0, 0}, {50, 50}};
   const std::vector<std::vector<ChunkId>> accesses{{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}};
   world.table.set_schedule(
-      std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, 5, std::move(plan)));
+      std::make_shared<Schedule>(Schedule(accesses, {}, 5).with_plan(std::move(plan))));
   world.table.begin_step();
   world.access({0, 1, 2, 3, 4});
   EXPECT_EQ(text(world.release({0, 1, 2, 3, 4}, true)), "EVICT 0, EVICT 1, EVICT 2, EVICT 3");
@@ -137,9 +137,9 @@ TEST(Flush, WithoutRoomBelowNothingIsStartedAndNothingLost) {
   World world({40, 20, 0}, {10, 10, 10});
   for (const TensorId id : {0, 1, 2}) world.use({id}, true);
   std::vector<std::vector<ChunkId>> accesses{{0}, {1}, {2}};
-  Retention plan{{{kFlush}, {kFlush}, {kFlush}}, {10, 10, 10}};
+  Retention plan{{kFlush, kFlush, kFlush}, {10, 10, 10}};
   world.table.set_schedule(
-      std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, 3, std::move(plan)));
+      std::make_shared<Schedule>(Schedule(accesses, {}, 3).with_plan(std::move(plan))));
   world.table.begin_step();
   for (const TensorId id : {0, 1, 2}) world.use({id}, true);
   world.complete_all();

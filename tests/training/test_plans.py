@@ -55,7 +55,7 @@ def any_plan(seed: int) -> Callable[[Iteration, Machine], ChosenPlan]:
     def choose(iteration: Iteration, machine: Machine) -> ChosenPlan:
         problem = PlanProblem.of(iteration, machine)
         keep = np.random.default_rng(seed).random(len(problem.intervals)) < 0.2 + 0.2 * seed
-        hints = make_hints(iteration, problem.intervals, keep, problem.flushed_at(float(seed)))
+        hints = make_hints(problem.intervals, keep, problem.flushed_at(float(seed)))
         simulation = simulate(iteration, machine)
         return ChosenPlan("chance", hints, simulation, ((OPT, simulation.step_seconds),), 0.0)
 

@@ -74,7 +74,7 @@ def test_no_plan_is_faster_than_the_bound(iteration, machine, chance):
     for i in chance.sample(range(len(them)), len(them)):
         keep[i] = chance.random() < 0.7
         keep[i] = keep[i] and problem.fits(keep)
-    hints = make_hints(iteration, them, keep, problem.flushed_at(0.0))
+    hints = make_hints(them, keep, problem.flushed_at(0.0))
     bound = lower_bound(iteration, machine)
     for plan in (None, hints):
         assert long_run(iteration, machine, plan) >= bound - 1e-6

@@ -1,0 +1,73 @@
+"""Local search: a plan is changed a little at a time, and a change that makes the step no slower is kept.
+
+A change is not simulated from the start: the steady state of the plan so far goes on with the changed one,
+for two steps. Most changes are given up during the first.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from gemini.errors import OutOfBudgetError
+from gemini.placement.effort import Effort
+from gemini.placement.hints import Hints, make_hints
+from gemini.placement.intervals import Flags
+from gemini.placement.moves import move_near_a_wait
+from gemini.placement.problem import PlanProblem
+from gemini.placement.simulator import Simulator
+
+_STEPS_TO_SETTLE = 3
+# How much slower the first step may be where a chunk is to stay from one step to the next: it is not there
+# yet. Of some thousand changes that were faster in the end, nearly all were within this.
+_FIRST_STEP_MAY_TAKE = 1.02
+
+
+class LocalSearch:
+    """The best plan so far: ``hints``, its step ``seconds``, and the intervals it keeps."""
+
+    def __init__(self, problem: PlanProblem, simulator: Simulator, keep: Flags, lag: float) -> None:
+        """Begin with a plan that fits. ``lag`` as in :meth:`PlanProblem.flushed_at`; raises OutOfBudgetError
+        where the step does not fit the machine after all."""
+        self._problem = problem
+        self._simulator = simulator
+        self._flushed_at = problem.flushed_at(lag)
+        self._keep = keep
+        self.hints = self._hints(keep)
+        self._run = simulator.begin(self.hints)
+        for _ in range(_STEPS_TO_SETTLE):
+            self.seconds, self._waits, _ = self._run.step()
+
+    def improve(self, effort: Effort, enough: float) -> None:
+        """Try changes until there is no effort left, or the step takes no more than ``enough`` seconds."""
+        chance = random.Random(0)
+        while self.seconds > enough and effort.afford(effort.change):
+            keep = move_near_a_wait(self._problem, self._keep, self._waits, chance)
+            if keep is None:
+                continue
+            if not effort.afford(2 * effort.step):
+                return
+            steps = self._try(keep)
+            effort.left += int((2 - steps) * effort.step)
+
+    def _hints(self, keep: Flags) -> Hints:
+        return make_hints(self._problem.intervals, keep, self._flushed_at)
+
+    def _try(self, keep: Flags) -> float:
+        """Take another plan if it is no slower; return how many steps that took to see."""
+        moments = self._problem.num_moments
+        from_step_to_step = np.any(self._problem.intervals.end[keep != self._keep] >= moments)
+        hints = self._hints(keep)
+        run = self._run.branch(self._simulator.schedule(hints))
+        try:
+            _, _, first = run.step(self.seconds * (_FIRST_STEP_MAY_TAKE if from_step_to_step else 1.0))
+            if first < moments:
+                return first / moments
+            seconds, waits, second = run.step(self.seconds)
+        except OutOfBudgetError:
+            return 2.0
+        if second == moments:
+            self._keep, self._run, self._waits = keep, run, waits
+            self.hints, self.seconds = hints, seconds
+        return 1.0 + second / moments
