@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class ProcessGroupPeers(Peers):
             self._share = replace(self._share, replica=copy, replicas=copies)
         # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
         self._ranks = ranks
-        self._messages = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._timeout = _shortest_timeout(group, replicas)
+        self._messages = _new_group(ranks, self._timeout)
         self._aside: dist.ProcessGroup | None = None
         self._several_hosts: bool | None = None  # not asked yet
         self._order = [dist.get_group_rank(self._messages, rank) for rank in ranks]
@@ -120,7 +122,7 @@ class ProcessGroupPeers(Peers):
     def say_aside(self) -> Callable[[str], list[str]]:
         """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
         if self._aside is None:
-            self._aside = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+            self._aside = _new_group(self._ranks, self._timeout)
         return partial(self._say, self._aside)
 
     def _say(self, group: dist.ProcessGroup, text: str) -> list[str]:
@@ -229,15 +231,46 @@ def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
             f"process_group is a DeviceMesh of the shape {tuple(mesh.shape)}: its last dimension shards, and "
             "one rank alone has nothing to share; replicate with torch's DistributedDataParallel"
         )
-    replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    return ProcessGroupPeers(mesh.get_group(-1), replicas, mesh.mesh.flatten().tolist())
+    replicas = _in_time(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    return ProcessGroupPeers(_in_time(mesh.get_group(-1)), replicas, mesh.mesh.flatten().tolist())
+
+
+def _in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
+    ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
+    timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
+    if dist.get_backend(group) != "gloo" or limit is None or timeout is None or timeout <= limit:
+        return group
+    return _new_group(dist.get_process_group_ranks(group), limit)
+
+
+def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a group over gloo; its ``ranks`` alone call this."""
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return group
+
+
+def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
+    """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
+    return min((found for found in map(_timeout, groups) if found is not None), default=None)
+
+
+def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    if group is None:
+        return None
+    backend: Any = group._get_backend(group._device_types[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of all ranks of ``mesh``, which call this together."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    group: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    timeout = _timeout(dist.group.WORLD)
+    group: dist.ProcessGroup = dist.new_group(
+        mesh.mesh.flatten().tolist(), timeout, use_local_synchronization=True
+    )
     return group
 
 

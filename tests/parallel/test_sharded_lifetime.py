@@ -1,12 +1,17 @@
-"""The end of a sharded model."""
+"""The end of a sharded model, and of the patience of its ranks."""
 
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 from typing import Any
 
+import pytest
 from processes import own_part, run_on_ranks
 from sharded_harness import Recipe, batch, mlp, wrap
+from torch import distributed as dist
+
+from gemini.collectives import make_peers
 
 
 class _Counted:
@@ -51,3 +56,19 @@ def test_model_that_ends_waits_for_what_is_written_to_its_memory() -> None:
         for before, after in ends:
             assert before > 0
             assert after == 0
+
+
+def _wait_for_a_rank_that_is_elsewhere() -> None:
+    peers = make_peers(dist.new_group(timeout=timedelta(seconds=1)))
+    assert peers is not None
+    aside = peers.say_aside()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="imed out"):
+            peers.exchange([1])
+        with pytest.raises(RuntimeError, match="imed out"):
+            aside("here")
+    dist.barrier()
+
+
+def test_ranks_wait_for_each_other_no_longer_than_their_process_group() -> None:
+    run_on_ranks(_wait_for_a_rank_that_is_elsewhere, 2, timeout=30.0)
