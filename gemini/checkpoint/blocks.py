@@ -96,7 +96,7 @@ class CheckpointFiles:
         return [block for block in found if block.extents]
 
     def _frozen(self, slot: ManagedSlot) -> Block:
-        first, last = _owned(slot)
+        first, last = contents.owned(slot)
         if first == last:
             return Block(slot, (), ())
         file = self._weights[slot.name]
@@ -129,7 +129,7 @@ class CheckpointFiles:
                     tensors[piece.tensors[kind]] = None
                     name = _range_name(slot, state)
                     read = partial(piece.flat, kind, start, stop)
-                    file, first = self._states[name], start - slot.start - _owned(slot)[0]
+                    file, first = self._states[name], start - slot.start - contents.owned(slot)[0]
                     extents.append(Extent(file, name, first, 4 * (stop - start), read))
         return Block(piece, tuple(tensors), tuple(extents))
 
@@ -138,16 +138,8 @@ def _param_values(group: ChunkGroup, start: int, stop: int, dtype: torch.dtype) 
     return group.values(start, stop).to(dtype)
 
 
-def _owned(slot: ManagedSlot) -> tuple[int, int]:
-    """Return the elements ``[start, stop)`` of a parameter whose states this rank has."""
-    start, stop = slot.start, slot.stop
-    if slot.group.shard is not None:
-        start, stop = slot.group.shard.clip(start, stop)
-    return start - slot.start, stop - slot.start
-
-
 def _range_name(slot: ManagedSlot, state: str) -> str:
-    return contents.range_name(slot.name, state, *_owned(slot))
+    return contents.range_name(slot.name, state, *contents.owned(slot))
 
 
 def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) -> dict[str, TensorFile]:
@@ -177,7 +169,7 @@ def _state_files(
     specs, owners = [], {}
     for group in optimizer.model.storage.groups:
         for slot in group.slots:
-            start, stop = _owned(slot)
+            start, stop = contents.owned(slot)
             if slot in optimizer.steps and start < stop:
                 for state in contents.MOMENTS:
                     specs.append(TensorSpec(_range_name(slot, state), torch.float32, (stop - start,)))
@@ -189,7 +181,7 @@ def _state_files(
         for spec in shard:
             slot, state = owners[spec.name]
             files[spec.name] = file
-            writer.states[state][slot.name] = [(*_owned(slot), name, spec.name)]
+            writer.states[state][slot.name] = [(*contents.owned(slot), name, spec.name)]
     return files
 
 

@@ -51,6 +51,14 @@ def weight_dtype(slot: ManagedSlot) -> torch.dtype:
     return own if own.itemsize > 4 else torch.float32
 
 
+def owned(slot: ManagedSlot) -> tuple[int, int]:
+    """Return the elements ``[start, stop)`` of a parameter whose states this rank has."""
+    start, stop = slot.start, slot.stop
+    if slot.group.shard is not None:
+        start, stop = slot.group.shard.clip(start, stop)
+    return start - slot.start, stop - slot.start
+
+
 def parameters(model: GeminiDDP) -> dict[str, dict[str, list[int]]]:
     """Return shape and stride (in elements, of its memory order) of every parameter by name."""
     return {

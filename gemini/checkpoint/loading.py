@@ -189,7 +189,7 @@ def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiO
     for slot in (slot for slot in slots.values() if slot in counts):
         for state, kind in contents.MOMENTS.items():
             if reader.stride(slot.name) == slot.param_view.stride():
-                for first, values in reader.state_pieces(state, slot.name):
+                for first, values in reader.state_pieces(state, slot.name, *contents.owned(slot)):
                     write_state_range(optimizer, slot, kind, first, values)
             else:
                 write_state(optimizer, slot, kind, reader.state(state, slot.name))
