@@ -14,17 +14,20 @@ from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 # Pins tensors, the second argument's as written ones, for a block.
 _Operator = Callable[[list[int], list[int]], AbstractContextManager[None]]
 
+_HALF_UPDATED = "the last step failed half-way and updated only some parameters"
+
 
 class Completeness:
-    """Whether every change that was begun has been finished."""
+    """Whether every change that was begun has been finished; ``broken`` says which was not."""
 
     def __init__(self) -> None:
-        self.broken = False
+        self.broken = ""
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Count as broken during the block and, where it raises, from then on."""
-        before, self.broken = self.broken, True
+    def change(self, broken: str = _HALF_UPDATED) -> Iterator[None]:
+        """Count as ``broken`` during the block and, where it raises, from then on."""
+        before = self.broken
+        self.broken = before or broken
         yield
         self.broken = before
 

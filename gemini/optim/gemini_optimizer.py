@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -154,7 +155,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             IoError, OutOfBudgetError: a chunk could not be had. Where updates run inside the step, parameters
                 updated so far stay updated; load a checkpoint or a state before going on. A pending update
                 raises where it is needed and stays pending: free space and repeat what needed it.
-            StateError: an earlier step failed half-way, or gradients arrived after they were clipped.
+            StateError: an earlier step or load failed half-way, or gradients arrived after they were clipped.
         """
         loss = None
         if closure is not None:
@@ -202,19 +203,33 @@ class GeminiOptimizer(torch.optim.Optimizer):
     # -- inside ----------------------------------------------------------------------------------
 
     def require_complete(self, doing: str) -> None:
-        """Run what is pending. Raise StateError when an update failed half-way: some parameters have it,
-        others do not."""
+        """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
+        it, others do not."""
         if not self._completeness.broken:
             self.model.manager.run_pending()
         if self._completeness.broken:
             raise StateError(
-                f"{doing}: the last step failed half-way and updated only some parameters; load a checkpoint "
-                "(gemini.checkpoint.load) or a state before going on"
+                f"{doing}: {self.incomplete}; load a checkpoint (gemini.checkpoint.load), or states of model "
+                "and optimizer (load_state_dict), before going on"
             )
 
+    @property
+    def incomplete(self) -> str:
+        """Return what failed half-way, so that values do not belong together; nothing where they do."""
+        return self._completeness.broken
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count as incomplete during the block, which replaces all weights and states, and, where it raises,
+        until :meth:`mark_complete`."""
+        with self._completeness.change(
+            "a load failed half-way and left a mixture of what was there and what was read"
+        ):
+            yield
+
     def mark_complete(self) -> None:
-        """Say that weights and states have been loaded since an update failed."""
-        self._completeness.broken = False
+        """Say that weights and states have been loaded since an update or a load failed."""
+        self._completeness.broken = ""
         self._forget_scale()
 
     def _start_clipping(self) -> None:
