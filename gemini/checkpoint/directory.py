@@ -18,14 +18,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gemini.checkpoint.checksum import crc32c
-from gemini.checkpoint.read_ahead import ReadAhead
-from gemini.checkpoint.sealed_file import DamagedError, Seal, check_seal, write_sealed
+from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
+from gemini.checkpoint.sealed_file import DamagedError, Seal, check_size, write_sealed
 from gemini.errors import CheckpointError, ConfigError, IoError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "gemini-checkpoint-2"
+FORMAT = "gemini-checkpoint-3"
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
@@ -68,8 +67,7 @@ def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
     root = partial.parent
     sequence = max((number for number, _ in _complete(root)), default=0) + 1
     seal = write_sealed(partial / MANIFEST, encoded({**manifest, "sequence": sequence}))
-    document = {"sequence": sequence, "manifest": [seal.num_bytes, seal.crc32c]}
-    write_sealed(partial / SEAL, encoded(document))
+    write_sealed(partial / SEAL, encoded({"sequence": sequence, "manifest": seal}))
     _sync(partial)
     final = final_name(partial)
     partial.rename(final)
@@ -133,30 +131,29 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     seal = read_json(checkpoint / SEAL)
     try:
-        sequence, (num_bytes, checksum) = seal["sequence"], seal["manifest"]
-    except (KeyError, TypeError, ValueError) as error:
+        sequence, manifest_seal = seal["sequence"], Seal(*seal["manifest"])
+    except (KeyError, TypeError) as error:
         raise DamagedError(f"{checkpoint / SEAL} is damaged: {error!r}") from error
-    check_seal(checkpoint / MANIFEST, Seal(num_bytes, checksum))
-    manifest = read_json(checkpoint / MANIFEST)
-    if crc32c(encoded(manifest)) != checksum:
-        raise DamagedError(f"{checkpoint / MANIFEST} is damaged: it is not the one that was written")
+    manifest = read_json(checkpoint / MANIFEST, manifest_seal)
     if manifest["sequence"] != sequence:
         raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
     for name, seal in manifest["files"].items():
-        check_seal(checkpoint / name, Seal(*seal))
+        check_size(checkpoint / name, Seal(*seal))
     return manifest
 
 
-def check_contents(checkpoint: Path, manifest: Mapping[str, Any], index: int = 0, count: int = 1) -> None:
-    """Read every file, or the ``index``-th of ``count`` parts of them, and compare it with its seal. Raises
-    DamagedError naming the first that differs."""
+def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Read every file and compare it with its seal. Raises DamagedError naming the first that differs."""
     with closing(ReadAhead()) as ahead:
-        for name, seal in list(manifest["files"].items())[index::count]:
-            check_seal(checkpoint / name, Seal(*seal), ahead)
+        for name, seal in manifest["files"].items():
+            with closing(BlockFile(checkpoint / name, Seal(*seal), ahead)) as file:
+                for index in range(len(file.seal.blocks)):
+                    file.block(index)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return what :func:`encoded` made of a document. Raises DamagedError for anything else."""
+def read_json(path: Path, seal: Seal | None = None) -> dict[str, Any]:
+    """Return what :func:`encoded` made of a document. Raises DamagedError for anything else, and for a file
+    that does not have ``seal``, if there is one."""
     try:
         text = path.read_bytes()
         document = json.loads(text)
@@ -164,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedError(f"cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedError(f"{path} is not a {FORMAT} file")
-    if text != encoded(document):
+    if text != encoded(document) or (seal is not None and Seal.of(text) != seal):
         raise DamagedError(f"{path} is damaged: it is not as it was written")
     return document
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import write_state, write_state_range
-from gemini.runtime import write_range, write_values
+from gemini.runtime import ManagedSlot, write_range, write_values
 
 logger = logging.getLogger(__name__)
 
@@ -36,57 +37,67 @@ def load(
 
     Restores weights, masters, moments, step counts, parameter groups, loss scale, scheduler, buffers and
     random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
-    number of ranks may be others than when it was saved. Every file is read twice: its checksum is compared
-    before anything changes. Where that finds damage, the checkpoint before is taken, with a warning in the
-    log. ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is
-    not in the order of rows.
+    number of ranks may be others than when it was saved. Every block of 4 MiB is read once and compared with
+    its checksum before a value of it is used. Where that finds damage, on whichever rank, the checkpoint
+    before is loaded over what has changed by then, with a warning in the log. ``directory`` may also be one
+    checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not in the order of rows.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
-            it was made for another model or without a scheduler; nothing was changed.
+            it was made for another model or without a scheduler; nothing was changed, unless the message says
+            that a load failed half-way.
         IoError: a chunk could not be read or written; repeat the load.
+
+    After a load that failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     rank = rank_of(model)
     damaged: dict[Path, DamagedError] = {}
     while True:
-        found = _newest_whole(directory, damaged, rank)
+        found = Path(rank.agree(lambda: _newest_left(directory, damaged, rank, optimizer)))
         try:
-            return _load_once(found, model, optimizer, scheduler)
-        except DamagedError as error:  # a save in another process may have removed it
-            if rank.count > 1:
-                raise
+            return _load_once(found, model, optimizer, scheduler, rank)
+        except DamagedError as error:  # or a save in another process has removed it
+            logger.warning("%s; looking for another checkpoint", error)
             damaged[found] = error
 
 
-def _newest_whole(directory: str | os.PathLike[str], damaged: dict[Path, DamagedError], rank: Rank) -> Path:
-    """Return the newest checkpoint whose files have their checksums; add to ``damaged`` what is not whole.
-
-    All ranks return the same one, which rank 0 has found; each has read a part of the files.
-    """
-
-    def candidate() -> str:
-        if rank.index:
-            return ""
-        left = [path for path in complete_checkpoints(directory) if path not in damaged]
-        if not left:
-            raise next(iter(damaged.values()), no_checkpoint(directory))
+def _newest_left(
+    directory: str | os.PathLike[str],
+    damaged: Mapping[Path, DamagedError],
+    rank: Rank,
+    optimizer: GeminiOptimizer,
+) -> str:
+    """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it. Raises CheckpointError."""
+    if rank.index:
+        return ""
+    left = [path for path in complete_checkpoints(directory) if path not in damaged]
+    if left:
         return str(left[0])
+    if not damaged:
+        raise no_checkpoint(directory)
+    first = next(iter(damaged.values()))
+    if not optimizer.incomplete:
+        raise first
+    raise DamagedError(
+        f"{first}; {optimizer.incomplete}: load another checkpoint, or states of model and optimizer "
+        "(load_state_dict), before going on"
+    )
+
+
+def _agree(rank: Rank, action: Callable[[], None]) -> None:
+    """Run ``action`` on every rank. Raises DamagedError on all where it does on one; else as
+    :meth:`Rank.collect`."""
 
     def damage() -> str:
         try:
-            with CheckpointReader(found) as reader:
-                reader.verify(rank.index, rank.count)
+            action()
         except DamagedError as error:
             return str(error)
         return ""
 
-    while True:
-        found = Path(rank.agree(candidate))
-        reasons = [text for text in rank.collect(damage) if text]
-        if not reasons:
-            return found
-        damaged[found] = DamagedError(reasons[0])
-        logger.warning("%s; looking for another checkpoint", reasons[0])
+    for found in rank.collect(damage):
+        if found:
+            raise DamagedError(found)
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -99,21 +110,33 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
 
 
 def _load_once(
-    checkpoint: Path, model: GeminiDDP, optimizer: GeminiOptimizer, scheduler: Scheduler | None
+    checkpoint: Path,
+    model: GeminiDDP,
+    optimizer: GeminiOptimizer,
+    scheduler: Scheduler | None,
+    rank: Rank,
 ) -> dict[str, Any]:
-    with CheckpointReader(checkpoint) as reader:
+    """Load one checkpoint. Raises DamagedError, on all ranks."""
+    with ExitStack() as stack:
+        opened: list[tuple[CheckpointReader, dict[str, Any], dict[str, Any]]] = []
+
+        def check() -> None:
+            reader = stack.enter_context(CheckpointReader(checkpoint))
+            reader.check_headers(rank.index, rank.count)
+            _check_model(checkpoint, reader.manifest, model, optimizer)
+            if scheduler is not None and not reader.manifest["scheduler"]:
+                raise CheckpointError(
+                    f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
+                )
+            opened.append((reader, reader.objects(), reader.rng(rank.index, rank.count)))
+
+        _agree(rank, check)
+        ((reader, objects, generators),) = opened
         manifest = reader.manifest
-        _check_model(checkpoint, manifest, model, optimizer)
-        if scheduler is not None and not manifest["scheduler"]:
-            raise CheckpointError(
-                f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
-            )
-        rank = rank_of(model)
-        objects, generators = reader.objects(), reader.rng(rank.index, rank.count)
         model.manager.snapshot.before_write()
         optimizer.zero_grad()
-        _load_weights(reader, model, objects["extra_states"])
-        _load_moments(reader, model, optimizer)
+        with optimizer.loading():
+            _load_values(reader, model, optimizer, objects["extra_states"], rank)
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         group.update(saved)
     if optimizer.loss_scale is not None and manifest["loss_scale"] is not None:
@@ -161,25 +184,74 @@ def _compare(
         )
 
 
-@torch.no_grad()
-def _load_weights(reader: CheckpointReader, model: GeminiDDP, extra_states: Mapping[str, Any]) -> None:
-    """Copy weights into their chunks, and buffers and extra states into the module."""
+def _load_values(
+    reader: CheckpointReader,
+    model: GeminiDDP,
+    optimizer: GeminiOptimizer,
+    extra_states: Mapping[str, Any],
+    rank: Rank,
+) -> None:
+    """Take over weights, buffers, extra states and moments. Raises DamagedError, on all ranks."""
+    damage: list[DamagedError] = []
+    _load_weights(reader, model, rank, damage)
     others = dict(extra_states)
-    slots = model.storage.slots  # in their order in the files, if it was saved with this layout
-    for name in (*slots, *(reader.weights.keys() - slots.keys())):
-        if name in slots and slots[name].param_view.is_contiguous():
-            for first, values in reader.weight_pieces(name):
-                write_range(slots[name], first, values, model.manager)
-        elif name in slots:
-            write_values(slots[name], reader.weight(name), model.manager)
+
+    def read_buffers() -> None:
+        if damage:
+            raise damage[0]
+        others.update(
+            (name, reader.weight(name)) for name in reader.weights if name not in model.storage.slots
+        )
+
+    def load_rest() -> None:
+        if others:
+            model.module.load_state_dict(others, strict=False)
+        _load_moments(reader, model, optimizer)
+
+    _agree(rank, read_buffers)
+    _agree(rank, load_rest)
+
+
+@torch.no_grad()
+def _load_weights(reader: CheckpointReader, model: GeminiDDP, rank: Rank, damage: list[DamagedError]) -> None:
+    """Copy weights into their chunks, which ranks do together; see :func:`_pieces` for ``damage``."""
+    for slot in model.storage.slots.values():  # in their order in the files, if it was saved with this layout
+        pieces = _pieces(reader, slot, rank, damage)
+        if slot.param_view.is_contiguous():
+            for first, values in pieces:
+                write_range(slot, first, values, model.manager)
         else:
-            others[name] = reader.weight(name)
-    if others:
-        model.module.load_state_dict(others, strict=False)
+            whole = torch.empty(slot.param_view.shape, dtype=contents.weight_dtype(slot))
+            for first, values in pieces:
+                whole.view(-1)[first : first + values.numel()] = values
+            write_values(slot, whole, model.manager)
+
+
+def _pieces(
+    reader: CheckpointReader, slot: ManagedSlot, rank: Rank, damage: list[DamagedError]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first element, values) of a weight, flat, in row order; valid until the next.
+
+    Where there is ``damage`` one rank alone raises it. Several add it, and zeros follow, here and for every
+    weight after: the others may have found none, and count on this one to use the same chunks as they do.
+    """
+    end = 0
+    try:
+        for first, values in reader.weight_pieces(slot.name) if not damage else ():
+            yield first, values
+            end = first + values.numel()
+    except DamagedError as error:
+        if rank.count == 1:
+            raise
+        damage.append(error)
+    left = slot.param_view.numel() - end
+    if left:
+        yield end, torch.zeros(1).expand(left)
 
 
 @torch.no_grad()
 def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
+    """Copy the states that this rank has of each parameter into their chunks."""
     slots = model.storage.slots
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     for slot in optimizer.steps.keys() - counts.keys():

@@ -1,4 +1,4 @@
-"""Parts of files and their checksums, from which follows that of the whole."""
+"""Parts of files and their checksums, from which follow those of a file's blocks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from typing import NamedTuple
 
 from gemini.checkpoint.checksum import combined, crc32c
 
+# Every so many bytes of a file have a checksum of their own: what is read at a time is compared at once.
+BLOCK_BYTES = 4 * 2**20
+
 
 class Part(NamedTuple):
-    """Bytes of a file that one process has written, one after the other from ``offset`` on."""
+    """Bytes of one block of a file that one process has written, one after the other from ``offset`` on."""
 
     offset: int
     num_bytes: int
     crc32c: int
 
-    @classmethod
-    def of(cls, data: memoryview, offset: int) -> Part:
-        """Return what ``data`` is, written at ``offset``."""
-        return cls(offset, data.nbytes, crc32c(data))
+
+def parts_of(data: memoryview, offset: int) -> list[Part]:
+    """Return what ``data`` is, written at ``offset``: a part for each block that it has bytes of."""
+    parts = []
+    while data:
+        piece = data[: BLOCK_BYTES - offset % BLOCK_BYTES]
+        parts.append(Part(offset, piece.nbytes, crc32c(piece)))
+        data, offset = data[piece.nbytes :], offset + piece.nbytes
+    return parts
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Return ``parts`` in order of their offsets, those that adjoin as one."""
+    """Return ``parts`` in order of their offsets, those that adjoin in a block as one."""
     runs: list[list[Part]] = []
     for part in sorted(parts):
-        if runs and sum(runs[-1][-1][:2]) == part.offset:
+        if runs and sum(runs[-1][-1][:2]) == part.offset and part.offset % BLOCK_BYTES:
             runs[-1].append(part)
         else:
             runs.append([part])

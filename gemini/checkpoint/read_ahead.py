@@ -1,4 +1,4 @@
-"""Files read block by block past the page cache, a few blocks ahead."""
+"""Files read block by block past the page cache, a few blocks ahead; each is compared with its checksum."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.part import BLOCK_BYTES
+from gemini.checkpoint.sealed_file import DamagedError, Seal
 from gemini.checkpoint.workers import Workers
 from gemini.offload.direct_memory import direct_memory
 
-BLOCK_BYTES = 4 * 2**20
 _NUM_BLOCKS = 4  # the one that is used, and those being read
 _NUM_THREADS = 2
 _ALIGN = 4096
@@ -28,25 +30,24 @@ class ReadAhead:
     def __init__(self) -> None:
         memory = direct_memory(_NUM_BLOCKS * BLOCK_BYTES).numpy()
         self._free = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
-        self._reads: dict[tuple[int, int], _Read] = {}  # by descriptor and block
+        self._reads: dict[tuple[BlockFile, int], _Read] = {}
         self._workers = Workers(_NUM_THREADS)
 
-    def block(self, descriptor: int, index: int, size: int) -> _Memory:
-        """Return bytes ``[index, index + 1) * BLOCK_BYTES`` of a file of ``size`` bytes, those that there
-        are; valid until the next call. Raises OSError."""
-        ahead = range(index, min(index + _NUM_BLOCKS, -(-size // BLOCK_BYTES)))
-        wanted = {(descriptor, block) for block in ahead}
+    def block(self, file: BlockFile, blocks: range) -> _Memory:
+        """Return the first of ``blocks`` of a file and begin to read those after it, as many as there is room
+        for; valid until the next call. Raises DamagedError."""
+        blocks = blocks[:_NUM_BLOCKS]
+        wanted = {(file, index) for index in blocks}
         for key in self._reads.keys() - wanted:
             self._free.append(self._reads.pop(key).cancelled())
-        for block in ahead:
-            if (descriptor, block) not in self._reads:
-                read = _Read(self._workers, descriptor, block * BLOCK_BYTES, self._free.pop())
-                self._reads[descriptor, block] = read
-        return self._reads[descriptor, index].result()
+        for index in blocks:
+            if (file, index) not in self._reads:
+                self._reads[file, index] = _Read(self._workers, file, index, self._free.pop())
+        return self._reads[file, blocks[0]].result()
 
-    def forget(self, descriptor: int) -> None:
+    def forget(self, file: BlockFile) -> None:
         """The file is about to be closed."""
-        for key in [key for key in self._reads if key[0] == descriptor]:
+        for key in [key for key in self._reads if key[0] is file]:
             self._free.append(self._reads.pop(key).cancelled())
 
     def close(self) -> None:
@@ -54,28 +55,81 @@ class ReadAhead:
         self._workers.close()
 
 
+class BlockFile:
+    """A file whose bytes are handed out once their block is known to be what was written. Close it.
+
+    Raises:
+        DamagedError: it cannot be opened or read, or is another one than was written.
+    """
+
+    def __init__(self, path: Path, seal: Seal, ahead: ReadAhead) -> None:
+        """``ahead``: what it is read with."""
+        self.path = path
+        self.seal = seal
+        self._ahead = ahead
+        try:
+            self.descriptor = open_direct(path)
+        except OSError as error:
+            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
+
+    def block(self, index: int) -> _Memory:
+        """Return bytes ``[index, index + 1) * BLOCK_BYTES``, those that there are; the blocks after it are
+        read meanwhile. Valid until the next block of any file is asked for."""
+        return self._ahead.block(self, range(index, len(self.seal.blocks)))
+
+    def head(self, num_bytes: int) -> bytes:
+        """Return the first bytes, reading nothing ahead."""
+        found = []
+        for begin in range(0, num_bytes, BLOCK_BYTES):
+            index = begin // BLOCK_BYTES
+            found.append(self._ahead.block(self, range(index, index + 1))[: num_bytes - begin].tobytes())
+        return b"".join(found)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            self._ahead.forget(self)
+            os.close(descriptor)
+
+
 class _Read:
     """A block on its way to memory."""
 
-    def __init__(self, workers: Workers, descriptor: int, offset: int, memory: _Memory) -> None:
+    def __init__(self, workers: Workers, file: BlockFile, index: int, memory: _Memory) -> None:
         self._memory = memory
-        self._count = 0
-        self._descriptor = descriptor
-        self._offset = offset
+        self._file = file
+        self._descriptor = file.descriptor
+        self._offset = index * BLOCK_BYTES
+        self._num_bytes = min(BLOCK_BYTES, file.seal.num_bytes - self._offset)
+        self._crc32c = file.seal.blocks[index]
         self._done: Future[None] = workers.submit(self._run)
 
     def _run(self) -> None:
-        while self._count < len(self._memory):
-            rest = self._memory[self._count :]
-            count = os.preadv(self._descriptor, [rest.data], self._offset + self._count)
-            self._count += count
-            if count == 0 or self._count % _ALIGN:  # the file ends here
-                return
+        path, end = self._file.path, self._offset + self._num_bytes
+        try:
+            self._read()
+        except OSError as error:
+            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
+        # Here, not where it is used: both threads compute without the interpreter's lock.
+        if crc32c(self._memory[: self._num_bytes].data) != self._crc32c:
+            raise DamagedError(
+                f"{path} is damaged: bytes {self._offset} to {end} are not those that were written"
+            )
+
+    def _read(self) -> None:
+        count = 0
+        while count < self._num_bytes:
+            rest = self._memory[count:]
+            got = os.preadv(self._descriptor, [rest.data], self._offset + count)
+            count += got
+            if got == 0 or (count < self._num_bytes and count % _ALIGN):
+                raise DamagedError(f"{self._file.path} is damaged: it ends at byte {self._offset + count}")
 
     def result(self) -> _Memory:
         """Return what was read."""
         self._done.result()
-        return self._memory[: self._count]
+        return self._memory[: self._num_bytes]
 
     def cancelled(self) -> _Memory:
         """Return the memory, once nothing is read into it any more."""

@@ -12,7 +12,7 @@ import torch
 from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.directory import check_contents, read_json, read_manifest
 from gemini.checkpoint.read_ahead import ReadAhead
-from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.sealed_file import DamagedError, Seal
 from gemini.checkpoint.tensor_reader import TensorReader
 
 
@@ -20,27 +20,32 @@ class CheckpointReader:
     """Weights, states and settings of the checkpoint in a directory. Use as a context manager.
 
     ``weights``: file by name, buffers included. ``states[state][parameter]``: its ranges, as
-    docs/notes/checkpoint.md has them.
+    docs/notes/checkpoint.md has them. Nothing is returned of a block that is not what was written.
 
     Raises:
-        DamagedError: a file is missing, has another size, or is no file of ours. :meth:`verify` looks
-            closer.
+        DamagedError: a file is missing, has another size, or what was to be read of it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self.weights: dict[str, str] = read_json(path / contents.MODEL_INDEX)["weight_map"]
-        self.states: dict[str, dict[str, list[list[Any]]]] = read_json(path / contents.OPTIMIZER_INDEX)[
-            "states"
-        ]
+        self.weights: dict[str, str] = self._json(contents.MODEL_INDEX)["weight_map"]
+        self.states: dict[str, dict[str, list[list[Any]]]] = self._json(contents.OPTIMIZER_INDEX)["states"]
         self._files: dict[str, TensorReader] = {}
         self._ahead: ReadAhead | None = None
 
-    def verify(self, index: int = 0, count: int = 1) -> None:
-        """Read every file, or the ``index``-th of ``count`` parts of them, and compare its checksum. Raises
-        DamagedError naming the first that differs."""
-        check_contents(self.path, self.manifest, index, count)
+    def verify(self) -> None:
+        """Read every file and compare its checksums. Raises DamagedError naming the first that differs."""
+        check_contents(self.path, self.manifest)
+
+    def check_headers(self, index: int = 0, count: int = 1) -> None:
+        """Compare what says where values are: the first block of every file with weights, and of what ranks
+        wrote down when they saved the ``index``-th of ``count`` parts. Raises DamagedError."""
+        for file in sorted(set(self.weights.values())):
+            self._file(file)
+        saved = int(self.manifest["ranks"])
+        for rank in range(saved)[index::count]:
+            self._json(contents.part_file(rank, saved))
 
     def objects(self) -> dict[str, Any]:
         """Return param groups, the scheduler's state and extra states as they were saved."""
@@ -50,7 +55,7 @@ class CheckpointReader:
         """Return the random number generators' states of a rank; of rank 0 where there were other ranks."""
         saved = int(self.manifest["ranks"])
         rank = rank if saved == num_ranks else 0
-        found: dict[str, Any] = read_json(self.path / contents.part_file(rank, saved))["rng"]
+        found: dict[str, Any] = self._json(contents.part_file(rank, saved))["rng"]
         return found
 
     def weight(self, name: str) -> torch.Tensor:
@@ -109,8 +114,14 @@ class CheckpointReader:
 
     def _file(self, name: str) -> TensorReader:
         if name not in self._files:
-            if name not in self.manifest["files"]:
-                raise DamagedError(f"{self.path} has no file {name!r}, which one of its indexes names")
             self._ahead = self._ahead or ReadAhead()
-            self._files[name] = TensorReader(self.path / name, self._ahead)
+            self._files[name] = TensorReader(self.path / name, self._seal(name), self._ahead)
         return self._files[name]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_json(self.path / name, self._seal(name))
+
+    def _seal(self, name: str) -> Seal:
+        if name not in self.manifest["files"]:
+            raise DamagedError(f"{self.path} has no file {name!r}, which one of its indexes names")
+        return Seal(*self.manifest["files"][name])

@@ -1,4 +1,4 @@
-"""Files that are written once, made durable, and remembered by size and checksum."""
+"""Files that are written once, made durable, and remembered by size and checksums."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from gemini.checkpoint.checksum import combined, crc32c
-from gemini.checkpoint.part import Part, joined
-from gemini.checkpoint.read_ahead import BLOCK_BYTES, ReadAhead, open_direct
+from gemini.checkpoint.part import Part, joined, parts_of
 from gemini.checkpoint.staging import StagedFile, Staging, write_at
 from gemini.errors import CheckpointError, IoError
 
@@ -20,12 +18,16 @@ class DamagedError(CheckpointError):
     """A checkpoint, or a file of it, is not what was written: an older one may be whole."""
 
 
-@dataclass(frozen=True)
-class Seal:
-    """What a file must have to be the one that was written."""
+class Seal(NamedTuple):
+    """What a file must have to be the one that was written: so many bytes, and a CRC32C for each block."""
 
     num_bytes: int
-    crc32c: int
+    blocks: list[int]
+
+    @classmethod
+    def of(cls, data: bytes) -> Seal:
+        """Return the seal of a file that holds ``data``."""
+        return cls(len(data), [part.crc32c for part in parts_of(memoryview(data), 0)])
 
 
 class SealedFile:
@@ -63,12 +65,12 @@ class SealedFile:
             if self._staged is not None:
                 self._staged.write(memoryview(data), offset)
             else:
-                self._parts.append(Part.of(memoryview(data), offset))
+                self._parts += parts_of(memoryview(data), offset)
                 write_at(self._descriptor, memoryview(data), offset)
 
     def finish(self) -> list[Part]:
-        """Make the file durable, close it, and return what was written here, in order, adjoining parts as
-        one."""
+        """Make the file durable, close it, and return what was written here, in order, adjoining parts of a
+        block as one."""
         try:
             if self._staged is not None:
                 with _io_error("write", self.path, 0):
@@ -94,11 +96,17 @@ def sealed(path: Path, parts: Iterable[Part]) -> Seal:
     Raises:
         CheckpointError: they are not all of it, each byte once.
     """
-    whole = joined(parts)
-    if len(whole) != 1 or whole[0].offset != 0:
-        runs = [(part.offset, part.offset + part.num_bytes) for part in whole]
-        raise CheckpointError(f"{path}: of its bytes those written are {runs}, not each one once")
-    return Seal(whole[0].num_bytes, whole[0].crc32c)
+    blocks, end = joined(parts), 0
+    for block in blocks:
+        if block.offset != end:
+            raise CheckpointError(
+                f"{path}: after its first {end} bytes come those from {block.offset} on: not each byte was "
+                "written once"
+            )
+        end += block.num_bytes
+    if not blocks:
+        raise CheckpointError(f"{path}: none of its bytes were written")
+    return Seal(end, [block.crc32c for block in blocks])
 
 
 def write_sealed(path: Path, data: bytes) -> Seal:
@@ -111,31 +119,14 @@ def write_sealed(path: Path, data: bytes) -> Seal:
         file.close()
 
 
-def check_seal(path: Path, seal: Seal, ahead: ReadAhead | None = None) -> None:
-    """Compare a file's size with its seal; its content, too, where there is something to read it with.
-
-    Raises:
-        DamagedError: the file is missing, unreadable, or another one than was written.
-    """
+def check_size(path: Path, seal: Seal) -> None:
+    """Raise DamagedError unless the file has as many bytes as its seal; what they are is not looked at."""
     try:
         size = path.stat().st_size
-        checksum = _checksum(path, size, ahead) if ahead and size == seal.num_bytes else seal.crc32c
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror}") from error
     if size != seal.num_bytes:
         raise DamagedError(f"{path} is damaged: it has {size} bytes, {seal.num_bytes} were written")
-    if checksum != seal.crc32c:
-        raise DamagedError(f"{path} is damaged: its {size} bytes are not those that were written")
-
-
-def _checksum(path: Path, size: int, ahead: ReadAhead) -> int:
-    descriptor = open_direct(path)
-    try:
-        blocks = (ahead.block(descriptor, index, size) for index in range(-(-size // BLOCK_BYTES)))
-        return combined((len(block), crc32c(block.data)) for block in blocks)
-    finally:
-        ahead.forget(descriptor)
-        os.close(descriptor)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gemini.checkpoint.part import Part
+from gemini.checkpoint.part import Part, parts_of
 from gemini.checkpoint.workers import Workers
 from gemini.offload.direct_memory import direct_memory
 
@@ -132,7 +132,7 @@ class StagedFile:
         """Write bytes ``[begin, end)`` of the file, which ``buffer`` holds from the block's begin on."""
         base, first, last = _floor(begin), _floor(begin + _BLOCK_BYTES - 1), _floor(end)
         rest = buffer.data
-        self._parts.append(Part.of(rest[begin - base : end - base], begin))
+        self._parts += parts_of(rest[begin - base : end - base], begin)
         if first >= last:
             write_at(self._descriptor, rest[begin - base : end - base], begin)
             return

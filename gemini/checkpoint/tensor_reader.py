@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 
-from gemini.checkpoint.read_ahead import BLOCK_BYTES, ReadAhead, open_direct
-from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.part import BLOCK_BYTES
+from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
+from gemini.checkpoint.sealed_file import DamagedError, Seal
 from gemini.checkpoint.tensor_file import TYPE_NAMES
 
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
@@ -41,20 +40,17 @@ class TensorReader:
     """The tensors of one safetensors file, best read in their order in it. Not thread-safe; close it.
 
     Raises:
-        DamagedError: it cannot be opened or read, or is no such file.
+        DamagedError: it cannot be opened or read, or what was to be had of it is not what was written.
     """
 
-    def __init__(self, path: Path, ahead: ReadAhead) -> None:
-        """``ahead``: what values are read with."""
-        self.path = path
-        self._ahead = ahead
+    def __init__(self, path: Path, seal: Seal, ahead: ReadAhead) -> None:
+        """``ahead``: what the file is read with."""
+        self._file = BlockFile(path, seal, ahead)
         try:
-            with path.open("rb") as file:
-                self._size = os.fstat(file.fileno()).st_size
-                self.tensors = self._read_header(file)
-            self._descriptor = open_direct(path)
-        except OSError as error:
-            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
+            self.tensors = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
 
     def pieces(
         self, name: str, first: int = 0, count: int | None = None
@@ -86,16 +82,14 @@ class TensorReader:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            self._ahead.forget(descriptor)
-            os.close(descriptor)
+        self._file.close()
 
-    def _read_header(self, file: BinaryIO) -> dict[str, StoredTensor]:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        if num_bytes > min(_MAX_HEADER_BYTES, self._size - 8):
-            raise DamagedError(f"{self.path} is damaged: its header would have {num_bytes} bytes")
-        text = file.read(num_bytes)
+    def _read_header(self) -> dict[str, StoredTensor]:
+        path, size = self._file.path, self._file.seal.num_bytes
+        num_bytes = int.from_bytes(self._file.head(min(8, size)), "little")
+        if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
+            raise DamagedError(f"{path} is damaged: its header would have {num_bytes} bytes")
+        text = self._file.head(8 + num_bytes)[8:]
         found = {}
         try:
             entries = json.loads(text)
@@ -104,21 +98,14 @@ class TensorReader:
                 begin, end = entry["data_offsets"]
                 stored = StoredTensor(_TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + num_bytes + begin)
                 nbytes = stored.numel * stored.dtype.itemsize
-                if begin < 0 or end - begin != nbytes or stored.begin + nbytes > self._size:
+                if begin < 0 or end - begin != nbytes or stored.begin + nbytes > size:
                     raise ValueError(f"{name!r} lies outside")
                 found[name] = stored
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{self.path} is damaged: {error!r}") from error
+            raise DamagedError(f"{path} is damaged: {error!r}") from error
         return found
 
     def _bytes(self, offset: int, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """Return at most ``count`` bytes of the file, whole elements, from ``offset`` on."""
         index, first = divmod(offset, BLOCK_BYTES)
-        try:
-            block = self._ahead.block(self._descriptor, index, self._size)
-        except OSError as error:
-            raise DamagedError(f"cannot read {self.path}: {error.strerror}") from error
-        found = block[first : first + count]
-        if len(found) < min(count, BLOCK_BYTES - first):
-            raise DamagedError(f"{self.path} is damaged: it ends at byte {offset + len(found)}")
-        return found
+        return self._file.block(index)[first : first + count]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents
-from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
-from gemini.checkpoint.part import Part
+from gemini.checkpoint.part import Part, parts_of
 from gemini.checkpoint.rank import Rank
 from gemini.checkpoint.sealed_file import sealed, write_sealed
 from gemini.checkpoint.staging import Staging
@@ -144,21 +143,19 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
         raw = (writer.path / name).read_bytes()
         for file, runs in part["files"].items():
             written.setdefault(file, []).extend(Part(*run) for run in runs)
-        written[name] = [Part(0, len(raw), crc32c(raw))]
+        written[name] = parts_of(memoryview(raw), 0)
         weights.update(part["weights"])
         total += part["weight_bytes"]
         for state, ranges in part["states"].items():
             for param, found in ranges.items():
                 states[state].setdefault(param, []).extend(found)
     _check_ranges(states, writer.manifest)
+    files = {name: sealed(writer.path / name, parts) for name, parts in written.items()}
     for name, document in (
         (contents.MODEL_INDEX, {"metadata": {"total_size": total}, "weight_map": weights}),
         (contents.OPTIMIZER_INDEX, {"states": states}),
     ):
-        seal = write_sealed(writer.path / name, encoded(document))
-        written[name] = [Part(0, seal.num_bytes, seal.crc32c)]
-    seals = {name: sealed(writer.path / name, parts) for name, parts in written.items()}
-    files = {name: [seal.num_bytes, seal.crc32c] for name, seal in seals.items()}
+        files[name] = write_sealed(writer.path / name, encoded(document))
     return publish(writer.path, {**writer.manifest, "ranks": writer.rank.count, "files": files}, keep)
 
 

@@ -113,27 +113,6 @@ def test_checkpoints_pass_between_copies_and_cuts(tmp_path: Path) -> None:
     assert_near(results[0], want)
 
 
-def _damage_seen_by_all(directory: str) -> None:
-    model, optimizer = wrap(mlp, RECIPE)
-    with model:
-        for step in range(2):
-            train_step(model, optimizer, RECIPE, step)
-            save(directory, model, optimizer)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            victim = next(latest(directory).glob("optimizer-rank-00001*"))
-            content = bytearray(victim.read_bytes())
-            content[-1] ^= 1
-            victim.write_bytes(content)
-        dist.barrier()
-        load(directory, model, optimizer)
-        assert model.manager.step == 1
-
-
-def test_damage_to_one_ranks_file_makes_all_load_the_checkpoint_before(tmp_path: Path) -> None:
-    run_on_ranks(_damage_seen_by_all, 2, str(tmp_path))
-
-
 def _fail_on_rank_1(directory: str, save_it: str, fault: str) -> str:
     """Let a save fail on rank 1 alone; train on, and save."""
     model, optimizer = wrap(columns, RECIPE)
