@@ -25,7 +25,7 @@ from gemini.checkpoint import load
 
 HERE = Path(__file__).resolve().parent
 CUT = {"save_after": 3, "cut_in": 3}
-TIMEOUT_SECONDS = 10.0  # of the process group of a job that loses its wire
+TIMEOUT_SECONDS = 20.0  # of the process group of a job that loses its wire
 LATE_SECONDS = 20.0  # what a busy machine may take besides
 
 _Reports = list[dict[str, Any]]
