@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "common/crc32c_fold.h"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define GEMINI_CRC_TARGET __attribute__((target("sse4.2")))
@@ -144,22 +146,6 @@ bool cpu_has_instruction() {
 
 #endif  // GEMINI_CRC_TARGET
 
-using Function = uint32_t (*)(const void*, size_t) noexcept;
-
-Function best_here() {
-#ifdef GEMINI_CRC_TARGET
-  if (cpu_has_instruction()) return crc32c_instruction;
-#endif
-  return crc32c_table;
-}
-
-}  // namespace
-
-uint32_t crc32c(const void* data, size_t nbytes) noexcept {
-  static const Function chosen = best_here();
-  return chosen(data, nbytes);
-}
-
 uint32_t crc32c_table(const void* data, size_t nbytes) noexcept {
   const auto* at = static_cast<const uint8_t*>(data);
   uint32_t crc = ~0U;
@@ -168,6 +154,23 @@ uint32_t crc32c_table(const void* data, size_t nbytes) noexcept {
   }
   for (; nbytes > 0; ++at, --nbytes) crc = (crc >> 8) ^ kByteTable[0][(crc ^ *at) & 0xff];
   return ~crc;
+}
+
+}  // namespace
+
+uint32_t crc32c(const void* data, size_t nbytes) noexcept {
+  static const auto fastest = crc32c_variants().front().sum;
+  return fastest(data, nbytes);
+}
+
+std::vector<Crc32cVariant> crc32c_variants() {
+  std::vector<Crc32cVariant> found;
+  if (can_fold_crc32c()) found.push_back({"fold", crc32c_fold});
+#ifdef GEMINI_CRC_TARGET
+  if (cpu_has_instruction()) found.push_back({"instruction", crc32c_instruction});
+#endif
+  found.push_back({"table", crc32c_table});
+  return found;
 }
 
 }  // namespace gemini

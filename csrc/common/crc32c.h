@@ -3,15 +3,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace gemini {
 
 // The checksum of a range, with the usual inversion before and after: "123456789" gives 0xe3069283.
-// Any address and size. Uses the processor's instruction where it has one, chosen on the first
-// call.
+// Any address and size. Uses the fastest way that the processor has, chosen on the first call.
 [[nodiscard]] uint32_t crc32c(const void* data, size_t nbytes) noexcept;
 
-// The same value without the instruction: the reference, about ten times slower.
-[[nodiscard]] uint32_t crc32c_table(const void* data, size_t nbytes) noexcept;
+struct Crc32cVariant {
+  const char* name;
+  uint32_t (*sum)(const void* data, size_t nbytes) noexcept;
+};
+
+// The ways that this processor has, the fastest first; the last, a table, works everywhere.
+[[nodiscard]] std::vector<Crc32cVariant> crc32c_variants();
 
 }  // namespace gemini
