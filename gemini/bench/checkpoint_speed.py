@@ -16,6 +16,7 @@ from torch import nn
 
 from gemini import checkpoint
 from gemini.bench.cases import require_space
+from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini.ddp import GeminiDDP
@@ -37,7 +38,7 @@ class Settings:
     hidden: int = 2048
     layers: int = 20
     batch: int = 512
-    repeats: int = 3
+    repeats: int = 5
     every: int = 10
 
     @property
@@ -67,19 +68,21 @@ def speed(session: Session) -> CaseResult:
 
 
 def overhead(session: Session) -> CaseResult:
-    """Train with no save, with synchronous and with asynchronous ones, in turn."""
+    """Train with no save, with synchronous and with asynchronous ones, in turn; compare within each turn."""
     settings = _settings(session, "async", 3)
     found = session.run(
         "checkpoint_speed.overhead", _options(settings, session), sample_seconds=TIMING_SAMPLE_SECONDS
     ).data()
-    median = {name: statistics.median(seconds) for name, seconds in found.items()}
-    plain = median["plain"]
-    rows = [Row("step without a save", plain / settings.every, "s")]
+    plain = found["plain"]
+    rows = [spread_row("step without a save", Spread.of([one / settings.every for one in plain]), "s")]
     for name in ("save", "save_async"):
+        turns = list(zip(found[name], plain, strict=True))
+        still = Spread.of([saving - without for saving, without in turns])
+        share = Spread.of([saving / without - 1 for saving, without in turns])
         limit = ASYNC_OVERHEAD if name == "save_async" else None
         rows += [
-            Row(f"{name}(): training stands still or is slower by", median[name] - plain, "s per save"),
-            Row(f"{name}() every {settings.every} steps: overhead", median[name] / plain - 1, "share", limit),
+            spread_row(f"{name}(): training stands still or is slower by", still, "s per save"),
+            spread_row(f"{name}() every {settings.every} steps: overhead", share, "share", limit),
         ]
     return CaseResult(rows, dataclasses.asdict(settings), found)
 
