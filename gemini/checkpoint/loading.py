@@ -46,27 +46,31 @@ def load(
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
             it was made for another model or without a scheduler; nothing was changed, unless the message says
             that a load failed half-way.
-        IoError: a chunk could not be read or written; repeat the load.
+        IoError: a chunk could not be read or written; repeat the load. Over ranks, where only some of them
+            raise it, the others wait for them until the process group's timeout: start anew.
 
     After a load that failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     rank = rank_of(model)
-    damaged: dict[Path, DamagedError] = {}
-    while True:
-        found = Path(rank.agree(lambda: _newest_left(directory, damaged, rank, optimizer)))
-        try:
-            return _load_once(found, model, optimizer, scheduler, rank)
-        except DamagedError as error:  # or a save in another process has removed it
-            logger.warning("%s; looking for another checkpoint", error)
-            damaged[found] = error
+    damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
+    try:
+        while True:
+            found = Path(rank.agree(lambda: _newest_left(directory, damaged, rank)))
+            try:
+                return _load_once(found, model, optimizer, scheduler, rank)
+            except DamagedError as error:  # or a save in another process has removed it
+                damaged[found] = str(error)
+                logger.warning("%s; looking for another checkpoint", damaged[found])
+    except CheckpointError as error:
+        if not optimizer.incomplete:
+            raise
+        raise type(error)(
+            f"{error}; {optimizer.incomplete}: load another checkpoint, or states of model and optimizer "
+            "(load_state_dict), before going on"
+        ) from error
 
 
-def _newest_left(
-    directory: str | os.PathLike[str],
-    damaged: Mapping[Path, DamagedError],
-    rank: Rank,
-    optimizer: GeminiOptimizer,
-) -> str:
+def _newest_left(directory: str | os.PathLike[str], damaged: Mapping[Path, str], rank: Rank) -> str:
     """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it. Raises CheckpointError."""
     if rank.index:
         return ""
@@ -75,13 +79,7 @@ def _newest_left(
         return str(left[0])
     if not damaged:
         raise no_checkpoint(directory)
-    first = next(iter(damaged.values()))
-    if not optimizer.incomplete:
-        raise first
-    raise DamagedError(
-        f"{first}; {optimizer.incomplete}: load another checkpoint, or states of model and optimizer "
-        "(load_state_dict), before going on"
-    )
+    raise DamagedError(next(iter(damaged.values())))
 
 
 def _agree(rank: Rank, action: Callable[[], None]) -> None:
@@ -130,24 +128,35 @@ def _load_once(
                 )
             opened.append((reader, reader.objects(), reader.rng(rank.index, rank.count)))
 
+        def prepare() -> None:
+            model.manager.snapshot.before_write()
+            optimizer.zero_grad()
+
         _agree(rank, check)
+        _agree(rank, prepare)
         ((reader, objects, generators),) = opened
-        manifest = reader.manifest
-        model.manager.snapshot.before_write()
-        optimizer.zero_grad()
         with optimizer.loading():
             _load_values(reader, model, optimizer, objects["extra_states"], rank)
+            _load_settings(reader.manifest, objects, optimizer, scheduler)
+            model.manager.step = int(reader.manifest["step"])
+            rng.restore(generators)
+    optimizer.mark_complete()
+    extra: dict[str, Any] = reader.manifest["extra"]
+    return extra
+
+
+def _load_settings(
+    manifest: Mapping[str, Any],
+    objects: Mapping[str, Any],
+    optimizer: GeminiOptimizer,
+    scheduler: Scheduler | None,
+) -> None:
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         group.update(saved)
     if optimizer.loss_scale is not None and manifest["loss_scale"] is not None:
         optimizer.loss_scale.load_state_dict(manifest["loss_scale"])
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
-    optimizer.mark_complete()
-    model.manager.step = int(manifest["step"])
-    rng.restore(generators)
-    extra: dict[str, Any] = manifest["extra"]
-    return extra
 
 
 def _check_model(

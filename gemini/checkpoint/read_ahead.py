@@ -72,10 +72,10 @@ class BlockFile:
         except OSError as error:
             raise DamagedError(f"cannot read {path}: {error.strerror}") from error
 
-    def block(self, index: int) -> _Memory:
-        """Return bytes ``[index, index + 1) * BLOCK_BYTES``, those that there are; the blocks after it are
-        read meanwhile. Valid until the next block of any file is asked for."""
-        return self._ahead.block(self, range(index, len(self.seal.blocks)))
+    def block(self, index: int, stop: int | None = None) -> _Memory:
+        """Return bytes ``[index, index + 1) * BLOCK_BYTES``, those that there are; the blocks after it, up to
+        ``stop``, are read meanwhile. Valid until the next block of any file is asked for."""
+        return self._ahead.block(self, range(index, len(self.seal.blocks) if stop is None else stop))
 
     def head(self, num_bytes: int) -> bytes:
         """Return the first bytes, reading nothing ahead."""
@@ -103,32 +103,42 @@ class _Read:
         self._offset = index * BLOCK_BYTES
         self._num_bytes = min(BLOCK_BYTES, file.seal.num_bytes - self._offset)
         self._crc32c = file.seal.blocks[index]
+        self._damage = ""  # a text: an error would keep the memory
         self._done: Future[None] = workers.submit(self._run)
 
     def _run(self) -> None:
-        path, end = self._file.path, self._offset + self._num_bytes
-        try:
-            self._read()
-        except OSError as error:
-            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
-        # Here, not where it is used: both threads compute without the interpreter's lock.
-        if crc32c(self._memory[: self._num_bytes].data) != self._crc32c:
-            raise DamagedError(
-                f"{path} is damaged: bytes {self._offset} to {end} are not those that were written"
-            )
+        self._damage = self._read_and_compare()
 
-    def _read(self) -> None:
+    def _read_and_compare(self) -> str:
+        """Return what is wrong with the block."""
+        try:
+            count = self._read()
+        except OSError as error:
+            return f"cannot read {self._file.path}: {error.strerror}"
+        if count < self._num_bytes:
+            return f"{self._file.path} is damaged: it ends at byte {self._offset + count}"
+        # Here, not where it is used: both threads compute without the interpreter's lock.
+        if crc32c(self._memory[: self._num_bytes].data) == self._crc32c:
+            return ""
+        end = self._offset + self._num_bytes
+        return f"{self._file.path} is damaged: bytes {self._offset} to {end} are not those that were written"
+
+    def _read(self) -> int:
+        """Return how many bytes of the block the file has."""
         count = 0
         while count < self._num_bytes:
             rest = self._memory[count:]
             got = os.preadv(self._descriptor, [rest.data], self._offset + count)
             count += got
-            if got == 0 or (count < self._num_bytes and count % _ALIGN):
-                raise DamagedError(f"{self._file.path} is damaged: it ends at byte {self._offset + count}")
+            if got == 0 or count % _ALIGN:  # the file ends here
+                break
+        return count
 
     def result(self) -> _Memory:
-        """Return what was read."""
+        """Return what was read. Raises DamagedError."""
         self._done.result()
+        if self._damage:
+            raise DamagedError(self._damage)
         return self._memory[: self._num_bytes]
 
     def cancelled(self) -> _Memory:

@@ -63,8 +63,10 @@ class TensorReader:
         size = stored.dtype.itemsize
         last = stored.numel if count is None else first + count
         assert 0 <= first <= last <= stored.numel, name
+        # What follows a whole tensor is wanted next; what follows a part of one may not be.
+        read_on = last == stored.numel
         while first < last:
-            raw = self._bytes(stored.begin + first * size, (last - first) * size)
+            raw = self._bytes(stored.begin + first * size, (last - first) * size, read_on)
             yield first, torch.from_numpy(raw).view(stored.dtype)
             first += len(raw) // size
 
@@ -105,7 +107,11 @@ class TensorReader:
             raise DamagedError(f"{path} is damaged: {error!r}") from error
         return found
 
-    def _bytes(self, offset: int, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Return at most ``count`` bytes of the file, whole elements, from ``offset`` on."""
+    def _bytes(
+        self, offset: int, count: int, read_on: bool
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        """Return at most ``count`` bytes of the file, whole elements, from ``offset`` on. Blocks after them
+        are read meanwhile if ``read_on``."""
         index, first = divmod(offset, BLOCK_BYTES)
-        return self._file.block(index)[first : first + count]
+        stop = None if read_on else -(-(offset + count) // BLOCK_BYTES)
+        return self._file.block(index, stop)[first : first + count]

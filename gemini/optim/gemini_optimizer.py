@@ -190,7 +190,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in ``torch.optim.AdamW``'s format.
+        """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way
+        load the model's weights first: this says that all is well again.
 
         Raises:
             ConfigError: groups or shapes do not match; nothing was changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -110,6 +111,53 @@ def test_after_damage_found_midway_loading_states_lets_training_go_on(saved: tup
     losses = run.losses[2:]
     run.losses.clear()
     assert run.train(2).losses == losses
+
+
+def test_where_the_one_before_does_not_fit_the_error_says_what_was_left(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    checkpoint.save(path.parent, run.model, run.optimizer)  # without the scheduler
+    newest = run.train(1).save(path.parent, shard_bytes="32KiB")
+    damage(next(newest.glob(f"{MIDWAY[0]}*")), MIDWAY[1])
+    with pytest.raises(CheckpointError, match=r"without a scheduler.*a load failed half-way"):
+        run.load(path.parent)
+    with pytest.raises(StateError, match="a load failed half-way"):
+        run.train(1)
+
+
+def test_a_load_that_fails_in_its_settings_failed_half_way(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    with monkeypatch.context() as patch:
+        patch.setattr(run.scheduler, "load_state_dict", lambda state: state["absent"])
+        with pytest.raises(KeyError):
+            run.load(path.parent)
+    with pytest.raises(StateError, match="a load failed half-way"):
+        run.train(1)
+    run.load(path.parent)
+    run.train(1)
+
+
+def test_going_on_to_older_checkpoints_takes_no_more_memory(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = saved
+    for _ in range(2):
+        newest = run.train(1).save(path.parent, shard_bytes="32KiB", keep=3)
+        damage(next(newest.glob(f"{MIDWAY[0]}*")), MIDWAY[1])
+    alive: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+    most: list[int] = []
+    really = ReadAhead.__init__
+
+    def counted(self: ReadAhead) -> None:
+        really(self)
+        alive.add(self)
+        most.append(len(alive))
+
+    monkeypatch.setattr(ReadAhead, "__init__", counted)
+    run.load(path.parent)
+    assert run.model.stats()["step"] == 2
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -227,6 +275,30 @@ def test_a_load_reads_every_byte_once(tmp_path: Path, wide: Wide, monkeypatch: p
     assert sum(sizes) < sum(count for _, count in read) <= sum(sizes) + again
     late = [offset for offset, count in read if offset and count]
     assert len(late) == sum(-(-size // BLOCK_BYTES) - 1 for size in sizes)
+
+
+def test_a_part_of_a_tensor_is_read_and_nothing_behind_it(
+    tmp_path: Path, wide: Wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks read moments that fewer ranks have saved."""
+    step(wide)
+    path = checkpoint.save(tmp_path, *wide)
+    blocks: list[int] = []
+    really = os.preadv
+    with checkpoint.CheckpointReader(path) as reader:
+        name = "0.weight"
+        list(reader.state_pieces("exp_avg", name, 0, 1))  # opens the file
+
+        def counted(descriptor: int, buffers: Any, offset: int) -> int:
+            blocks.append(offset // BLOCK_BYTES)
+            return really(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", counted)
+        half = BLOCK_BYTES // 8  # elements
+        got = [values.clone() for _, values in reader.state_pieces("exp_avg", name, half, 2 * half - 4096)]
+        assert set(blocks) <= {0}
+        assert torch.equal(torch.cat(got), reader.state("exp_avg", name).view(-1)[half : 2 * half - 4096])
+        assert max(blocks) > 0
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES - 7])
