@@ -25,7 +25,7 @@ from gemini.checkpoint import load
 
 HERE = Path(__file__).resolve().parent
 CUT = {"save_after": 3, "cut_in": 3}
-TIMEOUT_SECONDS = 20.0  # of the process group of a job that loses its wire
+TIMEOUT_SECONDS = 10.0  # of the process group of a job that loses its wire
 LATE_SECONDS = 20.0  # what a busy machine may take besides
 
 _Reports = list[dict[str, Any]]
@@ -57,7 +57,8 @@ def _lose_the_wire(hosts: tuple[Host, Host], order: Order, ranks: int) -> _Repor
     assert [job.returncode for job in ended] == [1, 1], ended
     for report in reports:
         assert "imed out" in report["error"] or "onnection" in report["error"]
-        assert report["ended"] - reports[0]["cut"] < TIMEOUT_SECONDS + LATE_SECONDS
+        # Twice: a rank that gave up one transfer may wait for another one, to leave no memory in use.
+        assert report["ended"] - reports[0]["cut"] < 2 * TIMEOUT_SECONDS + LATE_SECONDS
     assert [path.name for path in order.checkpoints.iterdir()] == ["step-00000003"]
     assert list(order.offloaded.iterdir()) == []
     return reports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,20 @@ def test_rank_that_dies_is_told_with_its_exit_code() -> None:
 def test_rank_that_hangs_is_told() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1:\ndid not end in time"):
         run_on_ranks(_hang_on_rank_1, 2, timeout=2.0)
+
+
+def _meets_only_the_second_time(directory: str, ever: bool) -> int:
+    if dist.get_rank() == 1:
+        tries = list(Path(directory).iterdir())
+        Path(directory, str(len(tries))).touch()
+        if not tries or not ever:
+            raise RuntimeError("Gloo connectFullMesh failed with a connection closed by peer")
+    return len(list(Path(directory).iterdir()))
+
+
+def test_ranks_that_did_not_meet_are_run_once_more(tmp_path: Path) -> None:
+    run_on_ranks(_meets_only_the_second_time, 2, str(tmp_path), True)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(RanksFailed, match="connectFullMesh"):
+        run_on_ranks(_meets_only_the_second_time, 2, str(tmp_path), False)
+    assert len(list(tmp_path.iterdir())) == 4
