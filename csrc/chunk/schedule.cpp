@@ -29,6 +29,7 @@ Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
     std::ranges::sort(chunks);
     const auto repeated = std::ranges::unique(chunks);
     chunks.erase(repeated.begin(), repeated.end());
+    ascending_ = ascending_ && std::ranges::equal(chunks, access);
     if (!chunks.empty() && (chunks.front() < 0 || chunks.back() >= num_chunks)) {
       throw StateError("moment " + std::to_string(access_begin_.size() - 1) +
                        " of a schedule names a chunk outside [0, " + std::to_string(num_chunks) +
@@ -47,6 +48,9 @@ Schedule Schedule::with_plan(Retention retention) const {
                      " moments and " + std::to_string(retention.intervals.size()) +
                      " intervals belongs to a schedule of " + std::to_string(num_moments_) +
                      " moments and " + std::to_string(accesses_.size()) + " accesses");
+  }
+  if (!ascending_) {
+    throw StateError("a plan needs a schedule with the chunks of each moment ascending, each once");
   }
   Schedule planned(*this);
   planned.flags_.assign(uses_.size(), 0);

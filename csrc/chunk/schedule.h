@@ -45,7 +45,7 @@ class Schedule {
            int32_t num_chunks);
 
   // The same order with a plan, in place of the one it has. Throws StateError for a plan of another
-  // shape.
+  // shape, or where the accesses were not ascending and each once: flags would be others' then.
   [[nodiscard]] Schedule with_plan(Retention retention) const;
 
   [[nodiscard]] int64_t num_moments() const { return num_moments_; }
@@ -80,6 +80,7 @@ class Schedule {
 
   int64_t num_moments_;
   int32_t num_chunks_;
+  bool ascending_ = true;  // the accesses were given so, each once
   int64_t max_reserve_ = 0;
   std::vector<int64_t> reserve_bytes_;
   std::vector<ChunkId> accesses_;      // of all moments, one after the other

@@ -20,7 +20,7 @@ from gemini.placement.simulator import Simulator
 
 _STEPS_TO_SETTLE = 3
 # How much slower the first step may be where a chunk is to stay from one step to the next: it is not there
-# yet. Of some thousand changes that were faster in the end, nearly all were within this.
+# yet. Of some 150 such changes that were no slower in the end, all but one were within 1 %.
 _FIRST_STEP_MAY_TAKE = 1.02
 
 

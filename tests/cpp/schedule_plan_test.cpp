@@ -60,6 +60,7 @@ TEST(PlannedSchedule, APlanOfAnotherShapeIsRefused) {
   EXPECT_THROW(planned({{0}, {1}}, {{0}}, {1}, 2), StateError);
   EXPECT_THROW(planned({{0}, {1}}, {{0}, {0}}, {1}, 2), StateError);
   EXPECT_THROW(planned({{0}, {1}}, {{0}, {0, 0}}, {1, 1}, 2), StateError);
+  EXPECT_THROW(planned({{1, 0}}, {{0, 0}}, {1}, 2), StateError);
 }
 
 TEST(Plan, AKeptChunkIsNotGivenUpForAPrefetch) {
