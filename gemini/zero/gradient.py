@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
+from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
+from gemini.runtime.param import TensorRef, as_managed
 from gemini.runtime.tensor_mgr import TensorState
 from gemini.zero.share import GroupShard
 
@@ -28,8 +30,9 @@ class ShardPlace(NamedTuple):
 class GradientEvents(Protocol):
     """Whoever exchanges gradients, as one gradient sees it."""
 
-    def arrived(self) -> None:
-        """Backward has made a gradient, or added to it."""
+    def arrived(self) -> bool:
+        """Backward has made a gradient, or added to it. Say whether the ranks exchange it from now on; else
+        it stays with this one until they are told to."""
         ...
 
     def assigned(self) -> None:
@@ -45,14 +48,36 @@ class GradientEvents(Protocol):
         ...
 
 
+class _Shared:
+    """Stands in for the manager of a gradient that all ranks have together: to use its values raises."""
+
+    resident = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        raise ConfigError(
+            f"the gradient of parameter {self._name!r} is exchanged among the ranks: each holds a part of "
+            "their mean and none the whole, so what goes through param.grad, as torch.nn.utils."
+            "clip_grad_norm_ does, cannot see it; clip with optimizer.clip_grad_by_norm(max_norm), "
+            "clip_grad_by_value() or GeminiOptimizer(max_norm=...). What this rank alone has made can be "
+            "read under model.no_sync(), and param.grad = values replaces a gradient"
+        )
+
+    views = pre_op
+
+
 class ShardedGradient(SlotGradient):
     """Collects the whole gradient in its chunk until all ranks exchange it; what is left then is the mean
     over the ranks, each holding its shard.
 
-    ``param.grad`` is what backward has made here so far, and None once it was exchanged.
+    ``param.grad`` is what backward has made here as long as that stays here (within a backward pass, and
+    under ``no_sync()``), or what was assigned. From then on it is a tensor of which nothing but the
+    description may be used: were it None, a loop over ``param.grad`` would miss it in silence.
     """
 
-    __slots__ = ("_place", "events", "is_shared")
+    __slots__ = ("_is_offered", "_place", "events", "is_shared")
 
     events: GradientEvents  # set by who exchanges gradients
 
@@ -62,6 +87,7 @@ class ShardedGradient(SlotGradient):
         super().__init__(name, manager, tensor, view)
         self._place = place
         self.is_shared = False  # there is a mean over the ranks
+        self._is_offered = False  # the ranks will exchange it, once all of them have theirs
 
     @property
     def is_local(self) -> bool:
@@ -71,7 +97,7 @@ class ShardedGradient(SlotGradient):
     @property
     def exists(self) -> bool:
         """Whether there is a gradient, on this or on all ranks."""
-        return self._in_chunk or (self.is_shared and not self._shard_is_taken)
+        return self._in_chunk or self._has_mean
 
     @property
     def update_tensor(self) -> int:
@@ -97,14 +123,20 @@ class ShardedGradient(SlotGradient):
         return place.shard.grad.tensor[offset + start : offset + stop]
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is: None once the gradient was exchanged."""
+        """Return what ``param.grad`` is: None, this rank's own, or one whose use raises ConfigError."""
         self.events.settle()
-        return super().alias() if self._in_chunk else None
+        if not self.exists:
+            return None
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._has_mean or (self._is_offered and not in_backward):
+            ref = TensorRef(cast("GeminiManager", _Shared(self._name)), self.ref.tensors[0])
+            return as_managed(self.view.view_as(self.view), ref)
+        return super().alias()
 
     def collect(self, grad: torch.Tensor) -> None:
         """Do as the base; tell who exchanges gradients."""
         super().collect(grad)
-        self.events.arrived()
+        self._is_offered = self.events.arrived()
 
     def assign(self, grad: torch.Tensor | None) -> None:
         """Do as the base; the next step exchanges it. A gradient of the parameter's dtype is taken too."""
@@ -113,6 +145,7 @@ class ShardedGradient(SlotGradient):
             grad = grad.to(self.view.dtype)
         super().assign(grad)
         if grad is not None:
+            self._is_offered = False
             if not self._shard_is_taken:
                 self.give_up_shard()
             self.events.assigned()
@@ -123,7 +156,7 @@ class ShardedGradient(SlotGradient):
             if self._in_chunk:
                 with self._manager.operator(self.ref.tensors, self.ref.tensors):
                     self.view.zero_()
-            if self.is_shared and not self._shard_is_taken:
+            if self._has_mean:
                 with self._manager.operator(self.tensors, self.tensors):
                     self.value.zero_()
 
@@ -152,6 +185,11 @@ class ShardedGradient(SlotGradient):
         """Wait until the chunk may be written: a pending update has taken the shard, but an exchange under
         way sends the chunk."""
         self.events.settle()
+
+    @property
+    def _has_mean(self) -> bool:
+        """Whether there is a mean over the ranks that no update has taken."""
+        return self.is_shared and not self._shard_is_taken
 
     @property
     def _shard_is_taken(self) -> bool:

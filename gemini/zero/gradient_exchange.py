@@ -176,16 +176,17 @@ class GradientExchange:
         else:
             self._had.discard(place)
 
-    def note_arrival(self, index: int, place: int) -> None:
-        """Backward has made a gradient of a group."""
+    def note_arrival(self, index: int, place: int) -> bool:
+        """Backward has made a gradient of a group; say whether it is exchanged from now on."""
         self._had.add(place)
         if self.is_held:
-            return
+            return False
         arrived = self._arrived[index]
         arrived.add(place)
         if len(arrived) == len(_gradients(self._groups[index])):
             self._complete.add(index)
             self._enter_round()
+        return True
 
 
 class _Events:
@@ -198,8 +199,8 @@ class _Events:
         self._index = index
         self._place = place
 
-    def arrived(self) -> None:
-        self._exchange.note_arrival(self._index, self._place)
+    def arrived(self) -> bool:
+        return self._exchange.note_arrival(self._index, self._place)
 
     def assigned(self) -> None:
         self._exchange.note_presence(self._place, present=True)

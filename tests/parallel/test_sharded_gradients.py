@@ -15,12 +15,15 @@ from sharded_harness import (
     assert_same,
     batch,
     mlp,
+    tied,
+    train_plain,
+    train_step,
     wrap,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gemini import CPUAdam
+from gemini import ConfigError, CPUAdam
 
 ONE_CHUNK = {"min_chunk_size_mb": 1}
 TIGHT = {"device_bytes": "600KiB", "non_model_bytes": 0}  # with a DISK tier: updates stay pending
@@ -141,3 +144,66 @@ def test_gradients_are_those_of_plain_pytorch(name: str, trained: Any) -> None:
         assert_near(one_chunk, model.state_dict())
         assert_near(few_whole, model.state_dict())
         assert_same(tight, few_whole)
+
+
+TORCHS_OWN: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "norm": lambda params: nn.utils.clip_grad_norm_(params, 0.05),
+    "norm, foreach": lambda params: nn.utils.clip_grad_norm_(params, 0.05, foreach=True),
+    "value": lambda params: nn.utils.clip_grad_value_(params, 0.05),
+    "loop": lambda params: [p.grad.mul_(0.5) for p in params if p.grad is not None],
+    "added to": lambda params: [p.grad.add_(0.5) for p in params if p.grad is not None],
+}
+
+
+def _clip_with_torch(build: Callable[[], nn.Module], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train two steps, each clipped with the optimizer after what torch offers was refused."""
+    recipe = Recipe(clip=0.05)
+    model, optimizer = wrap(build, recipe, **options)
+    with model:
+        for step in range(2):
+            optimizer.backward(_loss((model.module, model, optimizer), step))
+            for clip in TORCHS_OWN.values():
+                with pytest.raises(ConfigError, match=r"optimizer\.clip_grad_by_norm"):
+                    clip(list(model.parameters()))
+            assert {p.grad.shape == p.shape for p in model.parameters() if p.grad is not None} == {True}
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+            train_step(model, optimizer, recipe, step)
+            assert all(p.grad is None for p in model.parameters())
+        model.manager.chunks.table.check_invariants()
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+# "tied" has a parameter that nothing uses: the gradients beside it in its chunk wait for step().
+@pytest.mark.parametrize("build", [mlp, tied])
+@pytest.mark.parametrize("options", [ONE_CHUNK, {}, {"gather_bytes": 1}])
+def test_clipping_that_would_miss_gradients_is_refused(
+    build: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    _, want = train_plain(build, Recipe(steps=2, clip=0.05))
+    for got in run_on_ranks(_clip_with_torch, 2, build, options):
+        assert_near(got, want)
+
+
+def _look_under_no_sync() -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a rank finds in ``param.grad`` before gradients are exchanged, and what it should."""
+    model, optimizer = wrap(mlp, Recipe(), **ONE_CHUNK)
+    plain, seen = mlp(), list[Tensor]()
+    with model:
+        with model.no_sync():
+            optimizer.backward(_loss((model.module, model, optimizer), 0))
+        _loss((plain, plain, None), 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        seen += [p.grad.clone() for p in model.parameters()]
+        model.module[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        model.module[0].bias.square().sum().backward()
+        plain[0].bias.square().sum().backward()
+        return seen, [p.grad for p in plain.parameters()]
+
+
+def test_what_a_rank_has_made_can_be_seen_until_it_is_exchanged() -> None:
+    for (*seen, hooked), want in run_on_ranks(_look_under_no_sync, 2):
+        clipped = [w for w in want if w is not want[1]]
+        assert all(torch.equal(got, w) for got, w in zip([seen[0], *seen[2:]], clipped, strict=True))
+        assert torch.equal(hooked, want[1])
