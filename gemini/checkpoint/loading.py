@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import write_state, write_state_range
-from gemini.runtime import ManagedSlot, write_range, write_values
+from gemini.runtime import write_range, write_values
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ def load(
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
             it was made for another model or without a scheduler; nothing was changed, unless the message says
             that a load failed half-way.
-        IoError: a chunk could not be read or written; repeat the load. Over ranks, where only some of them
-            raise it, the others wait for them until the process group's timeout: start anew.
+        IoError: a chunk could not be read or written; repeat the load.
 
-    After a load that failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
+    Where a rank raises, all do: the others a CheckpointError that names it and says why. After a load that
+    failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     rank = rank_of(model)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
@@ -135,11 +135,15 @@ def _load_once(
         _agree(rank, check)
         _agree(rank, prepare)
         ((reader, objects, generators),) = opened
-        with optimizer.loading():
-            _load_values(reader, model, optimizer, objects["extra_states"], rank)
+
+        def restore() -> None:
             _load_settings(reader.manifest, objects, optimizer, scheduler)
             model.manager.step = int(reader.manifest["step"])
             rng.restore(generators)
+
+        with optimizer.loading():
+            _load_values(reader, model, optimizer, objects["extra_states"], rank)
+            _agree(rank, restore)
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
@@ -201,13 +205,10 @@ def _load_values(
     rank: Rank,
 ) -> None:
     """Take over weights, buffers, extra states and moments. Raises DamagedError, on all ranks."""
-    damage: list[DamagedError] = []
-    _load_weights(reader, model, rank, damage)
     others = dict(extra_states)
 
-    def read_buffers() -> None:
-        if damage:
-            raise damage[0]
+    def load_weights() -> None:
+        _load_weights(reader, model)
         others.update(
             (name, reader.weight(name)) for name in reader.weights if name not in model.storage.slots
         )
@@ -217,15 +218,17 @@ def _load_values(
             model.module.load_state_dict(others, strict=False)
         _load_moments(reader, model, optimizer)
 
-    _agree(rank, read_buffers)
+    # Each rank writes what it owns and needs no other for it, so that one may fail alone; the others hear of
+    # it here.
+    _agree(rank, load_weights)
     _agree(rank, load_rest)
 
 
 @torch.no_grad()
-def _load_weights(reader: CheckpointReader, model: GeminiDDP, rank: Rank, damage: list[DamagedError]) -> None:
-    """Copy weights into their chunks, which ranks do together; see :func:`_pieces` for ``damage``."""
+def _load_weights(reader: CheckpointReader, model: GeminiDDP) -> None:
+    """Copy weights into their chunks."""
     for slot in model.storage.slots.values():  # in their order in the files, if it was saved with this layout
-        pieces = _pieces(reader, slot, rank, damage)
+        pieces = reader.weight_pieces(slot.name)
         if slot.param_view.is_contiguous():
             for first, values in pieces:
                 write_range(slot, first, values, model.manager)
@@ -234,28 +237,6 @@ def _load_weights(reader: CheckpointReader, model: GeminiDDP, rank: Rank, damage
             for first, values in pieces:
                 whole.view(-1)[first : first + values.numel()] = values
             write_values(slot, whole, model.manager)
-
-
-def _pieces(
-    reader: CheckpointReader, slot: ManagedSlot, rank: Rank, damage: list[DamagedError]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of a weight, flat, in row order; valid until the next.
-
-    Where there is ``damage`` one rank alone raises it. Several add it, and zeros follow, here and for every
-    weight after: the others may have found none, and count on this one to use the same chunks as they do.
-    """
-    end = 0
-    try:
-        for first, values in reader.weight_pieces(slot.name) if not damage else ():
-            yield first, values
-            end = first + values.numel()
-    except DamagedError as error:
-        if rank.count == 1:
-            raise
-        damage.append(error)
-    left = slot.param_view.numel() - end
-    if left:
-        yield end, torch.zeros(1).expand(left)
 
 
 @torch.no_grad()

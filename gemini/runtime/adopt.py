@@ -89,14 +89,31 @@ def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager
 
 
 def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: GeminiManager) -> None:
-    """Do as :meth:`write_values` for flat ``values`` from element ``first`` of the parameter's memory."""
+    """Do as :meth:`write_values` for flat ``values`` from element ``first`` of the parameter's memory.
+
+    Over several ranks each writes what it owns and none waits for another: one may fail alone.
+    """
     manager.snapshot.before_write()
-    begin, end = slot.start + first, slot.start + first + values.numel()
-    with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
-        slot.group.param.tensor[begin:end].copy_(values)
-    manager.written.take(slot.param_ref.tensors[0])  # the master follows right here, uncast
+    if manager.sharding is not None:
+        manager.backward_pins.settle()
+        manager.sharding.close(slot.param_ref.tensors[0])
+    begin = slot.start + first
+    start, stop = begin, begin + values.numel()
+    if slot.group.shard is not None:
+        start, stop = slot.group.shard.clip(start, stop)
+    if start < stop:
+        tensors = slot.group.value_tensors([slot])
+        with manager.operator(tensors, tensors):
+            slot.group.values(start, stop).copy_(values[start - begin : stop - begin])
+    _write_master(slot, begin, values, manager)
+
+
+def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: GeminiManager) -> None:
+    """Copy ``values``, from element ``begin`` of the parameter chunk, to the parameter's master, uncast, if
+    it has one."""
+    manager.written.take(slot.param_ref.tensors[0])
     for piece in _master_pieces(slot):
-        start, stop = max(begin, piece.start), min(end, piece.stop)
+        start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
         if start < stop:
             tensors = (piece.tensors[ChunkKind.MASTER],)
             with manager.operator(tensors, tensors):
@@ -222,7 +239,10 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _A
     dtype = param.dtype
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
-    write_values(slot, param.data, manager)
+    values = _memory_order(slot, param.data)
+    with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):  # whole: forward comes next
+        slot.group.param.tensor[slot.start : slot.stop].copy_(values)
+    _write_master(slot, slot.start, values, manager)
     return _Adopted(param, slot, dtype, manage(param, slot))
 
 

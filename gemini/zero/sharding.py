@@ -80,6 +80,14 @@ class Sharding:
         """Bring everything that was written to whole chunks to the shards."""
         self._chunks.write_back()
 
+    def close(self, tensor: int) -> None:
+        """Give up the whole chunk that parameter ``tensor`` lies in, for which nobody else need do anything:
+        its shard is about to change."""
+        self._current = ()
+        for chunk in self._chunks.used_by((tensor,)):
+            if self._chunks[chunk].is_open:
+                self._chunks[chunk].close()
+
     def write_back(self, tensor: int) -> None:
         """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
         for chunk in self._chunks.used_by((tensor,)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sharded_harness import Recipe, assert_same, columns, mlp, train_step, wrap
 from torch import Tensor
 from torch import distributed as dist
 
-from gemini import CheckpointError, GeminiDDP, GeminiOptimizer, StateError
+from gemini import CheckpointError, GeminiDDP, GeminiOptimizer, IoError, StateError
 from gemini.checkpoint import CheckpointReader, load, save
 from gemini.checkpoint.sealed_file import DamagedError
 
@@ -143,3 +144,58 @@ def _refused(directory: str) -> None:
 
 def test_damage_that_one_rank_finds_midway_refuses_training_on_all(tmp_path: Path) -> None:
     run_on_ranks(_refused, 2, str(tmp_path))
+
+
+@contextmanager
+def _acquire(model: GeminiDDP, fails_at: int = 0) -> Iterator[list[int]]:
+    """Count, within the block, how often chunks are brought to DEVICE; let one of these times fail."""
+    really, count = model.manager.chunks.acquire, [0]
+
+    def acquire(tensors: Any, *, traced: bool) -> None:
+        count[0] += 1
+        if count[0] == fails_at:
+            raise IoError(28, "injected")
+        really(tensors, traced=traced)
+
+    model.manager.chunks.acquire = acquire  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        model.manager.chunks.acquire = really  # type: ignore[method-assign]
+
+
+def _fails_on_one(directory: str, options: dict[str, Any]) -> None:
+    """Let a tier's disk be full on rank 1 alone, at several places of a load."""
+    model, optimizer = wrap(columns, RECIPE, **options)
+    with model:
+        _, want = _train_and_save(directory, model, optimizer)
+        with _acquire(model) as count:
+            load(directory, model, optimizer)
+        for fails_at in (1, count[0] // 4, count[0] // 2, count[0]):
+            train_step(model, optimizer, RECIPE, 2)  # some chunks are whole again
+            if dist.get_rank() == 1:
+                with _acquire(model, fails_at), pytest.raises(IoError, match="injected"):
+                    load(directory, model, optimizer)
+            else:
+                with pytest.raises(
+                    CheckpointError, match=r"rank 1 of 2 failed: IoError: .*injected.*a load failed half-way"
+                ):
+                    load(directory, model, optimizer)
+            for refused in (
+                optimizer.step,
+                optimizer.state_dict,
+                lambda: save(directory, model, optimizer),
+            ):
+                with pytest.raises(StateError, match="a load failed half-way"):
+                    refused()
+            optimizer.zero_grad()
+            load(directory, model, optimizer)
+            assert_same(_state(model, optimizer), want)
+        model.manager.chunks.table.check_invariants()
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "gather_bytes": 1}])
+def test_a_chunk_that_one_rank_cannot_have_ends_the_load_on_all(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_on_ranks(_fails_on_one, 2, str(tmp_path), options, timeout=30.0)
