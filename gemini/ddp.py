@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from gemini import _C
 from gemini.chunk import SearchResult
@@ -18,20 +17,13 @@ from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
-from gemini.offload.mapped import MappedTensors
 from gemini.placement import PlacementPolicy, PlanReport
-from gemini.runtime import (
-    GeminiManager,
-    ManagedParameter,
-    ManagedSlot,
-    ModelStorage,
-    read_values,
-    write_values,
-)
+from gemini.runtime import GeminiManager, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_buffers, cast_floating, map_tensors
 from gemini.timeline import TimelineRecorder
+from gemini.weights import export_weights, import_weights
 
 logger = logging.getLogger(__name__)
 
@@ -216,21 +208,7 @@ class GeminiDDP(nn.Module):
         there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
         in memory.
         """
-        self.manager.run_pending()
-        state: dict[str, Any] = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
-        export = self._exporter(
-            sum(p.numel() * max(4, p.element_size()) for p in managed.values()), len(managed)
-        )
-        full: dict[int, torch.Tensor] = {}
-        for key, value in state.items():
-            if isinstance(value, ManagedParameter):
-                if id(value) not in full:
-                    full[id(value)] = self.full_value(value._slot, export)
-                state[key] = full[id(value)]
-            elif isinstance(value, torch.Tensor):
-                state[key] = value.detach()
-        return state
+        return export_weights(self, *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -246,35 +224,7 @@ class GeminiDDP(nn.Module):
             raise ConfigError(
                 "load_state_dict(assign=True) cannot re-point managed parameters; use assign=False"
             )
-        own = self.module.state_dict(keep_vars=True)
-        managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor) and key in state_dict:
-                _check_loadable(key, state_dict[key], value)
-        missing = [key for key in own if key not in state_dict]
-        unexpected = [key for key in state_dict if key not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {unexpected}")
-        self.manager.run_pending()
-        with torch.no_grad():
-            for key, param in managed.items():
-                if key in state_dict:
-                    write_values(param._slot, state_dict[key], self.manager)
-                    with torch._C.DisableTorchFunctionSubclass():
-                        increment_version(param)
-        rest = {key: value for key, value in state_dict.items() if key in own and key not in managed}
-        self.module.load_state_dict(rest, strict=False)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-    def full_value(self, slot: ManagedSlot, export: MappedTensors | None = None) -> torch.Tensor:
-        """Return a copy of a parameter in fp32: of its master where it has one."""
-        value = read_values(slot, self.manager)
-        value = value.float() if value.dtype.itemsize < 4 else value
-        return export.copy(value) if export else value
-
-    def _exporter(self, capacity_bytes: int, num_tensors: int) -> MappedTensors | None:
-        directory = self.manager.chunks.budgets.disk_dir
-        return MappedTensors(directory, capacity_bytes, num_tensors) if directory is not None else None
+        return import_weights(self, state_dict, strict=strict)
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -379,15 +329,6 @@ class GeminiDDP(nn.Module):
         raise ConfigError(
             "a GeminiDDP cannot be copied: its memory is under one budget; copy.deepcopy(model.module) "
             "gives an ordinary, unmanaged model"
-        )
-
-
-def _check_loadable(key: str, value: Any, target: torch.Tensor) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"{key!r} is a {type(value).__name__} in the state but a tensor in the model")
-    if value.shape != target.shape:
-        raise ConfigError(
-            f"{key!r} has shape {tuple(value.shape)} in the state but {tuple(target.shape)} in the model"
         )
 
 

@@ -4,10 +4,10 @@ from gemini.checkpoint.async_saving import SaveHandle, save_async
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import latest
 from gemini.checkpoint.loading import is_complete, load
-from gemini.checkpoint.rank import Rank
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.saving import save
 from gemini.checkpoint.writer import new_checkpoint
+from gemini.rank import Rank
 
 __all__ = [
     "CheckpointReader",

@@ -20,13 +20,13 @@ import torch
 from gemini.checkpoint import rng
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.rank import rank_of
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.rank import rank_of
 from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ import torch
 from gemini.checkpoint import contents, rng
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
-from gemini.checkpoint.rank import Rank, rank_of
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import write_state, write_state_range
+from gemini.rank import Rank, rank_of
 from gemini.runtime import write_range, write_values
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ import torch
 from gemini.checkpoint import contents, plain_data, rng
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.rank import Rank, rank_of
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.rank import Rank, rank_of
 from gemini.runtime import refresh_master
 
 SHARD_BYTES = "4GiB"

@@ -13,11 +13,11 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
 from gemini.checkpoint.part import Part, parts_of
-from gemini.checkpoint.rank import Rank
 from gemini.checkpoint.sealed_file import sealed, write_sealed
 from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.errors import CheckpointError
+from gemini.rank import Rank
 
 Range = tuple[int, int, str, str]  # first and last element, file, name of the tensor in it
 

@@ -1,4 +1,4 @@
-"""Who writes a checkpoint: one process, or several that each write files of their own."""
+"""How ranks agree that each has done its part of something, or hear which has failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _alone(text: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Process ``index`` of ``count`` that save one checkpoint together.
+    """Process ``index`` of ``count`` that do something together, such as saving a checkpoint.
 
     ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
     (``torch.distributed.all_gather_object`` does). ``several_hosts``: not all run on this machine.
