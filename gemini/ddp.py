@@ -207,6 +207,9 @@ class GeminiDDP(nn.Module):
         Streamed: one parameter at a time is on DEVICE. With a DISK tier the tensors are mapped from a file
         there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
         in memory.
+
+        Raises:
+            StateError: a load or an update failed half-way and weights were not loaded since.
         """
         return export_weights(self, *args, **kwargs)
 
@@ -214,11 +217,13 @@ class GeminiDDP(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Copy weights into the chunks, one parameter at a time; fp32 masters take the values before any
-        cast.
+        cast. Over ranks all of them call it, with the same values.
 
         Raises:
             ConfigError: with ``assign=True``, or for a shape that does not match; nothing was changed.
-            RuntimeError: names are missing or unexpected and ``strict``, as in torch.
+            RuntimeError: names are missing or unexpected and ``strict``, as in torch; nothing was changed.
+            OutOfBudgetError, IoError: a chunk could not be had: weights are a mixture until they are loaded.
+            CheckpointError: it failed on another rank.
         """
         if assign:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gemini.errors import CheckpointError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _FAILED = "failed: "
 _DONE = "done: "
+_Result = TypeVar("_Result")
 
 
 def _alone(text: str) -> Sequence[str]:
@@ -53,6 +54,18 @@ class Rank:
             if text.startswith(_FAILED):
                 raise CheckpointError(f"rank {index} of {self.count} {text}")
         return [text.removeprefix(_DONE) for text in said]
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
+        :meth:`collect`."""
+        results: list[_Result] = []
+
+        def run() -> str:
+            results.append(action())
+            return ""
+
+        self.collect(run)
+        return results[0]
 
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""

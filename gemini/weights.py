@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.rank import rank_of
 from gemini.runtime import ManagedParameter, read_values, write_values
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, Any]:
     """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
+    model.storage.mixture.refuse("state_dict")
     model.manager.run_pending()
     state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
@@ -38,8 +40,19 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
 
 def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     """Do what :meth:`GeminiDDP.load_state_dict` does."""
-    own = model.module.state_dict(keep_vars=True)
-    managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
+    rank = rank_of(model)
+    own: dict[str, Any] = model.module.state_dict(keep_vars=True)
+    keys = rank.together(lambda: _checked_keys(own, state_dict, strict=strict))
+    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    loaded = {_stored_name(key, value) for key, value in tensors.items() if key in state_dict}
+    every = {_stored_name(key, value) for key, value in tensors.items()}
+    rank.together(model.manager.run_pending)
+    with model.storage.mixture.load(loaded, every):
+        rank.together(lambda: _write(model, own, state_dict))
+    return keys
+
+
+def _checked_keys(own: Mapping[str, Any], state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     for key, value in own.items():
         if isinstance(value, torch.Tensor) and key in state_dict:
             _check_loadable(key, state_dict[key], value)
@@ -47,16 +60,25 @@ def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: b
     unexpected = [key for key in state_dict if key not in own]
     if strict and (missing or unexpected):
         raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {unexpected}")
-    model.manager.run_pending()
-    with torch.no_grad():
-        for key, param in managed.items():
-            if key in state_dict:
-                write_values(param._slot, state_dict[key], model.manager)
-                with torch._C.DisableTorchFunctionSubclass():
-                    increment_version(param)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _stored_name(key: str, value: torch.Tensor) -> str:
+    """Return the one name of a parameter, tied ones included, or a buffer's."""
+    return value._slot.name if isinstance(value, ManagedParameter) else key
+
+
+@torch.no_grad()
+def _write(model: GeminiDDP, own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    """Copy what is there into chunks and buffers. Over several ranks each writes what it owns."""
+    managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
+    for key, param in managed.items():
+        if key in state_dict:
+            write_values(param._slot, state_dict[key], model.manager)
+            with torch._C.DisableTorchFunctionSubclass():
+                increment_version(param)
     rest = {key: value for key, value in state_dict.items() if key in own and key not in managed}
     model.module.load_state_dict(rest, strict=False)
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
 def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors | None) -> torch.Tensor:

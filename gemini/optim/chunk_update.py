@@ -10,6 +10,7 @@ import torch
 from gemini.chunk import ChunkKind
 from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, StatePiece
+from gemini.runtime.mixture import HALF_LOADED, Mixture
 
 # Pins tensors, the second argument's as written ones, for a block.
 _Operator = Callable[[list[int], list[int]], AbstractContextManager[None]]
@@ -18,18 +19,44 @@ _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
 
 
 class Completeness:
-    """Whether every change that was begun has been finished; ``broken`` says which was not."""
+    """Whether weights and states belong together: every change that was begun has been finished, or both were
+    loaded since."""
 
-    def __init__(self) -> None:
-        self.broken = ""
+    def __init__(self, weights: Mixture) -> None:
+        self._weights = weights
+        self._states = ""  # what failed half-way
+
+    @property
+    def broken(self) -> str:
+        """What failed half-way, empty where nothing did."""
+        return self._states or self._weights.reason
+
+    @property
+    def lacks_weights_alone(self) -> bool:
+        """Whether the states were loaded since, and weights are to be."""
+        return not self._states and bool(self._weights.reason)
 
     @contextmanager
     def change(self, broken: str = _HALF_UPDATED) -> Iterator[None]:
-        """Count as ``broken`` during the block and, where it raises, from then on."""
-        before = self.broken
-        self.broken = before or broken
+        """Count as ``broken`` during the block, which changes weights and states, and, where it raises, from
+        then on."""
+        with self._weights.change(broken):
+            before, self._states = self._states, broken
+            yield
+            self._states = before
+
+    @contextmanager
+    def load_states(self) -> Iterator[None]:
+        """Count as broken during the block, which replaces all states, and, where it raises, from then on;
+        after it, states are not what is broken."""
+        self._states = HALF_LOADED
         yield
-        self.broken = before
+        self._states = ""
+
+    def clear(self) -> None:
+        """Weights and states were loaded."""
+        self._states = ""
+        self._weights.clear()
 
 
 class ChunkUpdate:

@@ -17,9 +17,11 @@ from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
-from gemini.optim.state_exchange import export_state, import_state
+from gemini.optim.state_exchange import checked_state, export_state, import_state
 from gemini.optim.state_format import StateFormat
+from gemini.rank import rank_of
 from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
 
 
@@ -99,7 +101,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clipped = False
         self._clipped_at = model.gradient_state()
         self._overflowed = False  # seen before a clamp hid it
-        self._completeness = Completeness()
+        self._completeness = Completeness(model.storage.mixture)
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -153,8 +155,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
         Raises:
             IoError, OutOfBudgetError: a chunk could not be had. Where updates run inside the step, parameters
-                updated so far stay updated; load a checkpoint or a state before going on. A pending update
-                raises where it is needed and stays pending: free space and repeat what needed it.
+                updated so far stay updated; load a checkpoint, or states of model and optimizer, before going
+                on. A pending update raises where it is needed and stays pending: free space and repeat what
+                needed it.
             StateError: an earlier step or load failed half-way, or gradients arrived after they were clipped.
         """
         loss = None
@@ -191,13 +194,17 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way
-        load the model's weights first: this says that all is well again.
+        the model's weights are to be loaded, too, before or after this. Over ranks all of them call it.
 
         Raises:
             ConfigError: groups or shapes do not match; nothing was changed.
+            CheckpointError: it failed on another rank.
         """
-        import_state(self, state_dict)
-        self.mark_complete()
+        rank = rank_of(self.model)
+        loaded = rank.together(lambda: checked_state(self, state_dict))
+        with self._completeness.load_states():
+            rank.together(lambda: import_state(self, loaded))
+        self._forget_scale()
         if self.loss_scale is not None and "loss_scale" in state_dict:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
@@ -209,9 +216,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if not self._completeness.broken:
             self.model.manager.run_pending()
         if self._completeness.broken:
+            states = "states of model and optimizer (load_state_dict of both)"
+            if self._completeness.lacks_weights_alone:
+                states = "the model's weights (model.load_state_dict) like the optimizer's states"
             raise StateError(
-                f"{doing}: {self.incomplete}; load a checkpoint (gemini.checkpoint.load), or states of model "
-                "and optimizer (load_state_dict), before going on"
+                f"{doing}: {self.incomplete}; load a checkpoint (gemini.checkpoint.load), or {states}, "
+                "before going on"
             )
 
     @property
@@ -223,14 +233,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def loading(self) -> Iterator[None]:
         """Count as incomplete during the block, which replaces all weights and states, and, where it raises,
         until :meth:`mark_complete`."""
-        with self._completeness.change(
-            "a load failed half-way and left a mixture of what was there and what was read"
-        ):
+        with self._completeness.change(HALF_LOADED):
             yield
 
     def mark_complete(self) -> None:
         """Say that weights and states have been loaded since an update or a load failed."""
-        self._completeness.broken = ""
+        self._completeness.clear()
         self._forget_scale()
 
     def _start_clipping(self) -> None:

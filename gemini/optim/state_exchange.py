@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,30 +69,43 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def import_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> None:
-    """Take over what :func:`export_state` or a torch Adam returned. Raises ConfigError before anything
-    changes."""
+@dataclass(frozen=True)
+class CheckedState:
+    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, and what there
+    is of each parameter."""
+
+    groups: list[dict[str, Any]]
+    states: dict[ManagedSlot, dict[str, Any]]
+
+
+def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> CheckedState:
+    """Return what :func:`export_state` or a torch Adam returned. Raises ConfigError; changes nothing."""
     groups = _checked_groups(optimizer, state_dict["param_groups"])
     slots = _slots_in_order(optimizer)
     keys = [key for group in groups for key in group["params"]]
-    state = {
+    states = {
         slot: state_dict["state"][key]
         for slot, key in zip(slots, keys, strict=True)
         if state_dict["state"].get(key)
     }
-    for slot, entry in state.items():
+    for slot, entry in states.items():
         _check_entry(slot, entry)
-    steps = {slot: int(entry["step"]) for slot, entry in state.items()}
+    return CheckedState(groups, states)
+
+
+def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
+    """Take over a state that was checked. Over several ranks each writes what it owns."""
+    steps = {slot: int(entry["step"]) for slot, entry in loaded.states.items()}
     with torch.no_grad():
-        for slot in optimizer.steps.keys() - state.keys():  # torch replaces all states: this one starts anew
+        for slot in optimizer.steps.keys() - steps.keys():  # torch replaces all states: this one starts anew
             for kind in _MOMENTS.values():
                 write_state(optimizer, slot, kind, torch.zeros(()))
         optimizer.steps = steps
-        for slot, entry in state.items():
+        for slot, entry in loaded.states.items():
             for name, kind in _MOMENTS.items():
                 write_state(optimizer, slot, kind, entry[name])
-    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in loaded.items() if key != "params"})
+    for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
 
 
 def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import nn
 from gemini.chunk import Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
 from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
+from gemini.runtime.mixture import Mixture
 from gemini.runtime.param import TensorRef
 from gemini.zero.gradient import ShardedGradient, ShardPlace
 from gemini.zero.share import GroupShard, Share, stays_whole
@@ -160,6 +161,7 @@ class ModelStorage:
         self.exchange = self.chunks.chunks[-1] if share is not None and largest else None
         self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
         self.slots: dict[str, ManagedSlot] = {}
+        self.mixture = Mixture()
 
     def register(self, manager: GeminiManager) -> None:
         """Create a slot per parameter; ``manager`` becomes the one that their use goes through."""

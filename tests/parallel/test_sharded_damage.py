@@ -199,3 +199,32 @@ def test_a_chunk_that_one_rank_cannot_have_ends_the_load_on_all(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     run_on_ranks(_fails_on_one, 2, str(tmp_path), options, timeout=30.0)
+
+
+def _state_dict_fails_on_one() -> None:
+    """Let rank 1 alone fail to take over weights, or states, or be given what does not fit."""
+    model, optimizer = wrap(mlp, RECIPE)
+    with model:
+        train_step(model, optimizer, RECIPE, 0)
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        states, alone = optimizer.state_dict(), dist.get_rank() == 1
+        train_step(model, optimizer, RECIPE, 1)
+        want = _state(model, optimizer)
+        for load_all in (lambda: model.load_state_dict(weights), lambda: optimizer.load_state_dict(states)):
+            with (
+                _acquire(model, 2 if alone else 0),
+                pytest.raises(IoError if alone else CheckpointError, match=r"injected"),
+            ):
+                load_all()
+            for refused in (optimizer.step, optimizer.state_dict):
+                with pytest.raises(StateError, match="a load failed half-way"):
+                    refused()
+            load_all()
+        with pytest.raises(RuntimeError if alone else CheckpointError, match="missing keys"):
+            model.load_state_dict({} if alone else weights)
+        train_step(model, optimizer, RECIPE, 1)
+        assert_same(_state(model, optimizer), want)
+
+
+def test_a_state_that_one_rank_cannot_take_over_is_refused_on_all() -> None:
+    run_on_ranks(_state_dict_fails_on_one, 2, timeout=30.0)

@@ -1,0 +1,55 @@
+"""Whether the weights of a model belong together, or what failed half-way and left a mixture of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+
+from gemini.errors import StateError
+
+HALF_LOADED = "a load failed half-way and left a mixture of what was there and what was read"
+
+
+class Mixture:
+    """What keeps weights from belonging together, until each of them was loaded anew.
+
+    ``reason`` is what failed half-way, empty where nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._left: Set[str] | None = None  # what is to be loaded yet; None: everything
+
+    @contextmanager
+    def change(self, reason: str) -> Iterator[None]:
+        """Count as a mixture for ``reason`` during the block and, where it raises, from then on."""
+        before = self.reason, self._left
+        self.reason, self._left = reason, None
+        yield
+        self.reason, self._left = before
+
+    @contextmanager
+    def load(self, names: Set[str], every: Set[str]) -> Iterator[None]:
+        """Count as a mixture during the block, which loads ``names`` of ``every`` weight, and, where it
+        raises, from then on. After it, what else is to be loaded is left."""
+        left: Set[str] = frozenset()
+        if self.reason:
+            left = every if self._left is None else self._left
+        with self.change(HALF_LOADED):
+            self._left = names | left
+            yield
+        self._left = left - names
+        if not self._left:
+            self.clear()
+
+    def clear(self) -> None:
+        """Everything was loaded."""
+        self.reason, self._left = "", None
+
+    def refuse(self, doing: str) -> None:
+        """Raise StateError if weights are a mixture."""
+        if self.reason:
+            raise StateError(
+                f"{doing}: {self.reason}; load a checkpoint (gemini.checkpoint.load), or all weights "
+                "(model.load_state_dict), before going on. What there is, model.module.state_dict() has"
+            )
