@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,10 +21,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gemini import GeminiDDP
-from gemini.checkpoint import is_complete, load, save
+from gemini.checkpoint import is_complete, load, save, save_async, writer
+from gemini.checkpoint.tensor_file import TensorFile
 from gemini.collectives import ProcessGroupPeers
 
 RECIPE = Recipe(clip=0.05, adam={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5})
+# What may happen to a save: the wire is cut, or a rank is killed.
+SPOILED = ("cut", "cut when published", "cut beside training", "first rank killed", "last rank killed")
 _START_SECONDS = 120.0  # until all ranks have imported torch, on a busy machine
 _SENT = Path("/sys/class/net", WIRE, "statistics", "tx_bytes")
 
@@ -31,13 +35,15 @@ _SENT = Path("/sys/class/net", WIRE, "statistics", "tx_bytes")
 @dataclass(frozen=True)
 class Order:
     """What to train, in a directory that all ranks see. ``copies`` rows of ranks hold a copy each. After
-    ``save_after`` steps a checkpoint is saved; in the middle of step ``cut_in`` the wire is cut."""
+    ``save_after`` steps a checkpoint is saved; in the middle of step ``cut_in`` the wire is cut. A step after
+    ``save_after`` another checkpoint is saved if something, ``spoil``, is to happen to it."""
 
     directory: str
     copies: int = 1
     steps: int = 5
     save_after: int | None = None
     cut_in: int | None = None
+    spoil: str = ""
     timeout: float = 120.0
 
     @property
@@ -85,6 +91,10 @@ def train(order: Order, seen: dict[str, Any] | None = None) -> dict[str, Any]:
             if step + 1 == order.save_after:
                 save(order.checkpoints, model, optimizer, extra={"step": step + 1})
                 seen["saved"] = _weights(model)
+            if order.save_after is not None and step == order.save_after and order.spoil:
+                _spoil_later(order, seen)
+                save_again = save_async if order.spoil == "cut beside training" else save
+                save_again(order.checkpoints, model, optimizer, extra={"step": step + 1})
         return {**seen, "weights": _weights(model)}
 
 
@@ -102,27 +112,53 @@ def _sent() -> int:
     return sent
 
 
+def _cut(seen: dict[str, Any]) -> None:
+    """Have the first rank's host lose the wire, once."""
+    if dist.get_rank() == 0 and "cut" not in seen:
+        seen["cut"] = time.monotonic()
+        subprocess.run(["ip", "link", "set", WIRE, "down"], check=True)
+
+
 def _cut_later(model: GeminiDDP, seen: dict[str, Any]) -> None:
-    """Have the first rank's host lose the wire in the step that comes: in the middle of backward, or, where
-    copies are trained, when they are about to take their mean."""
+    """Lose the wire in the step that comes: in the middle of backward, or, where copies are trained, when
+    they are about to take their mean."""
     peers = model.peers
     assert isinstance(peers, ProcessGroupPeers)
-
-    def cut(*_: Any) -> None:
-        if dist.get_rank() == 0 and "cut" not in seen:
-            seen["cut"] = time.monotonic()
-            subprocess.run(["ip", "link", "set", WIRE, "down"], check=True)
-
     sum_replicas = peers.sum_replicas
 
     def cut_and_sum(values: Tensor, room: Tensor) -> None:
-        cut()
+        _cut(seen)
         sum_replicas(values, room)
 
     if peers.share.replicas > 1:
         peers.sum_replicas = cut_and_sum  # type: ignore[method-assign]
     else:
-        model.module[2].register_full_backward_hook(cut)
+        model.module[2].register_full_backward_hook(lambda *_: _cut(seen))
+
+
+def _spoil_later(order: Order, seen: dict[str, Any]) -> None:
+    """Lose the wire or a rank while the next checkpoint is saved: after the first values were written, or
+    when it was published."""
+    write, publish = TensorFile.write, writer.publish
+    killed = {"first rank killed": 0, "last rank killed": dist.get_world_size() - 1}.get(order.spoil)
+
+    def write_and_lose(*arguments: Any) -> None:
+        write(*arguments)
+        if killed is None:
+            _cut(seen)
+        elif killed == dist.get_rank():
+            torch.save({**seen, "cut": time.monotonic()}, order.report(dist.get_rank()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def publish_and_lose(*arguments: Any) -> Path:
+        published = publish(*arguments)
+        _cut(seen)
+        return published
+
+    if order.spoil == "cut when published":
+        writer.publish = publish_and_lose
+    else:
+        TensorFile.write = write_and_lose  # type: ignore[method-assign]
 
 
 def _join(timeout: float) -> None:

@@ -16,12 +16,13 @@ import psutil
 import pytest
 import torch
 from hosts import Ended, Host, torchrun, two_hosts
-from hosts_job import RECIPE, Order, wide
+from hosts_job import RECIPE, SPOILED, Order, wide
 from processes import run_on_ranks
 from sharded_harness import assert_near, assert_same, batch, train_plain, wrap
 
 import gemini
 from gemini.checkpoint import load
+from gemini.checkpoint.directory import complete_checkpoints
 
 HERE = Path(__file__).resolve().parent
 CUT = {"save_after": 3, "cut_in": 3}
@@ -56,12 +57,17 @@ def _lose_the_wire(hosts: tuple[Host, Host], order: Order, ranks: int) -> _Repor
     ended, reports = _launch(hosts, replace(order, **CUT, timeout=TIMEOUT_SECONDS), ranks)
     assert [job.returncode for job in ended] == [1, 1], ended
     for report in reports:
-        assert "imed out" in report["error"] or "onnection" in report["error"]
-        # Twice: a rank that gave up one transfer may wait for another one, to leave no memory in use.
-        assert report["ended"] - reports[0]["cut"] < 2 * TIMEOUT_SECONDS + LATE_SECONDS
+        _assert_raised_in_time(report, reports[0]["cut"])
     assert [path.name for path in order.checkpoints.iterdir()] == ["step-00000003"]
     assert list(order.offloaded.iterdir()) == []
     return reports
+
+
+def _assert_raised_in_time(report: dict[str, Any], lost: float) -> None:
+    """Check how a rank ended after the wire, or another rank, was lost."""
+    assert "imed out" in report["error"] or "onnection" in report["error"]
+    # Twice: a rank that gave up one transfer may wait for another one, to leave no memory in use.
+    assert report["ended"] - lost < 2 * TIMEOUT_SECONDS + LATE_SECONDS
 
 
 def _go_on(hosts: tuple[Host, Host], order: Order, ranks: int, begun: _Reports) -> _Reports:
@@ -99,6 +105,28 @@ def test_shards_on_two_hosts_outlive_the_wire_and_load_on_one(
         loss = model(batch(3)).square().mean().item()
     resumed = _go_on(hosts, order, 1, begun)
     assert loss == pytest.approx(resumed[0]["losses"][3], rel=1e-5)
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_save_that_loses_the_wire_or_a_rank_leaves_checkpoints_that_load(
+    hosts: tuple[Host, Host], tmp_path: Path, spoil: str
+) -> None:
+    order = Order(str(tmp_path / "job"))
+    saving = replace(order, save_after=3, spoil=spoil, timeout=TIMEOUT_SECONDS)
+    ended, begun = _launch(hosts, saving, 1)
+    assert all(job.returncode for job in ended), ended
+    (lost,) = (report["cut"] for report in begun if "cut" in report)
+    killed = {"first rank killed": [0], "last rank killed": [1]}.get(spoil, [])
+    for rank, report in enumerate(begun):
+        if rank not in killed:
+            _assert_raised_in_time(report, lost)
+    # All ranks had said that theirs was written: then it is there, although nobody could be told.
+    whole = ["step-00000003", *(["step-00000004"] if spoil == "cut when published" else [])]
+    assert [path.name for path in reversed(complete_checkpoints(order.checkpoints))] == whole
+    left = {path.name for path in order.checkpoints.iterdir()} - set(whole)
+    assert left == ({"step-00000004.partial"} if 0 in killed else set())
+    resumed = _go_on(hosts, order, 1, begun)
+    assert min(resumed[0]["losses"]) == 2 + len(whole)
 
 
 def test_copies_on_two_hosts_exchange_their_gradients_mean_alone(
