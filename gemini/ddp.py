@@ -18,7 +18,7 @@ from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.placement import PlacementPolicy, PlanReport
-from gemini.runtime import GeminiManager, ModelStorage
+from gemini.runtime import GeminiManager, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_buffers, cast_floating, map_tensors
@@ -327,7 +327,10 @@ class GeminiDDP(nn.Module):
                     f"when it is wrapped; choose "
                     "mixed_precision and device there"
                 )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # A gradient, which may have another type, or be exchanged, changes with its parameter: not at all.
+        super()._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse
+        )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GeminiDDP:

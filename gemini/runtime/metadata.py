@@ -63,7 +63,15 @@ _METHODS = [
     "is_set_to",
     "is_inference",
 ]
-_FUNCTIONS = ["numel", "is_floating_point", "is_complex", "is_tensor", "is_same_size", "is_inference"]
+_FUNCTIONS = [
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "is_tensor",
+    "is_same_size",
+    "is_inference",
+    "_has_compatible_shallow_copy_type",
+]
 
 
 def _metadata_functions() -> frozenset[Any]:

@@ -166,6 +166,7 @@ def _clip_with_torch(build: Callable[[], nn.Module], options: dict[str, Any]) ->
                 with pytest.raises(ConfigError, match=r"optimizer\.clip_grad_by_norm"):
                     clip(list(model.parameters()))
             assert {p.grad.shape == p.shape for p in model.parameters() if p.grad is not None} == {True}
+            model.to("cpu").float()  # changes nothing
             optimizer.zero_grad()
             assert all(p.grad is None for p in model.parameters())
             train_step(model, optimizer, recipe, step)
