@@ -11,25 +11,13 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "bindings/dlpack.h"
 
 namespace py = pybind11;
 
 namespace gemini {
 namespace {
 
-// From dlpack.h, whose layout is fixed for major version 1.
-struct DlTensor {
-  void* data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  struct {
-    uint8_t code, bits;
-    uint16_t lanes;
-  } dtype;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
 struct DlExchangeApi {
   uint32_t major, minor;
   void *previous, *allocate, *from_object, *to_object;

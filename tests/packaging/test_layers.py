@@ -42,7 +42,8 @@ CPP_ALLOWED = {
     "adam": {"common", "adam"},
     "aio": {"common", "aio"},
     "transfer": {"common", "chunk", "adam", "aio", "transfer"},
-    "bindings": {"common", "chunk", "simulate", "adam", "aio", "transfer", "bindings"},
+    "gpu": {"common", "aio", "transfer", "gpu"},
+    "bindings": {"common", "chunk", "simulate", "adam", "aio", "transfer", "gpu", "bindings"},
 }
 
 LEVEL = {part: level for level, parts in enumerate(PYTHON_LAYERS) for part in parts}

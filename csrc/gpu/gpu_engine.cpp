@@ -1,0 +1,231 @@
+#include "gpu/gpu_engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+double now_s() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<double>(std::chrono::nanoseconds(time).count()) / 1e9;
+}
+
+GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(address); }
+
+size_t index(Link link) { return link == Link::kDeviceToHost || link == Link::kDiskWrite ? 1 : 0; }
+
+}  // namespace
+
+GpuEngine::GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file)
+    : lanes_(std::move(lanes)), file_(file) {
+  if (file == nullptr) return;
+  const auto report = [this](Link link) {
+    return [this, link](const StagedJob& job, TransferResult result) {
+      const std::lock_guard lock(staged_.mutex);
+      LinkStats& stats = staged_.stats[index(link)];
+      stats.bytes += result.ok ? job.nbytes : 0;
+      stats.seconds += result.end_s - result.begin_s;
+      ++stats.transfers;
+      staged_.results.push_back(std::move(result));
+      --staged_.num_in_flight;
+      staged_.progress.notify_all();
+    };
+  };
+  reads_ = std::make_unique<StagedLink>(lanes_, *file, Link::kDiskRead, report(Link::kDiskRead));
+  writes_ = std::make_unique<StagedLink>(lanes_, *file, Link::kDiskWrite, report(Link::kDiskWrite));
+}
+
+GpuEngine::~GpuEngine() {
+  if (!process_.is_owner()) {
+    (void)reads_.release();  // their threads are not here to be joined
+    (void)writes_.release();
+    return;
+  }
+  reads_.reset();
+  writes_.reset();
+  try {
+    for (const Copy& copy : copies_) lanes_->await(copy.end);
+  } catch (const Error&) {
+    // A GPU that has failed copies nothing any more.
+  }
+}
+
+GpuEngine::Ticket GpuEngine::next_ticket(int64_t nbytes, int64_t room_bytes) {
+  process_.require("this GpuEngine");
+  if (closed_) throw StateError("this GpuEngine is closed");
+  if (nbytes < 0 || nbytes > room_bytes) {
+    throw StateError("cannot transfer " + std::to_string(nbytes) + " bytes: there is room for " +
+                     std::to_string(room_bytes));
+  }
+  return next_ticket_++;
+}
+
+GpuEngine::Ticket GpuEngine::copy(GpuWindow& dst, HostPlace& src, int64_t nbytes) {
+  return start_copy(Lane::kHostToDevice, dst.address(), number(src.address()),
+                    std::min({nbytes, dst.span_bytes(), src.span_bytes()}), dst.uses(), src.uses());
+}
+
+GpuEngine::Ticket GpuEngine::copy(HostPlace& dst, GpuWindow& src, int64_t nbytes) {
+  // Operators write to a window without leaving a mark.
+  src.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
+  return start_copy(Lane::kDeviceToHost, number(dst.address()), src.address(),
+                    std::min({nbytes, dst.span_bytes(), src.span_bytes()}), dst.uses(), src.uses());
+}
+
+GpuEngine::Ticket GpuEngine::start_copy(Lane lane, GpuAddress dst, GpuAddress src, int64_t nbytes,
+                                        Uses& dst_uses, Uses& src_uses) {
+  const Ticket ticket = next_ticket(nbytes, nbytes);
+  lanes_->wait(lane, dst_uses);
+  lanes_->wait(lane, src_uses);
+  Mark begin = lanes_->mark(lane);
+  lanes_->driver().copy(dst, src, nbytes, lanes_->stream(lane));
+  const Mark end = lanes_->mark(lane);
+  dst_uses.note(lane, end);
+  src_uses.note(lane, end);
+  const Link link = lane == Lane::kHostToDevice ? Link::kHostToDevice : Link::kDeviceToHost;
+  copies_.push_back({ticket, link, nbytes, std::move(begin), end, now_s(), false});
+  ++num_unreported_copies_;
+  return ticket;
+}
+
+GpuEngine::Ticket GpuEngine::read(GpuWindow& dst, int64_t nbytes, int64_t offset) {
+  const Ticket ticket = next_ticket(nbytes, dst.span_bytes());
+  return start_staged(reads_, {ticket, dst.address(), nullptr, nbytes, offset, dst.uses()});
+}
+
+GpuEngine::Ticket GpuEngine::write(GpuWindow& src, int64_t nbytes, int64_t offset) {
+  const Ticket ticket = next_ticket(nbytes, src.span_bytes());
+  src.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
+  return start_staged(writes_, {ticket, src.address(), nullptr, nbytes, offset, src.uses()});
+}
+
+GpuEngine::Ticket GpuEngine::write(HostPlace& src, int64_t nbytes, int64_t offset) {
+  const Ticket ticket = next_ticket(nbytes, src.span_bytes());
+  return start_staged(writes_, {ticket, 0, src.address(), nbytes, offset, src.uses()});
+}
+
+GpuEngine::Ticket GpuEngine::start_staged(std::unique_ptr<StagedLink>& link, StagedJob job) {
+  if (!link) throw StateError("this GpuEngine was made without a file: there is no DISK tier");
+  const Ticket ticket = job.ticket;
+  {
+    const std::lock_guard lock(staged_.mutex);
+    ++staged_.num_in_flight;
+  }
+  link->submit(std::move(job));
+  return ticket;
+}
+
+// Reports the copies that have ended, counts them, and forgets them.
+void GpuEngine::report_ended() {
+  std::erase_if(copies_, [&](Copy& copy) {
+    if (!lanes_->passed(copy.end)) return false;
+    const double seconds = lanes_->seconds(copy.begin, copy.end);
+    LinkStats& stats = copy_stats_[index(copy.link)];
+    stats.bytes += copy.nbytes;
+    stats.seconds += seconds;
+    ++stats.transfers;
+    if (!copy.reported) {
+      const double end_s = now_s();
+      results_.push_back(
+          {copy.ticket, true, 0, "", 0, "", std::max(copy.submitted_s, end_s - seconds), end_s});
+      --num_unreported_copies_;
+    }
+    return true;
+  });
+}
+
+std::vector<TransferResult> GpuEngine::poll() {
+  process_.require("this GpuEngine");
+  report_ended();
+  std::vector<TransferResult> results = std::exchange(results_, {});
+  const std::lock_guard lock(staged_.mutex);
+  std::move(staged_.results.begin(), staged_.results.end(), std::back_inserter(results));
+  staged_.results.clear();
+  return results;
+}
+
+// The copy that operators are made to wait for first: what they need rather than what makes room.
+GpuEngine::Copy* GpuEngine::next_unreported() {
+  for (const Link link : {Link::kHostToDevice, Link::kDeviceToHost}) {
+    for (Copy& copy : copies_) {
+      if (copy.link == link && !copy.reported) return &copy;
+    }
+  }
+  return nullptr;
+}
+
+bool GpuEngine::wait_any(double timeout_s) {
+  process_.require("this GpuEngine");
+  report_ended();
+  if (!results_.empty()) return true;
+  if (Copy* const next = next_unreported()) {
+    // Also of a copy to the host: operators may write to its source once it is reported.
+    Uses copied;
+    copied.note(next->link == Link::kHostToDevice ? Lane::kHostToDevice : Lane::kDeviceToHost,
+                next->end);
+    Mark begin = lanes_->mark(Lane::kCompute);
+    lanes_->wait(Lane::kCompute, copied);
+    stalls_.push_back({std::move(begin), lanes_->mark(Lane::kCompute)});
+    next->reported = true;
+    --num_unreported_copies_;
+    results_.push_back({next->ticket, true, 0, "", 0, "", next->submitted_s, now_s()});
+    return true;
+  }
+  std::unique_lock lock(staged_.mutex);
+  const auto settled = [&] { return !staged_.results.empty() || staged_.num_in_flight == 0; };
+  if (timeout_s < 0) {
+    staged_.progress.wait(lock, settled);
+  } else {
+    // Longer waits overflow the clock; a day is for ever here.
+    const std::chrono::duration<double> timeout(std::min(timeout_s, 86400.0));
+    staged_.progress.wait_for(lock, timeout, settled);
+  }
+  return !staged_.results.empty();
+}
+
+void GpuEngine::drain() {
+  process_.require("this GpuEngine");
+  for (const Copy& copy : copies_) lanes_->await(copy.end);
+  report_ended();
+  std::unique_lock lock(staged_.mutex);
+  staged_.progress.wait(lock, [&] { return staged_.num_in_flight == 0; });
+}
+
+void GpuEngine::close() {
+  process_.require("this GpuEngine");
+  if (std::exchange(closed_, true)) return;
+  if (reads_) reads_->close();
+  if (writes_) writes_->close();
+  for (const Copy& copy : copies_) lanes_->await(copy.end);
+  report_ended();
+}
+
+int64_t GpuEngine::num_in_flight() const {
+  process_.require("this GpuEngine");
+  const std::lock_guard lock(staged_.mutex);
+  return num_unreported_copies_ + staged_.num_in_flight;
+}
+
+LinkStats GpuEngine::stats(Link link) const {
+  process_.require("this GpuEngine");
+  if (link == Link::kHostToDevice || link == Link::kDeviceToHost) return copy_stats_[index(link)];
+  const std::lock_guard lock(staged_.mutex);
+  return staged_.stats[index(link)];
+}
+
+double GpuEngine::stall_seconds() {
+  process_.require("this GpuEngine");
+  while (!stalls_.empty() && lanes_->passed(stalls_.front().end)) {
+    stall_seconds_ += lanes_->seconds(stalls_.front().begin, stalls_.front().end);
+    stalls_.pop_front();
+  }
+  return stall_seconds_;
+}
+
+}  // namespace gemini

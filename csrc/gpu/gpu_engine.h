@@ -1,0 +1,109 @@
+// Transfers between the tiers of a GPU.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "aio/async_file.h"
+#include "aio/process_guard.h"
+#include "gpu/gpu_lanes.h"
+#include "gpu/gpu_windows.h"
+#include "gpu/pinned_arena.h"
+#include "gpu/staged_link.h"
+#include "transfer/transfer_engine.h"
+
+namespace gemini {
+
+// Copies between GPU and host never make the host wait: they are ordered, by marks, after what used
+// either memory before, and whatever uses it next after them. So `wait_any` reports a copy that has
+// not ended yet and has the operators' stream wait for it instead; `poll` reports those that ended.
+//
+// The memory of a transfer must stay mapped until it was reported. For one thread at a time, as the
+// lanes; in a forked child every call throws StateError.
+class GpuEngine {
+ public:
+  using Ticket = uint64_t;  // unique per engine, never 0
+
+  // `file` serves the disk links and must outlive the engine; without one they refuse transfers.
+  GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file);
+  // Drops disk transfers that have not started, waits for the rest.
+  ~GpuEngine();
+  GpuEngine(const GpuEngine&) = delete;
+  GpuEngine& operator=(const GpuEngine&) = delete;
+
+  // Start a transfer of the first `nbytes`. Throw StateError where something is not mapped or too
+  // small, without a file, or on a closed engine. Failures of the file are reported.
+  [[nodiscard]] Ticket copy(GpuWindow& dst, HostPlace& src, int64_t nbytes);
+  [[nodiscard]] Ticket copy(HostPlace& dst, GpuWindow& src, int64_t nbytes);
+  [[nodiscard]] Ticket read(GpuWindow& dst, int64_t nbytes, int64_t offset);
+  [[nodiscard]] Ticket write(GpuWindow& src, int64_t nbytes, int64_t offset);
+  [[nodiscard]] Ticket write(HostPlace& src, int64_t nbytes, int64_t offset);
+
+  // Returns what has ended, or was handed to the order of the lanes, since the last call.
+  [[nodiscard]] std::vector<TransferResult> poll();
+  // Sees to it that `poll` returns something: by having operators wait for a copy, or, with disk
+  // transfers only, by blocking up to `timeout_s` seconds (for ever when negative). Returns
+  // whether `poll` would return something.
+  [[nodiscard]] bool wait_any(double timeout_s);
+  // Blocks until nothing is in flight or at work. What finished remains to be polled.
+  void drain();
+  // Completes all transfers and joins the threads. Idempotent; `poll` still works.
+  void close();
+
+  [[nodiscard]] int64_t num_in_flight() const;
+  [[nodiscard]] LinkStats stats(Link link) const;
+  // Seconds that operators have waited for copies, as far as they are over.
+  [[nodiscard]] double stall_seconds();
+
+ private:
+  struct Copy {
+    Ticket ticket;
+    Link link;
+    int64_t nbytes;
+    Mark begin;
+    Mark end;
+    double submitted_s;
+    bool reported;
+  };
+  struct Stall {
+    Mark begin;
+    Mark end;
+  };
+
+  [[nodiscard]] Ticket next_ticket(int64_t nbytes, int64_t room_bytes);
+  [[nodiscard]] Ticket start_copy(Lane lane, GpuAddress dst, GpuAddress src, int64_t nbytes,
+                                  Uses& dst_uses, Uses& src_uses);
+  [[nodiscard]] Ticket start_staged(std::unique_ptr<StagedLink>& link, StagedJob job);
+  void report_ended();
+  [[nodiscard]] Copy* next_unreported();
+
+  ProcessGuard process_;
+  const std::shared_ptr<GpuLanes> lanes_;
+  AsyncFile* const file_;  // not owned, may be null
+  Ticket next_ticket_ = 1;
+  bool closed_ = false;
+  std::deque<Copy> copies_;   // not ended yet, in the order of submission
+  std::deque<Stall> stalls_;  // not over yet
+  double stall_seconds_ = 0;
+  int64_t num_unreported_copies_ = 0;
+  std::array<LinkStats, 2> copy_stats_;  // of h2d, d2h
+
+  struct Staged {
+    std::mutex mutex;
+    std::condition_variable progress;
+    std::vector<TransferResult> results;  // guarded by mutex; not polled yet
+    std::array<LinkStats, 2> stats;       // guarded by mutex; of reads, writes
+    int64_t num_in_flight = 0;            // guarded by mutex
+  };
+  mutable Staged staged_;
+  std::vector<TransferResult> results_;  // of copies, not polled yet
+  std::unique_ptr<StagedLink> reads_;    // last: their threads use the others
+  std::unique_ptr<StagedLink> writes_;
+};
+
+}  // namespace gemini

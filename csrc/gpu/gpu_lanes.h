@@ -1,0 +1,78 @@
+// The order of what a GPU does for the runtime: three streams, and marks that order one by another.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gpu/gpu_driver.h"
+
+namespace gemini {
+
+// kCompute: the stream of the caller's operators. The others are the runtime's own.
+enum class Lane { kCompute, kHostToDevice, kDeviceToHost };
+inline constexpr int kNumLanes = 3;
+
+// A point in the order of a lane, null: the beginning. Its event is used again when nobody refers
+// to it any more.
+using Mark = std::shared_ptr<const GpuDriver::Event>;
+
+// The last use of a piece of memory by each lane.
+class Uses {
+ public:
+  // `mark` comes after what was noted for the lane before.
+  void note(Lane lane, Mark mark) { last_[static_cast<size_t>(lane)] = std::move(mark); }
+  // Adds those of `other`, which come after these where both have one.
+  void add(const Uses& other) {
+    for (size_t lane = 0; lane < last_.size(); ++lane) {
+      if (other.last_[lane]) last_[lane] = other.last_[lane];
+    }
+  }
+  [[nodiscard]] const Mark& of(Lane lane) const { return last_[static_cast<size_t>(lane)]; }
+
+ private:
+  std::array<Mark, kNumLanes> last_;
+};
+
+// Never waits for the GPU except in `await`. `mark`, `wait` and `follow` are for one thread at a
+// time; marks may be dropped, waited for and asked about on any.
+class GpuLanes {
+ public:
+  explicit GpuLanes(std::shared_ptr<GpuDriver> driver);
+  ~GpuLanes();
+  GpuLanes(const GpuLanes&) = delete;
+  GpuLanes& operator=(const GpuLanes&) = delete;
+
+  [[nodiscard]] GpuDriver& driver() const noexcept { return *driver_; }
+  [[nodiscard]] GpuDriver::Stream stream(Lane lane) const noexcept {
+    return streams_[static_cast<size_t>(lane)];
+  }
+
+  // Operators are given to `stream` from now on; it comes after what they were given to before.
+  void follow(GpuDriver::Stream stream);
+
+  // The end of what the lane was given so far.
+  [[nodiscard]] Mark mark(Lane lane);
+  // What the lane is given from now on begins after the last uses by the other lanes.
+  void wait(Lane lane, const Uses& uses);
+  // The same for a stream that is none of the lanes. On any thread.
+  void wait(GpuDriver::Stream stream, const Uses& uses) const;
+
+  [[nodiscard]] bool passed(const Mark& mark) const;
+  [[nodiscard]] bool passed(const Uses& uses) const;
+  // Block the calling thread.
+  void await(const Mark& mark) const;
+  void await(const Uses& uses) const;
+  // Seconds between two marks that have passed.
+  [[nodiscard]] double seconds(const Mark& from, const Mark& to) const;
+
+ private:
+  struct EventPool;
+
+  std::shared_ptr<GpuDriver> driver_;
+  std::shared_ptr<EventPool> events_;
+  std::array<GpuDriver::Stream, kNumLanes> streams_{};
+};
+
+}  // namespace gemini

@@ -1,0 +1,222 @@
+#include "gpu/gpu_windows.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "common/bytes.h"
+#include "common/debug.h"
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+constexpr int kPoisonLevel = 3;
+constexpr uint8_t kPoison = 0xFF;
+
+}  // namespace
+
+GpuBlock::GpuBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes)
+    : lanes_(std::move(lanes)), nbytes_(nbytes), handle_(lanes_->driver().create_block(nbytes)) {}
+
+GpuBlock::~GpuBlock() { lanes_->driver().destroy_block(handle_); }
+
+Uses& GpuWindow::uses() const {
+  if (!mapped()) throw StateError("the window is not mapped");
+  return block_->uses;
+}
+
+void GpuWindow::show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
+  if (shown_ == block) return;
+  hide(lanes);
+  block->shown_by.reserve(block->shown_by.size() + 1);
+  lanes.driver().map(address_, span_bytes_, block->handle());
+  shown_ = block;
+  block->shown_by.push_back(this);
+}
+
+void GpuWindow::hide(GpuLanes& lanes) {
+  if (std::exchange(poisoned_, false)) {
+    lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
+    poison_->unmap(address_, span_bytes_);
+  }
+  if (!shown_) return;
+  lanes.await(left_);
+  lanes.driver().unmap(address_, span_bytes_);
+  std::erase(shown_->shown_by, this);
+  shown_.reset();
+  left_ = {};
+}
+
+void GpuWindow::poison(GpuLanes& lanes) {
+  if (poisoned_) return;
+  hide(lanes);
+  poison_->map(address_, span_bytes_);
+  poisoned_ = true;
+}
+
+void GpuPoison::map(GpuAddress address, int64_t nbytes) {
+  GpuDriver& driver = lanes_->driver();
+  const int64_t unit = driver.granularity();
+  const bool is_new = block_ == nullptr;
+  if (is_new) block_ = std::make_unique<GpuBlock>(lanes_, unit);
+  for (int64_t done = 0; done < nbytes; done += unit) {
+    driver.map(address + static_cast<uint64_t>(done), unit, block_->handle());
+  }
+  if (is_new) driver.fill(address, kPoison, unit, lanes_->stream(Lane::kCompute));
+}
+
+void GpuPoison::unmap(GpuAddress address, int64_t nbytes) {
+  const int64_t unit = lanes_->driver().granularity();
+  for (int64_t done = 0; done < nbytes; done += unit) {
+    lanes_->driver().unmap(address + static_cast<uint64_t>(done), unit);
+  }
+}
+
+namespace {
+
+int64_t reservation(int64_t total_bytes, int64_t num_windows, int64_t granularity) {
+  if (total_bytes <= 0 || num_windows <= 0) {
+    throw StateError("a window space needs a positive size, got " + std::to_string(total_bytes) +
+                     " bytes in " + std::to_string(num_windows) + " windows");
+  }
+  return round_up(total_bytes, granularity) + num_windows * granularity;
+}
+
+int64_t checked_capacity(int64_t capacity_bytes) {
+  if (capacity_bytes >= 0) return capacity_bytes;
+  throw StateError("an arena's capacity cannot be negative, got " + std::to_string(capacity_bytes));
+}
+
+}  // namespace
+
+GpuSpace::GpuSpace(std::shared_ptr<GpuLanes> lanes, int64_t total_bytes, int64_t num_windows)
+    : lanes_(std::move(lanes)),
+      reserved_bytes_(reservation(total_bytes, num_windows, lanes_->driver().granularity())),
+      begin_(lanes_->driver().reserve(reserved_bytes_)),
+      poison_(std::make_shared<GpuPoison>(lanes_)) {}
+
+GpuSpace::~GpuSpace() {
+  if (!process_.is_owner()) return;
+  try {
+    lanes_->await(lanes_->mark(Lane::kCompute));
+    for (const auto& window : windows_) {
+      if (window->mapped()) lanes_->await(window->uses());
+      window->hide(*lanes_);
+    }
+    lanes_->driver().release(begin_, reserved_bytes_);
+  } catch (const Error&) {
+    // A GPU that has failed gives nothing back before the process ends.
+  }
+}
+
+GpuWindow* GpuSpace::create(int64_t nbytes) {
+  process_.require("this GpuSpace");
+  if (nbytes <= 0) {
+    throw StateError("a window needs a positive size, got " + std::to_string(nbytes));
+  }
+  const int64_t span_bytes = round_up(nbytes, lanes_->driver().granularity());
+  if (span_bytes > reserved_bytes_ - used_bytes_) {
+    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
+                      std::to_string(used_bytes_) + " of " + std::to_string(reserved_bytes_) +
+                      " reserved bytes are used; make the window space larger");
+  }
+  const GpuAddress address = begin_ + static_cast<uint64_t>(used_bytes_);
+  windows_.push_back(
+      std::unique_ptr<GpuWindow>(new GpuWindow(address, nbytes, span_bytes, poison_)));
+  used_bytes_ += span_bytes;
+  return windows_.back().get();
+}
+
+void GpuSpace::poison() {
+  process_.require("this GpuSpace");
+  for (const auto& window : windows_) {
+    if (!window->mapped()) window->poison(*lanes_);
+  }
+}
+
+int64_t GpuSpace::find(GpuAddress address) const {
+  const auto after = std::upper_bound(
+      windows_.begin(), windows_.end(), address,
+      [](GpuAddress value, const auto& window) { return value < window->address(); });
+  if (after == windows_.begin()) return -1;
+  const GpuWindow& window = **std::prev(after);
+  if (address - window.address() >= static_cast<uint64_t>(window.span_bytes())) return -1;
+  return std::prev(after) - windows_.begin();
+}
+
+GpuArena::GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes)
+    : lanes_(std::move(lanes)), capacity_bytes_(checked_capacity(capacity_bytes)) {}
+
+void GpuArena::map_incoming(GpuWindow& window) {
+  process_.require("this GpuArena");
+  if (window.mapped()) throw StateError("the window is mapped already");
+  const int64_t nbytes = window.span_bytes();
+  if (nbytes > capacity() - mapped_bytes_) {
+    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
+                      std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
+                      " bytes are mapped; unmap other windows or raise the budget");
+  }
+  const auto chosen = choose(window);
+  if (chosen != parked_.end()) {
+    window.show(*lanes_, *chosen);
+    window.block_ = std::move(*chosen);
+    parked_.erase(chosen);
+    parked_bytes_ -= nbytes;
+  } else {
+    while (parked_bytes_ > capacity() - mapped_bytes_ - nbytes) drop_oldest();
+    const auto block = std::make_shared<GpuBlock>(lanes_, nbytes);
+    window.show(*lanes_, block);
+    window.block_ = block;
+  }
+  mapped_bytes_ += nbytes;
+  peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
+}
+
+void GpuArena::map(GpuWindow& window, bool zero) {
+  map_incoming(window);
+  lanes_->wait(Lane::kCompute, window.uses());
+  if (zero) {
+    lanes_->driver().fill(window.address(), 0, window.span_bytes(), lanes_->stream(Lane::kCompute));
+  }
+}
+
+std::vector<std::shared_ptr<GpuBlock>>::iterator GpuArena::choose(const GpuWindow& window) {
+  const auto fits = [&](const auto& block) { return block->nbytes() == window.span_bytes(); };
+  const auto own = std::find(parked_.begin(), parked_.end(), window.shown_);
+  if (window.shown_ && own != parked_.end()) return own;
+  const auto idle = std::find_if(parked_.begin(), parked_.end(), [&](const auto& block) {
+    return fits(block) && lanes_->passed(block->uses);
+  });
+  return idle != parked_.end() ? idle : std::find_if(parked_.begin(), parked_.end(), fits);
+}
+
+void GpuArena::unmap(GpuWindow& window, bool park) {
+  process_.require("this GpuArena");
+  if (!window.mapped()) throw StateError("the window is not mapped");
+  window.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
+  window.left_ = window.uses();
+  parked_.push_back(std::exchange(window.block_, nullptr));
+  mapped_bytes_ -= window.span_bytes();
+  parked_bytes_ += window.span_bytes();
+  if (!park) {
+    std::rotate(parked_.begin(), std::prev(parked_.end()), parked_.end());
+    drop_oldest();
+  }
+  if (debug_level() >= kPoisonLevel) window.poison(*lanes_);
+}
+
+void GpuArena::trim(int64_t parked_limit_bytes) {
+  process_.require("this GpuArena");
+  while (parked_bytes_ > std::max<int64_t>(parked_limit_bytes, 0)) drop_oldest();
+}
+
+void GpuArena::drop_oldest() {
+  const std::shared_ptr<GpuBlock> block = parked_.front();
+  lanes_->await(block->uses);
+  while (!block->shown_by.empty()) block->shown_by.back()->hide(*lanes_);
+  parked_.erase(parked_.begin());
+  parked_bytes_ -= block->nbytes();
+}
+
+}  // namespace gemini

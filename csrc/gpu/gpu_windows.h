@@ -1,0 +1,171 @@
+// Windows in the address space of a GPU, and the blocks of memory that come under them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "aio/process_guard.h"
+#include "gpu/gpu_lanes.h"
+
+namespace gemini {
+
+class GpuWindow;
+class GpuPoison;
+
+// Physical memory. Whoever was the last to use it has left `uses`: nothing waits for them before
+// there is a next one.
+class GpuBlock {
+ public:
+  GpuBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes);
+  // Its memory is the GPU's again once no window shows it.
+  ~GpuBlock();
+  GpuBlock(const GpuBlock&) = delete;
+  GpuBlock& operator=(const GpuBlock&) = delete;
+
+  [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
+  [[nodiscard]] GpuDriver::Block handle() const noexcept { return handle_; }
+
+  Uses uses;
+  std::vector<GpuWindow*> shown_by;  // they keep it alive
+
+ private:
+  const std::shared_ptr<GpuLanes> lanes_;
+  const int64_t nbytes_;
+  const GpuDriver::Block handle_;
+};
+
+// An address range that is a chunk's for the whole run. Made by GpuSpace, which owns it; given
+// memory by GpuArena.
+//
+// A window that has lost its block goes on showing it, since taking a mapping away has to wait for
+// the GPU: the block may be under another window meanwhile. So a stale window must not be read;
+// with GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written
+// stays.
+class GpuWindow {
+ public:
+  GpuWindow(const GpuWindow&) = delete;
+  GpuWindow& operator=(const GpuWindow&) = delete;
+
+  [[nodiscard]] GpuAddress address() const noexcept { return address_; }     // never changes
+  [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as asked for
+  [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
+  [[nodiscard]] bool mapped() const noexcept { return block_ != nullptr; }
+  // Throws StateError when it is not mapped.
+  [[nodiscard]] Uses& uses() const;
+
+ private:
+  friend class GpuSpace;
+  friend class GpuArena;
+
+  GpuWindow(GpuAddress address, int64_t nbytes, int64_t span_bytes,
+            std::shared_ptr<GpuPoison> poison)
+      : address_(address), nbytes_(nbytes), span_bytes_(span_bytes), poison_(std::move(poison)) {}
+
+  // Shows `block` and no other. Waits for the GPU only where it showed another one before.
+  void show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block);
+  // Takes the mapping away, after the last use through it.
+  void hide(GpuLanes& lanes);
+  // Shows poison, until it is given a block.
+  void poison(GpuLanes& lanes);
+
+  const GpuAddress address_;
+  const int64_t nbytes_;
+  const int64_t span_bytes_;
+  const std::shared_ptr<GpuPoison> poison_;  // the space's
+  bool poisoned_ = false;
+  std::shared_ptr<GpuBlock> block_;  // null: not mapped
+  std::shared_ptr<GpuBlock> shown_;  // what is mapped at the address
+  Uses left_;                        // the last uses through the address, when the block left
+};
+
+// A piece of memory that is under all of every poisoned window, made when it is needed first.
+class GpuPoison {
+ public:
+  explicit GpuPoison(std::shared_ptr<GpuLanes> lanes) : lanes_(std::move(lanes)) {}
+
+  void map(GpuAddress address, int64_t nbytes);
+  void unmap(GpuAddress address, int64_t nbytes);
+
+ private:
+  const std::shared_ptr<GpuLanes> lanes_;
+  std::unique_ptr<GpuBlock> block_;
+};
+
+// One reservation of addresses, cut into windows. Not thread-safe, as all that belongs to one GPU's
+// lanes. In a forked child every call throws StateError: CUDA does not survive fork.
+class GpuSpace {
+ public:
+  // Room for windows of `total_bytes` together in up to `num_windows` pieces.
+  GpuSpace(std::shared_ptr<GpuLanes> lanes, int64_t total_bytes, int64_t num_windows);
+  // Waits for what uses the windows.
+  ~GpuSpace();
+  GpuSpace(const GpuSpace&) = delete;
+  GpuSpace& operator=(const GpuSpace&) = delete;
+
+  // Throws StateError when not positive, OutOfBudget when the reservation is used up.
+  GpuWindow* create(int64_t nbytes);
+
+  // Poisons every window that has no block: tensors over them may be used once more, by mistake.
+  void poison();
+
+  // The index, in order of creation, of the window that contains `address`; -1 if none does.
+  [[nodiscard]] int64_t find(GpuAddress address) const;
+
+  [[nodiscard]] GpuAddress address() const noexcept { return begin_; }
+  [[nodiscard]] int64_t reserved_bytes() const noexcept { return reserved_bytes_; }
+
+ private:
+  ProcessGuard process_;
+  const std::shared_ptr<GpuLanes> lanes_;
+  const int64_t reserved_bytes_;
+  const GpuAddress begin_;
+  const std::shared_ptr<GpuPoison> poison_;
+  int64_t used_bytes_ = 0;
+  std::vector<std::unique_ptr<GpuWindow>> windows_;  // ascending addresses
+};
+
+// The GPU memory of one budget: blocks that are recycled between windows of the same size.
+// mapped_bytes() + parked_bytes() <= capacity() at every moment. Not thread-safe.
+class GpuArena {
+ public:
+  GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes);
+  GpuArena(const GpuArena&) = delete;
+  GpuArena& operator=(const GpuArena&) = delete;
+
+  // Puts memory under an unmapped window for operators, who find any content, or zeros. Throws
+  // OutOfBudget when it does not fit beside what is mapped, or the GPU has no more; StateError when
+  // it is mapped already. Then no window has changed.
+  void map(GpuWindow& window, bool zero);
+  // The same for a transfer: operators do not wait for those who had the memory before.
+  void map_incoming(GpuWindow& window);
+
+  // Takes the memory from a window; its content is gone. Whoever gets it next comes after what all
+  // lanes were given so far that uses it.
+  void unmap(GpuWindow& window, bool park);
+
+  // Returns parked blocks to the GPU, oldest first, until at most this much is left.
+  void trim(int64_t parked_limit_bytes);
+
+  [[nodiscard]] int64_t mapped_bytes() const noexcept { return mapped_bytes_; }
+  [[nodiscard]] int64_t parked_bytes() const noexcept { return parked_bytes_; }
+  [[nodiscard]] int64_t peak_bytes() const noexcept { return peak_bytes_; }
+  [[nodiscard]] int64_t capacity() const noexcept { return capacity_bytes_; }
+
+ private:
+  // The parked block that a window is given: its own, or one that nobody waits for, or the oldest;
+  // the end when there is none of the size.
+  [[nodiscard]] std::vector<std::shared_ptr<GpuBlock>>::iterator choose(const GpuWindow& window);
+  void drop_oldest();
+
+  ProcessGuard process_;
+  const std::shared_ptr<GpuLanes> lanes_;
+  const int64_t capacity_bytes_;
+  int64_t mapped_bytes_ = 0;
+  int64_t parked_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+  std::vector<std::shared_ptr<GpuBlock>> parked_;  // oldest first
+};
+
+}  // namespace gemini

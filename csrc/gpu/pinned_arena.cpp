@@ -1,0 +1,128 @@
+#include "gpu/pinned_arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "common/bytes.h"
+#include "common/error.h"
+
+namespace gemini {
+
+namespace {
+
+char* ordinary_memory(int64_t nbytes) {
+  void* const memory = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw OutOfBudget("the system has no " + std::to_string(nbytes) +
+                      " bytes of host memory left; lower host_bytes");
+  }
+  return static_cast<char*>(memory);
+}
+
+}  // namespace
+
+PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin)
+    : lanes_(std::move(lanes)), nbytes_(nbytes), pinned_(pin) {
+  if (pin) {
+    try {
+      address_ = lanes_->driver().allocate_pinned(nbytes);
+      return;
+    } catch (const Error&) {
+      pinned_ = false;
+    }
+  }
+  address_ = ordinary_memory(nbytes);
+}
+
+PinnedBlock::~PinnedBlock() {
+  try {
+    lanes_->await(uses);
+  } catch (const Error&) {
+    // A GPU that has failed uses nothing any more.
+  }
+  if (pinned_) {
+    lanes_->driver().free_pinned(address_, nbytes_);
+  } else {
+    (void)::munmap(address_, static_cast<size_t>(nbytes_));  // cannot fail for a range of ours
+  }
+}
+
+HostPlace::HostPlace(int64_t nbytes) : nbytes_(nbytes), span_bytes_(round_up(nbytes, kPageBytes)) {
+  if (nbytes <= 0) throw StateError("a place needs a positive size, got " + std::to_string(nbytes));
+}
+
+char* HostPlace::address() const {
+  if (!mapped()) throw StateError("the place is not mapped");
+  return block_->address();
+}
+
+Uses& HostPlace::uses() const {
+  if (!mapped()) throw StateError("the place is not mapped");
+  return block_->uses;
+}
+
+PinnedArena::PinnedArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, bool pin)
+    : lanes_(std::move(lanes)), capacity_bytes_(capacity_bytes), pin_(pin) {
+  if (capacity_bytes < 0) {
+    throw StateError("an arena's capacity cannot be negative, got " +
+                     std::to_string(capacity_bytes));
+  }
+}
+
+PinnedArena::~PinnedArena() {
+  // A forked child has neither the GPU nor its threads: it gives nothing back.
+  if (process_.is_owner()) return;
+  for (auto& block : parked_) (void)block.release();
+}
+
+void PinnedArena::map(HostPlace& place) {
+  process_.require("this PinnedArena");
+  if (place.mapped()) throw StateError("the place is mapped already");
+  const int64_t nbytes = place.span_bytes();
+  if (nbytes > capacity() - mapped_bytes_) {
+    throw OutOfBudget("a place of " + std::to_string(nbytes) + " bytes does not fit: " +
+                      std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
+                      " bytes are mapped; unmap others or raise the budget");
+  }
+  const auto found = std::find_if(parked_.begin(), parked_.end(),
+                                  [&](const auto& block) { return block->nbytes() == nbytes; });
+  if (found != parked_.end()) {
+    place.block_ = std::move(*found);
+    parked_.erase(found);
+    parked_bytes_ -= nbytes;
+  } else {
+    while (parked_bytes_ > capacity() - mapped_bytes_ - nbytes) drop_oldest();
+    place.block_ = std::make_unique<PinnedBlock>(lanes_, nbytes, pin_);
+    if (pin_ && !place.block_->pinned()) unpinned_bytes_ += nbytes;
+  }
+  mapped_bytes_ += nbytes;
+  peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
+}
+
+void PinnedArena::unmap(HostPlace& place, bool park) {
+  process_.require("this PinnedArena");
+  if (!place.mapped()) throw StateError("the place is not mapped");
+  parked_.push_back(std::move(place.block_));
+  mapped_bytes_ -= place.span_bytes();
+  parked_bytes_ += place.span_bytes();
+  if (!park) {
+    std::rotate(parked_.begin(), std::prev(parked_.end()), parked_.end());
+    drop_oldest();
+  }
+}
+
+void PinnedArena::trim(int64_t parked_limit_bytes) {
+  process_.require("this PinnedArena");
+  while (parked_bytes_ > std::max<int64_t>(parked_limit_bytes, 0)) drop_oldest();
+}
+
+void PinnedArena::drop_oldest() {
+  parked_bytes_ -= parked_.front()->nbytes();
+  parked_.erase(parked_.begin());
+}
+
+}  // namespace gemini

@@ -1,0 +1,370 @@
+#include "gpu/simulated_gpu.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "aio/worker_thread.h"
+#include "common/bytes.h"
+#include "common/error.h"
+#include "common/unique_fd.h"
+
+namespace gemini {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A point in the order of a stream; `at` is when it was passed.
+struct Point {
+  bool passed = false;
+  Clock::time_point at = {};
+};
+using PointRef = std::shared_ptr<Point>;
+
+void* memory_at(GpuAddress address) { return reinterpret_cast<void*>(address); }
+
+bool overlap(const GpuRange& a, const GpuRange& b) {
+  return a.address < b.address + static_cast<uint64_t>(b.nbytes) &&
+         b.address < a.address + static_cast<uint64_t>(a.nbytes);
+}
+
+[[noreturn]] void fail(const std::string& doing) {
+  throw Error("the simulated GPU cannot " + doing + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+struct SimulatedGpu::State {
+  explicit State(int64_t nbytes) : file(::memfd_create("gemini-simulated-gpu", MFD_CLOEXEC)) {
+    if (file.get() < 0 || ::ftruncate(file.get(), nbytes) != 0) fail("make its memory");
+    holes[0] = nbytes;
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;  // a point was passed, work was given, or a stream ends
+  UniqueFd file;
+  std::map<Block, int64_t> blocks;                           // guarded by mutex: size
+  std::map<int64_t, int64_t> holes;                          // guarded by mutex: free, by offset
+  std::map<GpuAddress, std::pair<int64_t, Block>> mappings;  // guarded by mutex
+  std::map<Stream, std::unique_ptr<Worker>> workers;         // guarded by mutex
+  std::map<Event, PointRef> events;                          // guarded by mutex
+  uint64_t next_number = 1;                                  // guarded by mutex
+  int64_t used_bytes = 0;                                    // guarded by mutex
+  int64_t num_maps = 0;                                      // guarded by mutex
+  std::minstd_rand random;                                   // guarded by mutex
+};
+
+// A stream: work in order, on a thread of its own.
+class SimulatedGpu::Worker {
+ public:
+  struct Work {
+    std::vector<GpuRange> ranges;
+    std::function<void()> run;  // none: a point only
+    PointRef before;            // begins once it has passed, if there is one
+    PointRef after;             // passed when this is done, if there is one
+    std::chrono::microseconds delay{0};
+  };
+
+  explicit Worker(State& state) : state_(state), thread_(start_worker([this] { loop(); })) {}
+  ~Worker() { thread_.join(); }
+
+  // The caller holds the mutex.
+  void give(Work work) {
+    queue_.push_back(std::move(work));
+    state_.changed.notify_all();
+  }
+  void end() {
+    ending_ = true;
+    state_.changed.notify_all();
+  }
+  [[nodiscard]] bool uses(const GpuRange& range) const {
+    return std::any_of(queue_.begin(), queue_.end(), [&](const Work& work) {
+      return std::any_of(work.ranges.begin(), work.ranges.end(),
+                         [&](const GpuRange& own) { return overlap(own, range); });
+    });
+  }
+
+ private:
+  void loop() {
+    std::unique_lock lock(state_.mutex);
+    for (;;) {
+      state_.changed.wait(lock, [&] { return ending_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      Work& work = queue_.front();  // stays there, in use, until it is done
+      if (work.before) state_.changed.wait(lock, [&] { return work.before->passed; });
+      if (work.run) {
+        lock.unlock();
+        std::this_thread::sleep_for(work.delay);
+        work.run();
+        lock.lock();
+      }
+      if (work.after) *work.after = {true, Clock::now()};
+      queue_.pop_front();
+      state_.changed.notify_all();
+    }
+  }
+
+  State& state_;
+  std::deque<Work> queue_;  // guarded by the state's mutex; references to its elements stay valid
+  bool ending_ = false;     // guarded by the state's mutex
+  std::thread thread_;      // last: it uses the others
+};
+
+SimulatedGpu::SimulatedGpu(SimulatedGpuOptions options)
+    : options_(options),
+      state_(std::make_unique<State>(round_up(options.total_bytes, options.granularity))) {
+  state_->random.seed(options_.seed);
+}
+
+SimulatedGpu::~SimulatedGpu() {
+  std::map<Stream, std::unique_ptr<Worker>> workers;
+  {
+    const std::lock_guard lock(state_->mutex);
+    for (const auto& [stream, worker] : state_->workers) worker->end();
+    workers.swap(state_->workers);
+  }
+  workers.clear();
+  for (const auto& [address, mapping] : state_->mappings) {
+    (void)::munmap(memory_at(address), static_cast<size_t>(mapping.first));
+  }
+}
+
+void SimulatedGpu::launch(Stream stream, std::vector<GpuRange> ranges, std::function<void()> work) {
+  if (stream == 0) return work();
+  const std::lock_guard lock(state_->mutex);
+  std::uniform_int_distribution<int64_t> delays(0, options_.max_delay_us);
+  state_->workers.at(stream)->give({std::move(ranges), std::move(work), nullptr, nullptr,
+                                    std::chrono::microseconds(delays(state_->random))});
+}
+
+int64_t SimulatedGpu::used_bytes() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->used_bytes;
+}
+
+int64_t SimulatedGpu::num_maps() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->num_maps;
+}
+
+int64_t SimulatedGpu::granularity() const { return options_.granularity; }
+
+GpuDriver::Memory SimulatedGpu::memory() {
+  const std::lock_guard lock(state_->mutex);
+  return {options_.total_bytes - state_->used_bytes, options_.total_bytes};
+}
+
+GpuAddress SimulatedGpu::reserve(int64_t nbytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const address = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_NONE, kFlags, -1, 0);
+  if (address == MAP_FAILED) fail("reserve addresses");
+  return reinterpret_cast<GpuAddress>(address);
+}
+
+void SimulatedGpu::release(GpuAddress address, int64_t nbytes) noexcept {
+  (void)::munmap(memory_at(address), static_cast<size_t>(nbytes));
+}
+
+// First fit. A block's number is its offset in the file, plus one.
+GpuDriver::Block SimulatedGpu::create_block(int64_t nbytes) {
+  const std::lock_guard lock(state_->mutex);
+  auto& holes = state_->holes;
+  const auto hole = std::find_if(holes.begin(), holes.end(),
+                                 [&](const auto& each) { return each.second >= nbytes; });
+  if (hole == holes.end()) {
+    throw OutOfBudget("the simulated GPU has no " + std::to_string(nbytes) + " bytes left");
+  }
+  const auto [offset, size] = *hole;
+  holes.erase(hole);
+  if (size > nbytes) holes[offset + nbytes] = size - nbytes;
+  const Block block = static_cast<Block>(offset) + 1;
+  state_->blocks[block] = nbytes;
+  state_->used_bytes += nbytes;
+  return block;
+}
+
+void SimulatedGpu::destroy_block(Block block) noexcept {
+  const std::lock_guard lock(state_->mutex);
+  const auto found = state_->blocks.find(block);
+  if (found == state_->blocks.end()) return;
+  const auto offset = static_cast<int64_t>(block - 1);
+  (void)::fallocate(state_->file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
+                    found->second);
+  state_->used_bytes -= found->second;
+  auto [hole, inserted] = state_->holes.emplace(offset, found->second);
+  state_->blocks.erase(found);
+  if (const auto next = std::next(hole);
+      next != state_->holes.end() && hole->first + hole->second == next->first) {
+    hole->second += next->second;
+    state_->holes.erase(next);
+  }
+  if (hole != state_->holes.begin()) {
+    const auto before = std::prev(hole);
+    if (before->first + before->second == hole->first) {
+      before->second += hole->second;
+      state_->holes.erase(hole);
+    }
+  }
+}
+
+void SimulatedGpu::map(GpuAddress address, int64_t nbytes, Block block) {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->mappings.contains(address)) throw Error("the address is mapped already");
+  if (!state_->blocks.contains(block)) throw Error("there is no such block");
+  void* const mapped =
+      ::mmap(memory_at(address), static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE,
+             MAP_SHARED | MAP_FIXED, state_->file.get(), static_cast<off_t>(block - 1));
+  if (mapped == MAP_FAILED) fail("map memory");
+  state_->mappings[address] = {nbytes, block};
+  ++state_->num_maps;
+}
+
+void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
+  const std::lock_guard lock(state_->mutex);
+  const auto found = state_->mappings.find(address);
+  if (found == state_->mappings.end()) throw Error("the address is not mapped");
+  for (const auto& [stream, worker] : state_->workers) {
+    if (worker->uses({address, nbytes})) throw Error("memory is unmapped while it is in use");
+  }
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  if (::mmap(memory_at(address), static_cast<size_t>(nbytes), PROT_NONE, kFlags, -1, 0) ==
+      MAP_FAILED) {
+    fail("unmap memory");
+  }
+  state_->mappings.erase(found);
+}
+
+char* SimulatedGpu::allocate_pinned(int64_t nbytes) {
+  void* const memory = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) fail("take host memory");
+  return static_cast<char*>(memory);
+}
+
+void SimulatedGpu::free_pinned(char* memory, int64_t nbytes) noexcept {
+  (void)::munmap(memory, static_cast<size_t>(nbytes));
+}
+
+GpuDriver::Stream SimulatedGpu::create_stream() {
+  auto worker = std::make_unique<Worker>(*state_);
+  const std::lock_guard lock(state_->mutex);
+  const Stream stream = state_->next_number++;
+  state_->workers[stream] = std::move(worker);
+  return stream;
+}
+
+void SimulatedGpu::destroy_stream(Stream stream) noexcept {
+  std::unique_ptr<Worker> ended;
+  {
+    const std::lock_guard lock(state_->mutex);
+    const auto found = state_->workers.find(stream);
+    if (found == state_->workers.end()) return;
+    found->second->end();
+    ended = std::move(found->second);
+    state_->workers.erase(found);
+  }
+}
+
+GpuDriver::Event SimulatedGpu::create_event() {
+  const std::lock_guard lock(state_->mutex);
+  const Event event = state_->next_number++;
+  state_->events[event] = std::make_shared<Point>(Point{true, Clock::now()});
+  return event;
+}
+
+void SimulatedGpu::destroy_event(Event event) noexcept {
+  const std::lock_guard lock(state_->mutex);
+  state_->events.erase(event);
+}
+
+void SimulatedGpu::record(Event event, Stream stream) {
+  const std::lock_guard lock(state_->mutex);
+  auto point = std::make_shared<Point>();
+  if (stream == 0) {
+    *point = {true, Clock::now()};
+  } else {
+    state_->workers.at(stream)->give({{}, nullptr, nullptr, point});
+  }
+  state_->events.at(event) = std::move(point);
+}
+
+void SimulatedGpu::wait(Stream stream, Event event) {
+  std::unique_lock lock(state_->mutex);
+  const PointRef point = state_->events.at(event);
+  if (stream == 0) {
+    state_->changed.wait(lock, [&] { return point->passed; });
+  } else {
+    state_->workers.at(stream)->give({{}, nullptr, point, nullptr});
+  }
+}
+
+void SimulatedGpu::await(Event event) { wait(0, event); }
+
+bool SimulatedGpu::passed(Event event) {
+  const std::lock_guard lock(state_->mutex);
+  return state_->events.at(event)->passed;
+}
+
+double SimulatedGpu::seconds(Event from, Event to) {
+  const std::lock_guard lock(state_->mutex);
+  const Point& begin = *state_->events.at(from);
+  const Point& end = *state_->events.at(to);
+  if (!begin.passed || !end.passed) throw Error("an event to be timed has not passed");
+  return std::chrono::duration<double>(end.at - begin.at).count();
+}
+
+void SimulatedGpu::copy(GpuAddress dst, GpuAddress src, int64_t nbytes, Stream stream) {
+  launch(stream, {{dst, nbytes}, {src, nbytes}},
+         [=] { std::memcpy(memory_at(dst), memory_at(src), static_cast<size_t>(nbytes)); });
+}
+
+void SimulatedGpu::fill(GpuAddress address, uint8_t value, int64_t nbytes, Stream stream) {
+  launch(stream, {{address, nbytes}},
+         [=] { std::memset(memory_at(address), value, static_cast<size_t>(nbytes)); });
+}
+
+struct SimulatedTurn::Progress {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool begun = false;     // guarded by mutex
+  bool finished = false;  // guarded by mutex
+};
+
+SimulatedTurn::SimulatedTurn(SimulatedGpu& gpu, GpuDriver::Stream stream,
+                             std::vector<GpuRange> ranges)
+    : progress_(std::make_shared<Progress>()) {
+  gpu.launch(stream, std::move(ranges), [progress = progress_] {
+    std::unique_lock lock(progress->mutex);
+    progress->begun = true;
+    progress->changed.notify_all();
+    progress->changed.wait(lock, [&] { return progress->finished; });
+  });
+}
+
+SimulatedTurn::~SimulatedTurn() { finish(); }
+
+void SimulatedTurn::await() {
+  std::unique_lock lock(progress_->mutex);
+  progress_->changed.wait(lock, [&] { return progress_->begun; });
+}
+
+void SimulatedTurn::finish() {
+  const std::lock_guard lock(progress_->mutex);
+  progress_->finished = true;
+  progress_->changed.notify_all();
+}
+
+}  // namespace gemini

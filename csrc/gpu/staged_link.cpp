@@ -1,0 +1,176 @@
+#include "gpu/staged_link.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "aio/worker_thread.h"
+#include "common/error.h"
+
+namespace gemini {
+namespace {
+
+double now_s() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<double>(std::chrono::nanoseconds(time).count()) / 1e9;
+}
+
+GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(address); }
+
+}  // namespace
+
+struct StagedLink::Piece {
+  explicit Piece(const std::shared_ptr<GpuLanes>& lanes) : buffer(lanes, kPieceBytes) {
+    copied = lanes->driver().create_event();
+  }
+
+  PinnedBlock buffer;
+  GpuDriver::Event copied;       // the end of its last copy from or to the GPU
+  AsyncFile::Ticket ticket = 0;  // of the file, 0: none is under way
+};
+
+StagedLink::StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link link, Report report)
+    : lanes_(std::move(lanes)),
+      file_(file),
+      link_(link),
+      report_(std::move(report)),
+      stream_(lanes_->driver().create_stream()),
+      thread_(start_worker([this] { work(); })) {}
+
+StagedLink::~StagedLink() {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.clear();
+  }
+  close();
+  for (const auto& piece : pieces_) lanes_->driver().destroy_event(piece->copied);
+  lanes_->driver().destroy_stream(stream_);
+}
+
+void StagedLink::submit(StagedJob job) {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  ready_.notify_one();
+}
+
+void StagedLink::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  ready_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void StagedLink::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    ready_.wait(lock, [&] { return closing_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    const StagedJob job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
+    TransferResult result{job.ticket, true, 0, "", 0, ""};
+    result.begin_s = now_s();
+    try {
+      transfer(job);
+    } catch (const IoError& error) {
+      result = {job.ticket,     false,        error.code(),  error.path(),
+                error.offset(), error.what(), result.begin_s};
+    } catch (const std::exception& error) {
+      result = {job.ticket, false, 0, file_.path(), job.offset, error.what(), result.begin_s};
+    }
+    result.end_s = now_s();
+    report_(job, std::move(result));
+    lock.lock();
+  }
+}
+
+void StagedLink::transfer(const StagedJob& job) {
+  if (job.host != nullptr) {
+    lanes_->await(job.after);
+    file_.wait(link_ == Link::kDiskRead ? file_.read(job.host, job.nbytes, job.offset)
+                                        : file_.write(job.host, job.nbytes, job.offset));
+    return;
+  }
+  make_pieces();
+  lanes_->wait(stream_, job.after);
+  try {
+    link_ == Link::kDiskRead ? read_pieces(job) : write_pieces(job);
+  } catch (...) {
+    settle();
+    throw;
+  }
+}
+
+// The file reads ahead by as many pieces as there are buffers.
+void StagedLink::read_pieces(const StagedJob& job) {
+  GpuDriver& driver = lanes_->driver();
+  const int64_t count = (job.nbytes + kPieceBytes - 1) / kPieceBytes;
+  const auto size = [&](int64_t i) { return std::min(kPieceBytes, job.nbytes - i * kPieceBytes); };
+  const auto start = [&](int64_t i) {
+    Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
+    driver.await(piece.copied);
+    piece.ticket = file_.read(piece.buffer.address(), size(i), job.offset + i * kPieceBytes);
+  };
+  for (int64_t i = 0; i < std::min<int64_t>(count, kNumPieces); ++i) start(i);
+  for (int64_t i = 0; i < count; ++i) {
+    Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
+    file_.wait(std::exchange(piece.ticket, 0));
+    driver.copy(job.gpu + static_cast<uint64_t>(i * kPieceBytes), number(piece.buffer.address()),
+                size(i), stream_);
+    driver.record(piece.copied, stream_);
+    // The piece before had until now for its copy: its buffer is the next to be filled.
+    if (i > 0 && i - 1 + kNumPieces < count) start(i - 1 + kNumPieces);
+  }
+  for (const auto& piece : pieces_) driver.await(piece->copied);
+}
+
+// The GPU copies ahead by as many pieces as there are buffers.
+void StagedLink::write_pieces(const StagedJob& job) {
+  GpuDriver& driver = lanes_->driver();
+  const int64_t count = (job.nbytes + kPieceBytes - 1) / kPieceBytes;
+  const auto size = [&](int64_t i) { return std::min(kPieceBytes, job.nbytes - i * kPieceBytes); };
+  const auto start = [&](int64_t i) {
+    Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
+    if (piece.ticket != 0) file_.wait(std::exchange(piece.ticket, 0));
+    driver.copy(number(piece.buffer.address()), job.gpu + static_cast<uint64_t>(i * kPieceBytes),
+                size(i), stream_);
+    driver.record(piece.copied, stream_);
+  };
+  for (int64_t i = 0; i < std::min<int64_t>(count, kNumPieces); ++i) start(i);
+  for (int64_t i = 0; i < count; ++i) {
+    Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
+    driver.await(piece.copied);
+    piece.ticket = file_.write(piece.buffer.address(), size(i), job.offset + i * kPieceBytes);
+    if (i > 0 && i - 1 + kNumPieces < count) start(i - 1 + kNumPieces);
+  }
+  for (const auto& piece : pieces_) {
+    if (piece->ticket != 0) file_.wait(std::exchange(piece->ticket, 0));
+  }
+}
+
+void StagedLink::make_pieces() {
+  while (pieces_.size() < kNumPieces) pieces_.push_back(std::make_unique<Piece>(lanes_));
+}
+
+// Waits until nothing uses the buffers, after a failure.
+void StagedLink::settle() noexcept {
+  for (const auto& piece : pieces_) {
+    try {
+      if (piece->ticket != 0) file_.wait(std::exchange(piece->ticket, 0));
+    } catch (const std::exception&) {
+      // The first failure is the one that is reported.
+    }
+    try {
+      lanes_->driver().await(piece->copied);
+    } catch (const std::exception&) {
+      // A GPU that has failed uses nothing any more.
+    }
+  }
+}
+
+}  // namespace gemini
