@@ -3,18 +3,23 @@
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.build import init_chunk_manager
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
+from gemini.chunk.cpu_memory import CPU, CpuDevice
 from gemini.chunk.layout import ChunkLayout, TensorSlot
 from gemini.chunk.manager import ChunkManager, TensorIds
+from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.search import SearchResult, search_chunk_size
 
 __all__ = [
+    "CPU",
     "Chunk",
     "ChunkKind",
     "ChunkLayout",
     "ChunkManager",
     "ChunkObserver",
     "ChunkSpec",
+    "ComputeDevice",
+    "CpuDevice",
     "SearchResult",
     "TensorIds",
     "TensorSlot",

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from gemini import _C
+from gemini.chunk.memory import HostPlace, Window
 from gemini.errors import StateError
 
 
@@ -32,15 +32,23 @@ class ChunkKind(Enum):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB."""
+    """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
+    computing device's memory."""
 
     kind: ChunkKind
     numel: int
     dtype: torch.dtype
+    block_bytes: int = 4096
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        """Bytes on every tier."""
+        return whole_blocks(self.numel * self.dtype.itemsize, self.block_bytes)
+
+
+def whole_blocks(nbytes: int, block_bytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``block_bytes``."""
+    return -(-nbytes // block_bytes) * block_bytes
 
 
 class Chunk:
@@ -50,26 +58,27 @@ class Chunk:
     while the chunk is pinned on DEVICE; elsewhere the address range holds nothing.
     """
 
-    __slots__ = ("disk_offset", "host_window", "id", "spec", "tensor", "window")
+    __slots__ = ("disk_offset", "host_place", "id", "spec", "tensor", "window")
 
     def __init__(
         self,
         chunk_id: int,
         spec: ChunkSpec,
-        window: _C.Window,
-        host_window: _C.Window | None,
+        window: Window,
+        host_place: HostPlace | None,
         disk_offset: int,
+        tensor: torch.Tensor,
     ) -> None:
         self.id = chunk_id
         self.spec = spec
         self.window = window
-        self.host_window = host_window
+        self.host_place = host_place
         self.disk_offset = disk_offset
-        self.tensor: torch.Tensor = torch.frombuffer(window, dtype=spec.dtype, count=spec.numel)
+        self.tensor = tensor
 
     @property
-    def host(self) -> _C.Window:
-        """The window of the HOST copy. Raises StateError where there is no HOST tier."""
-        if self.host_window is None:
-            raise StateError(f"chunk {self.id} has no HOST window: the HOST tier is absent")
-        return self.host_window
+    def host(self) -> HostPlace:
+        """The place of the HOST copy. Raises StateError where there is no HOST tier."""
+        if self.host_place is None:
+            raise StateError(f"chunk {self.id} has no place on HOST: the tier is absent")
+        return self.host_place

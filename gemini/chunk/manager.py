@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from gemini import _C
-from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkSpec
+from gemini.chunk.cpu_memory import CPU
+from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile
@@ -28,32 +29,26 @@ class ChunkManager:
     thread that trains. Transfers run on the engine's own threads and are polled.
     """
 
-    def __init__(self, specs: Sequence[ChunkSpec], budgets: TierBudgets) -> None:
+    def __init__(self, specs: Sequence[ChunkSpec], budgets: TierBudgets, device: ComputeDevice = CPU) -> None:
         """Reserve addresses for every chunk and the DISK file; no chunk has content yet.
 
         Raises:
             IoError: the DISK directory is missing, read-only or too small.
         """
         self.budgets = budgets
-        total = max(sum(spec.nbytes for spec in specs), 1)  # a model may have no parameters
+        self.device = device
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
-        self._space = _C.WindowSpace(total)
-        self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
-        self._later = GrowingSpace()
-        self._host_later = GrowingSpace()
-        self._arena = _C.Arena(budgets.device_bytes)
-        self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
-        self._file_bytes = total + budgets.spare_disk_bytes
+        # A model may have no parameters.
+        self._file_bytes = max(sum(spec.nbytes for spec in specs), 1) + budgets.spare_disk_bytes
         self._places_bytes = 0  # of the file, that chunks have
         self._file = self._open_file()
-        self._engine = _C.TransferEngine(self._file.native if self._file is not None else None)
+        self._memory = device.open([spec.nbytes for spec in specs], budgets, self._file)
         self.chunks: list[Chunk] = []
         for spec in specs:
-            host_window = self._host_space.create(spec.nbytes) if self._host_space is not None else None
-            self._append(spec, self._space.create(spec.nbytes), host_window)
-        self._in_flight: dict[int, _C.Action] = {}  # engine ticket -> action
+            self._append(spec)
+        self._in_flight: dict[int, _C.Action] = {}  # ticket -> action
         self._sparse: set[int] = set()  # chunks that took disk space in a file that does not reserve it
-        self.stall_seconds = 0.0
+        self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.park_limit_bytes = budgets.device_bytes
         self._under_pressure = False
@@ -68,9 +63,11 @@ class ChunkManager:
         reserve = not self.budgets.spare_disk_bytes and disk_bytes >= self._file_bytes
         return AsyncFile(self.budgets.disk_dir, self._file_bytes, reserve=reserve)
 
-    def _append(self, spec: ChunkSpec, window: _C.Window, host_window: _C.Window | None) -> Chunk:
+    def _append(self, spec: ChunkSpec, *, later: bool = False) -> Chunk:
         chunk_id = self.table.add_chunk(spec.nbytes)
-        chunk = Chunk(chunk_id, spec, window, host_window, self._places_bytes)
+        window, place = self._memory.windows(spec.nbytes, later=later)
+        tensor = self._memory.tensor(window, spec.dtype, spec.numel)
+        chunk = Chunk(chunk_id, spec, window, place, self._places_bytes, tensor)
         self.chunks.append(chunk)
         self._places_bytes += spec.nbytes
         return chunk
@@ -83,9 +80,8 @@ class ChunkManager:
 
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
         """Add a chunk without content, for which the caller knows that there is a place."""
-        host_window = self._host_later.create(spec.nbytes) if self._host_space is not None else None
         fitted = self._places_bytes <= self.budgets.disk_bytes
-        chunk = self._append(spec, self._later.create(spec.nbytes), host_window)
+        chunk = self._append(spec, later=True)
         if fitted and self._places_bytes > self.budgets.disk_bytes and self._file is not None:
             # What is given up has to be given back from now on, whichever was written before.
             self._sparse.update(range(len(self.chunks)))
@@ -200,21 +196,23 @@ class ChunkManager:
         """Forget the memory pressure of the step that ended."""
         self._under_pressure = False
 
+    @property
+    def stall_seconds(self) -> float:
+        """For how long operators have waited for their chunks."""
+        return self._waited_s + self._memory.stall_seconds()
+
     def link_stats(self) -> dict[str, dict[str, float]]:
         """Return per link, since construction: bytes moved, seconds busy, and for disk links how many of
         those the other direction was busy as well."""
-        stats: dict[str, dict[str, float]] = self._engine.stats()
-        return stats
+        return self._memory.link_stats()
 
     def arena_bytes(self) -> int:
         """Return the DEVICE bytes in use: mapped under windows or parked for reuse."""
-        used: int = self._arena.mapped_bytes + self._arena.parked_bytes
-        return used
+        return self._memory.mapped_bytes + self._memory.parked_bytes
 
     def address_range(self) -> tuple[int, int]:
         """Return the first address of the windows and the first behind them."""
-        first: int = self._space.address
-        return first, first + int(self._space.reserved_bytes)
+        return self._memory.address_range()
 
     def all_on_device(self) -> bool:
         """Say whether every chunk that has content has it on DEVICE and nothing is under way."""
@@ -225,11 +223,11 @@ class ChunkManager:
 
     def chunk_at(self, address: int) -> int:
         """Return the id of the chunk whose window holds ``address``, or -1."""
-        return int(self._space.find(address))
+        return self._memory.find(address)
 
     def heal(self) -> None:
         """Take back the poison pages that stray accesses to evicted windows left behind."""
-        self._space.heal()
+        self._memory.heal()
 
     def close(self) -> None:
         """Finish transfers and return all memory and the DISK file; idempotent. Windows stay reserved."""
@@ -239,16 +237,9 @@ class ChunkManager:
         try:
             self.drain()
         finally:
-            self._engine.close()
+            self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks])
             if self._file is not None:
                 self._file.close()
-            for chunk in self.chunks:
-                if chunk.window.mapped:
-                    self._arena.unmap(chunk.window, park=False)
-                if chunk.host_window is not None and chunk.host_window.mapped:
-                    self._host_arena.unmap(chunk.host_window, park=False)
-            self._arena.trim(0)
-            self._host_arena.trim(0)
 
     # -- carrying out actions --------------------------------------------------------------------
 
@@ -266,7 +257,7 @@ class ChunkManager:
             raise
         finally:
             end = time.perf_counter()
-            self.stall_seconds += end - start
+            self._waited_s += end - start
             if self.observer is not None:
                 self.observer.waited(tensors, start, end)
 
@@ -274,14 +265,14 @@ class ChunkManager:
         if not self._in_flight:
             raise StateError("the chunk table waits for a transfer but none is in flight")
         while not self._reap():
-            self._engine.wait_any(_WAIT_SECONDS)
+            self._memory.wait_any(_WAIT_SECONDS)
 
     def _execute(self, actions: Sequence[_C.Action]) -> None:
         for action in actions:
             chunk = self.chunks[action.chunk]
             kind = action.kind
             if kind == _C.ActionKind.ALLOCATE:
-                self._arena.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+                self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
             elif kind == _C.ActionKind.DROP:
                 self._unmap(chunk, action.from_tier)
             else:
@@ -296,25 +287,22 @@ class ChunkManager:
     def _trim_parked(self) -> None:
         """Keep what is parked within what the period that needs most leaves: a block of another size is not
         reused."""
-        if self._arena.parked_bytes:
-            self._arena.trim(max(0, self.park_limit_bytes - self._arena.mapped_bytes))
+        if self._memory.parked_bytes:
+            self._memory.trim(max(0, self.park_limit_bytes - self._memory.mapped_bytes))
 
     def _submit(self, action: _C.Action, chunk: Chunk) -> int:
         """Map the destination and hand the transfer to the engine; return its ticket."""
-        nbytes, window, engine = action.nbytes, chunk.window, self._engine
+        nbytes, window, memory = action.nbytes, chunk.window, self._memory
         if action.kind == _C.ActionKind.FETCH:
-            self._arena.map(window)
-            return int(engine.copy(window.address, chunk.host.address, nbytes, _C.Link.H2D))
+            return memory.fetch(window, chunk.host, nbytes)
         if action.kind == _C.ActionKind.LOAD:
-            self._arena.map(window)
-            return int(engine.read(window.address, nbytes, chunk.disk_offset, _C.Link.DISK_READ))
+            return memory.load(window, nbytes, chunk.disk_offset)
         if action.kind == _C.ActionKind.EVICT:
-            self._host_arena.map(chunk.host)
-            return int(engine.copy(chunk.host.address, window.address, nbytes, _C.Link.D2H))
+            return memory.evict(chunk.host, window, nbytes)
         if self.budgets.disk_bytes < self._places_bytes:
             self._sparse.add(chunk.id)
         source = window if action.from_tier == _C.Tier.DEVICE else chunk.host
-        return int(engine.write(source.address, nbytes, chunk.disk_offset, _C.Link.DISK_WRITE))
+        return memory.spill(source, nbytes, chunk.disk_offset)
 
     def _reap(self) -> bool:
         """Report finished transfers to the table; say whether there was one.
@@ -323,7 +311,7 @@ class ChunkManager:
             IoError: a transfer failed; its action was aborted, the source is as before.
         """
         failed: IoError | None = None
-        completions = self._engine.poll()
+        completions = self._memory.poll()
         for completion in completions:
             action = self._in_flight.pop(completion.ticket)
             if completion.ok:
@@ -359,10 +347,10 @@ class ChunkManager:
         Transfers under way end first and count as aborted: their source is as before. May be interrupted and
             repeated.
         """
-        while self._engine.num_in_flight:
-            self._engine.wait_any(_WAIT_SECONDS)
-            self._engine.poll()
-        self._engine.poll()
+        while self._memory.num_in_flight:
+            self._memory.wait_any(_WAIT_SECONDS)
+            self._memory.poll()
+        self._memory.poll()
         self._in_flight.clear()
         for chunk in self.chunks:
             flight = self.table.flight_id(chunk.id)
@@ -376,7 +364,7 @@ class ChunkManager:
         for chunk, tiers in zip(self.chunks, held, strict=True):
             # Its first use was interrupted: it has no content yet.
             if _C.Tier.DEVICE in tiers and not chunk.window.mapped:
-                self._arena.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+                self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
         self._suspect = False
 
     def _discard_unheld(self, chunk_ids: set[int]) -> None:
@@ -395,6 +383,6 @@ class ChunkManager:
         short."""
         if tier == _C.Tier.DEVICE and chunk.window.mapped:
             park = self._under_pressure and self.arena_bytes() <= self.park_limit_bytes
-            self._arena.unmap(chunk.window, park=park)
-        elif tier == _C.Tier.HOST and chunk.host_window is not None and chunk.host_window.mapped:
-            self._host_arena.unmap(chunk.host_window)
+            self._memory.unmap(chunk.window, park=park)
+        elif tier == _C.Tier.HOST and chunk.host_place is not None and chunk.host_place.mapped:
+            self._memory.unmap_host(chunk.host_place)

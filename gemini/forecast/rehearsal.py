@@ -15,7 +15,16 @@ import torch
 from torch import nn
 
 from gemini import _C
-from gemini.chunk import Chunk, ChunkManager, ChunkSpec, SearchResult, TensorIds, TierBudgets
+from gemini.chunk import (
+    CPU,
+    Chunk,
+    ChunkManager,
+    ChunkSpec,
+    ComputeDevice,
+    SearchResult,
+    TensorIds,
+    TierBudgets,
+)
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.attention import AttentionOfCpu
@@ -119,7 +128,8 @@ class _MetaChunks(ChunkManager):
         self.budgets = TierBudgets(_UNLIMITED)
         self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
         self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
-        self.stall_seconds = 0.0
+        self.device = CPU
+        self._waited_s = 0.0
         self.observer = None
         self.park_limit_bytes = _UNLIMITED
         self._meter = meter
@@ -131,6 +141,10 @@ class _MetaChunks(ChunkManager):
         if traced:
             self._meter.open_period()
         super().acquire(tensors, traced=traced)
+
+    @property
+    def stall_seconds(self) -> float:
+        return 0.0
 
     def address_range(self) -> tuple[int, int]:
         return 0, 0
@@ -161,6 +175,9 @@ class _RehearsedModel(GeminiDDP):
         self._blueprint = blueprint
         self.meter = meter
         super().__init__(module, config=config)
+
+    def _open_device(self, device: object, pin_memory: bool | None) -> ComputeDevice:
+        return CPU
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""

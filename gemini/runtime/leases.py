@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gemini import _C
 from gemini.chunk import Chunk
 from gemini.runtime.keep_plan import Fate
 from gemini.runtime.phases import BACKWARD
@@ -57,7 +58,9 @@ class Leases:
             tenant.fate.settle(manager.chunks.table, tenant.chunk.id)
         manager.pre_op((tenant.tensor,))
         try:
-            view = memoryview(tenant.chunk.window)
+            window = tenant.chunk.window
+            assert isinstance(window, _C.Window)  # saved tensors have chunks on the CPU alone
+            view = memoryview(window)
             lease = weakref.ref(view, self._end)
             storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
             self._living[id(lease)] = lease, tenant

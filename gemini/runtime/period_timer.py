@@ -22,11 +22,13 @@ class PeriodTimer:
     def close_period(self) -> None:
         """Note that a PreOp begins, or that the iteration is over."""
         if self._since is not None:
+            self._chunks.device.synchronize()
             waited = self._chunks.stall_seconds - self._stalled
             self.seconds.append(max(0.0, time.perf_counter() - self._since - waited))
             self._since = None
 
     def open_period(self) -> None:
         """Note that a PreOp has its chunks."""
+        self._chunks.device.synchronize()
         self._stalled = self._chunks.stall_seconds
         self._since = time.perf_counter()

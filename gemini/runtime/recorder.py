@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
-from gemini.memstats import MemStatsCollector, ProcessMonitor
+from gemini.memstats import MemoryMonitor, MemStatsCollector
 from gemini.runtime.period_timer import PeriodTimer
 
 # Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
@@ -57,7 +56,7 @@ class Recorder:
         self._warmup = False
         self._timer: PeriodTimer | None = None
         self._collector: MemStatsCollector | None = None
-        self._monitor: ProcessMonitor | None = None
+        self._monitor: MemoryMonitor | None = None
 
     def begin(self, *, warmup: bool, timed: bool, sampled: bool) -> None:
         """Start an iteration. ``warmup``: nothing is known of it, so nothing is prefetched. ``timed``,
@@ -70,8 +69,9 @@ class Recorder:
         if timed:
             self._timer = PeriodTimer(self._chunks)
         if sampled:
-            self._monitor = ProcessMonitor()
-            self._collector = MemStatsCollector(self._monitor, _C.arena_process_bytes)
+            device = self._chunks.device
+            self._monitor = device.monitor()
+            self._collector = MemStatsCollector(self._monitor, device.model_data_bytes)
             self._collector.start()
 
     def pre_op(self, tensors: TensorIds, phase: str) -> bool:

@@ -52,7 +52,7 @@ def train_late(
 def assert_every_link_was_late(model: GeminiDDP) -> None:
     """Every link between tiers that exist has moved something, and was late with it."""
     has_host = model.stats()["host"]["budget_bytes"] > 0
-    links = {link.name: late for link, late in model.manager.chunks._engine.links.items()}
+    links = {link.name: late for link, late in model.manager.chunks._memory.engine.links.items()}
     used = [late for name, late in links.items() if has_host or name.startswith("DISK")]
     assert len(used) == (4 if has_host else 2)
     assert all(late.num_late > 0 and late.own_s > 0 for late in used)

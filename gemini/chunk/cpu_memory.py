@@ -1,0 +1,136 @@
+"""Chunks in host memory: DEVICE is CPU memory under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gemini import _C
+from gemini.chunk.addresses import GrowingSpace
+from gemini.chunk.budgets import TierBudgets
+from gemini.chunk.memory import AnyMemory
+from gemini.device import free_memory_bytes
+from gemini.memstats import MemoryMonitor, ProcessMonitor
+from gemini.offload.async_file import AsyncFile
+
+
+class CpuMemory:
+    """Windows whose pages are moved, and copies by threads. See :class:`gemini.chunk.memory.ChunkMemory`."""
+
+    def __init__(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> None:
+        total = max(sum(sizes), 1)  # a model may have no parameters
+        self._space = _C.WindowSpace(total)
+        self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
+        self._later = GrowingSpace()
+        self._host_later = GrowingSpace()
+        self._arena = _C.Arena(budgets.device_bytes)
+        self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
+        self.engine = _C.TransferEngine(file.native if file is not None else None)
+
+    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_C.Window, _C.Window | None]:
+        host_window = None
+        if self._host_space is not None:
+            host_window = (self._host_later if later else self._host_space).create(nbytes)
+        return (self._later if later else self._space).create(nbytes), host_window
+
+    def tensor(self, window: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return torch.frombuffer(window, dtype=dtype, count=numel)
+
+    def map(self, window: _C.Window, *, zero: bool) -> None:
+        self._arena.map(window, zero=zero)
+
+    def unmap(self, window: _C.Window, *, park: bool) -> None:
+        self._arena.unmap(window, park=park)
+
+    def unmap_host(self, place: _C.Window) -> None:
+        self._host_arena.unmap(place)
+
+    def fetch(self, window: _C.Window, place: _C.Window, nbytes: int) -> int:
+        self._arena.map(window)
+        return int(self.engine.copy(window.address, place.address, nbytes, _C.Link.H2D))
+
+    def evict(self, place: _C.Window, window: _C.Window, nbytes: int) -> int:
+        self._host_arena.map(place)
+        return int(self.engine.copy(place.address, window.address, nbytes, _C.Link.D2H))
+
+    def load(self, window: _C.Window, nbytes: int, offset: int) -> int:
+        self._arena.map(window)
+        return int(self.engine.read(window.address, nbytes, offset, _C.Link.DISK_READ))
+
+    def spill(self, source: _C.Window, nbytes: int, offset: int) -> int:
+        return int(self.engine.write(source.address, nbytes, offset, _C.Link.DISK_WRITE))
+
+    def poll(self) -> list[_C.TransferResult]:
+        return self.engine.poll()
+
+    def wait_any(self, timeout_s: float) -> bool:
+        return self.engine.wait_any(timeout_s)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.engine.num_in_flight
+
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        return self.engine.stats()
+
+    def stall_seconds(self) -> float:
+        return 0.0  # an operator begins when its chunks are there
+
+    def trim(self, parked_limit_bytes: int) -> None:
+        self._arena.trim(parked_limit_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._arena.mapped_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        return self._arena.parked_bytes
+
+    def address_range(self) -> tuple[int, int]:
+        first = self._space.address
+        return first, first + self._space.reserved_bytes
+
+    def find(self, address: int) -> int:
+        return self._space.find(address)
+
+    def heal(self) -> None:
+        self._space.heal()
+
+    def close(self, windows: Sequence[tuple[_C.Window, _C.Window | None]]) -> None:
+        self.engine.close()
+        for window, place in windows:
+            if window.mapped:
+                self._arena.unmap(window, park=False)
+            if place is not None and place.mapped:
+                self._host_arena.unmap(place, park=False)
+        self._arena.trim(0)
+        self._host_arena.trim(0)
+
+
+class CpuDevice:
+    """The CPU. See :class:`gemini.chunk.memory.ComputeDevice`."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    block_bytes = 4096
+    has_own_memory = False
+
+    def free_bytes(self) -> int:
+        return free_memory_bytes()
+
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+        return CpuMemory(sizes, budgets, file)
+
+    def monitor(self) -> MemoryMonitor:
+        return ProcessMonitor()
+
+    def model_data_bytes(self) -> int:
+        return _C.arena_process_bytes()
+
+    def synchronize(self) -> None:
+        """Do nothing: an operator has returned when it is done."""
+
+
+CPU = CpuDevice()

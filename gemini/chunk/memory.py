@@ -1,0 +1,149 @@
+"""What chunks ask of the computing device: memory on DEVICE and HOST, and transfers between the tiers.
+
+Two implementations: :mod:`gemini.chunk.cpu_memory` and :mod:`gemini.chunk.gpu_memory`. Nothing above knows
+which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from gemini import _C
+from gemini.chunk.budgets import TierBudgets
+from gemini.memstats import MemoryMonitor
+from gemini.offload.async_file import AsyncFile
+
+
+class Window(Protocol):
+    """A chunk's addresses on DEVICE, which never change, with or without memory behind them."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def mapped(self) -> bool: ...
+
+
+class HostPlace(Protocol):
+    """A chunk's place on HOST, with or without memory."""
+
+    @property
+    def mapped(self) -> bool: ...
+
+
+W = TypeVar("W", bound=Window)
+H = TypeVar("H", bound=HostPlace)
+
+
+class ChunkMemory(Protocol[W, H]):
+    """The memory of one model's chunks and what moves their bytes, over windows ``W`` and HOST places ``H``
+    of its own. For the thread that trains."""
+
+    def windows(self, nbytes: int, *, later: bool = False) -> tuple[W, H | None]:
+        """Return the window and, where there is a HOST tier, the place of a chunk; ``later``: one that the
+        sizes it was opened with do not count."""
+
+    def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return the flat tensor over a window, on the computing device. It keeps the addresses."""
+
+    def map(self, window: W, *, zero: bool) -> None:
+        """Give a window memory for operators, zeros or anything. Raises OutOfBudgetError."""
+
+    def unmap(self, window: W, *, park: bool) -> None:
+        """Take a window's memory; ``park`` keeps it for the next one."""
+
+    def unmap_host(self, place: H) -> None:
+        """Take the memory of a place on HOST."""
+
+    def fetch(self, window: W, place: H, nbytes: int) -> int:
+        """Give the window memory, start copying to it; return the ticket."""
+
+    def evict(self, place: H, window: W, nbytes: int) -> int:
+        """Give the place memory, start copying to it; return the ticket."""
+
+    def load(self, window: W, nbytes: int, offset: int) -> int:
+        """Give the window memory, start reading into it; return the ticket."""
+
+    def spill(self, source: W | H, nbytes: int, offset: int) -> int:
+        """Start writing to the file; return the ticket."""
+
+    def poll(self) -> list[_C.TransferResult]:
+        """Return what operators may count on, or failed, since the last call."""
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Wait until :meth:`poll` would return something or nothing is in flight; return the former."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers not reported yet."""
+
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        """Return per link: bytes, seconds busy, seconds shared, transfers."""
+
+    def stall_seconds(self) -> float:
+        """Return for how long operators waited for transfers while this thread went on."""
+
+    def trim(self, parked_limit_bytes: int) -> None:
+        """Give parked DEVICE memory back until at most this much is left."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """DEVICE bytes under windows."""
+
+    @property
+    def parked_bytes(self) -> int:
+        """DEVICE bytes kept for the next window."""
+
+    def address_range(self) -> tuple[int, int]:
+        """Return the first address of the windows and the first behind them."""
+
+    def find(self, address: int) -> int:
+        """Return the index of the chunk whose window holds ``address``, or -1."""
+
+    def heal(self) -> None:
+        """Take back what stray accesses left in windows without memory."""
+
+    def close(self, windows: Sequence[tuple[W, H | None]]) -> None:
+        """End the transfers and return all memory, also what is under ``windows``."""
+
+
+# Whatever its windows are.
+AnyMemory: TypeAlias = ChunkMemory[Any, Any]
+
+
+class ComputeDevice(Protocol):
+    """Where operators run and DEVICE memory is."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in a log."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors over windows are."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What chunk sizes are multiples of."""
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether DEVICE is other memory than HOST."""
+
+    def free_bytes(self) -> int:
+        """Return the DEVICE bytes that could still be taken."""
+
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+        """Reserve addresses for chunks of ``sizes`` in bytes; no memory yet."""
+
+    def monitor(self) -> MemoryMonitor:
+        """Return what measures DEVICE memory; the caller closes it."""
+
+    def model_data_bytes(self) -> int:
+        """Return what of the memory that the monitor measures is chunks', of all models."""
+
+    def synchronize(self) -> None:
+        """Wait until the operators so far are done: to time them."""
