@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 from gemini import _C
-from gemini.chunk import SearchResult
+from gemini.chunk import ComputeDevice, SearchResult
+from gemini.chunk.devices import open_device
 from gemini.collectives import agreed, make_peers
-from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
@@ -21,11 +20,9 @@ from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import GeminiManager, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.nested import cast_buffers, cast_floating, map_tensors
+from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
-
-logger = logging.getLogger(__name__)
 
 
 class GeminiDDP(nn.Module):
@@ -37,12 +34,13 @@ class GeminiDDP(nn.Module):
     as a context manager.
 
     Args:
-        module: the model, on ``cpu`` or ``meta`` (see :func:`gemini.init_on`).
-        device: the computing device; the CPU in this release.
+        module: the model, on ``cpu``, on the computing device, or on ``meta`` (see :func:`gemini.init_on`).
+        device: the computing device; ``None``: the current CUDA GPU, or the CPU where there is none. What
+            has been run on which GPU: docs/gpu-status.md.
         placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
             methods.
-        pin_memory: whether HOST memory is page-locked; there is no GPU to lock it for in this release, so
-            ``True`` only logs that.
+        pin_memory: whether HOST memory of a GPU is page-locked, which its copies need to run beside
+            computing; ``None``: yes. Without a GPU it says nothing.
         search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
             ``device_bytes`` could not hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
@@ -101,9 +99,7 @@ class GeminiDDP(nn.Module):
         verbose: bool = False,
     ) -> None:
         super().__init__()
-        resolve_device(device)
-        if pin_memory:
-            logger.info("pin_memory=True has no effect: there is no GPU to pin HOST memory for")
+        self.device = self._open_device(device, pin_memory)
         self.config = GeminiConfig.choose(
             config,
             placement_policy=placement_policy,
@@ -125,20 +121,39 @@ class GeminiDDP(nn.Module):
             verbose=verbose,
         )
         self.peers = make_peers(process_group)
+        self._refuse_unbuilt()
         if self.peers is not None:
             self.config = agreed(self.config, self.peers)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self._times_given_up = 0
-        if self.config.precision is not None:
-            cast_buffers(module, self.config.precision)
+        place_buffers(module, self.device.torch_device, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
         if self.config.verbose:
             self._search.report()
 
     def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return build_runtime(module, self.config, self.peers)
+        return build_runtime(module, self.config, self.peers, self.device)
+
+    def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
+        """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""
+        return open_device(device, pin_memory=pin_memory)
+
+    def _refuse_unbuilt(self) -> None:
+        """Refuse what this release does on the CPU alone."""
+        if not self.device.has_own_memory:
+            return
+        if self.peers is not None:
+            raise ConfigError(
+                f"several processes cannot share a model on {self.device.name} in this release; "
+                "pass device='cpu', or process_group= of this process alone"
+            )
+        if self.config.activation_offload:
+            raise ConfigError(
+                f"activation_offload is for the CPU in this release, not for {self.device.name}; "
+                "use torch.utils.checkpoint there"
+            )
 
     # -- training --------------------------------------------------------------------------------
 

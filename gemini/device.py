@@ -25,20 +25,29 @@ _CGROUP_FILES = (
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the computing device: the CPU in this release.
+    """Return the computing device: the current GPU, or the CPU where there is none, if not said.
 
     Raises:
-        ConfigError: for a CUDA device, which this release cannot manage yet.
+        ConfigError: it is neither the CPU nor a CUDA GPU that torch can use.
     """
     if device is None:
-        return torch.device("cpu")
+        return current_device()
     resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if resolved.type != "cpu":
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
+        raise ConfigError(f"device {str(resolved)!r} cannot compute here; pass 'cpu' or 'cuda'")
+    if not cuda_available():
         raise ConfigError(
-            f"device {str(resolved)!r} is not supported in this release: DEVICE is CPU memory; "
-            "pass device='cpu' or leave it out"
+            f"device {str(resolved)!r} was asked for but torch sees no CUDA GPU; pass device='cpu', or see "
+            "`gemini check` for what is missing"
         )
-    return resolved
+    return torch.device("cuda", device_index(resolved))
+
+
+def device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device, the current one's where it has none."""
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 def free_memory_bytes() -> int:
@@ -55,9 +64,11 @@ def free_memory_bytes() -> int:
     return free
 
 
-def default_budget_bytes() -> int:
-    """Return the DEVICE budget used when none is given: free memory less a margin."""
-    return int(free_memory_bytes() * (1.0 - FREE_MARGIN))
+def default_budget_bytes(free_bytes: int | None = None) -> int:
+    """Return the budget used when none is given: free memory, of this process's machine if not said, less a
+    margin."""
+    free = free_memory_bytes() if free_bytes is None else free_bytes
+    return int(free * (1.0 - FREE_MARGIN))
 
 
 def cuda_available() -> bool:
@@ -91,6 +102,50 @@ def cuda_memory_bytes(device: torch.device) -> tuple[int, int]:
 def synchronize(device: torch.device) -> None:
     """Wait until a CUDA device has done everything it was given."""
     torch.cuda.synchronize(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the address of the stream that this thread's operators on a CUDA device go to."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def gpu_generator_states() -> list[bytes]:
+    """Return the state of the random number generator of every CUDA device that torch has used."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+
+
+def set_gpu_generator_states(states: list[bytes]) -> None:
+    """Set the generators of the CUDA devices here, as many as there are."""
+    count = torch.cuda.device_count() if cuda_available() else 0
+    for index, state in enumerate(states[:count]):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
+
+
+class AllocatorMonitor:
+    """Memory that torch's allocator has taken from a CUDA device, what it keeps for later included: nobody
+    else can have that. A :class:`gemini.memstats.MemoryMonitor`; the peak is torch's own and exact."""
+
+    method = "torch's CUDA allocator, reserved bytes"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def resident_bytes(self) -> int:
+        """Return the bytes it has now."""
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def start_period(self) -> None:
+        """Begin a period."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end_period(self) -> int:
+        """Return the most it had since ``start_period``."""
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
 
 
 @contextmanager

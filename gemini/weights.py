@@ -34,7 +34,7 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
                 full[id(value)] = _full_value(model, value, export)
             state[key] = full[id(value)]
         elif isinstance(value, torch.Tensor):
-            state[key] = value.detach()
+            state[key] = value.detach().cpu()
     return state
 
 
@@ -82,9 +82,9 @@ def _write(model: GeminiDDP, own: Mapping[str, Any], state_dict: Mapping[str, An
 
 
 def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors | None) -> torch.Tensor:
-    """Return a copy of a parameter in fp32: of its master where it has one."""
+    """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
     value = read_values(param._slot, model.manager)
-    value = value.float() if value.dtype.itemsize < 4 else value
+    value = (value.float() if value.dtype.itemsize < 4 else value).cpu()
     return export.copy(value) if export else value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gemini.device import gpu_generator_states, set_gpu_generator_states
 from gemini.errors import CheckpointError
 
 
@@ -21,6 +22,7 @@ def capture() -> dict[str, Any]:
         "python": [version, list(internal), gauss],
         "numpy": {**legacy, "state": {"key": [int(k) for k in state["key"]], "pos": int(state["pos"])}},
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.hex() for state in gpu_generator_states()],
     }
 
 
@@ -34,5 +36,6 @@ def restore(document: dict[str, Any]) -> None:
         np.random.set_state({**legacy, "state": {"key": key, "pos": legacy["state"]["pos"]}})
         raw = bytearray(bytes.fromhex(document["torch"]))
         torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
+        set_gpu_generator_states([bytes.fromhex(state) for state in document.get("cuda", [])])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the random number generators' states are damaged: {error}") from error

@@ -87,7 +87,7 @@ class TensorFile:
         tensor, begin = self._places[name]
         assert values.dtype == tensor.dtype, name
         if values.numel():
-            raw = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
             self._file.write(raw, begin + first * tensor.dtype.itemsize)
 
     def finish(self) -> list[Part]:

@@ -141,7 +141,7 @@ class ChunkUpdate:
 
     def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
         """Update the memory of ``rows``, which is pinned."""
-        run_rows(rows, steps)
+        run_rows(rows, steps, self._group.param.tensor.device)
 
 
 class _Piece:

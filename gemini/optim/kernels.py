@@ -233,19 +233,22 @@ def adam_update(
 
 
 def sum_of_squares(tensor: torch.Tensor) -> float:
-    """Return the sum of the squares of a dense CPU tensor of floats, added in double in one read.
+    """Return the sum of the squares of a dense tensor of floats, added in double in one read.
 
-    NaN or infinite exactly when an element is not finite. The bits do not depend on threads or the
-    instruction set. The square root is the 2-norm; over several tensors, add first.
+    NaN or infinite exactly when an element is not finite. On the CPU the bits do not depend on threads or
+    the instruction set; on a GPU they are those of torch's norm. The square root is the 2-norm; over several
+    tensors, add first.
 
     Raises:
         ConfigError: a tensor of another kind.
     """
-    if tensor.device.type != "cpu" or tensor.dtype not in TYPE_NAMES or not is_dense(tensor):
+    if tensor.dtype not in TYPE_NAMES or not is_dense(tensor):
         raise ConfigError(
-            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}; sum_of_squares takes dense "
-            "fp32, bf16 and fp16 CPU tensors"
+            f"{tensor.dtype} with strides {tensor.stride()}; sum_of_squares takes dense fp32, bf16 and fp16 "
+            "tensors"
         )
+    if tensor.device.type != "cpu":
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
     return _C.sum_squares(
         tensor.data_ptr(), tensor.numel(), TYPE_NAMES[tensor.dtype], threads=torch.get_num_threads()
     )

@@ -35,8 +35,6 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 f"parameter {name!r} is {param.dtype} with layout {param.layout}; only dense floating-point "
                 f"parameters are managed"
             )
-        if param.device.type not in ("cpu", "meta"):
-            raise ConfigError(f"parameter {name!r} is on {param.device}; build the model on 'cpu' or 'meta'")
         yield name, param
 
 
@@ -183,7 +181,9 @@ def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` flat, in the order in which the parameter's elements lie in memory."""
     if slot.param_view.is_contiguous():
         return values.reshape(-1)
-    laid_out = torch.empty_strided(slot.param_view.shape, slot.param_view.stride(), dtype=values.dtype)
+    laid_out = torch.empty_strided(
+        slot.param_view.shape, slot.param_view.stride(), dtype=values.dtype, device=values.device
+    )
     laid_out.copy_(values)
     return torch.as_strided(laid_out, (laid_out.numel(),), (1,))
 

@@ -7,11 +7,20 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from gemini.chunk import ChunkLayout, SearchResult, TierBudgets, search_chunk_size
+from gemini.chunk import (
+    CPU,
+    ChunkLayout,
+    ChunkManager,
+    ComputeDevice,
+    SearchResult,
+    TierBudgets,
+    search_chunk_size,
+)
 from gemini.device import default_budget_bytes
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
@@ -58,10 +67,10 @@ class Blueprint:
 
 
 def build_runtime(
-    module: nn.Module, config: GeminiConfig, peers: Peers | None = None
+    module: nn.Module, config: GeminiConfig, peers: Peers | None = None, device: ComputeDevice = CPU
 ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
-    ``peers``, this rank's shards of the first rank's parameters.
+    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
@@ -69,14 +78,21 @@ def build_runtime(
     """
     check_can_initialize(module)
     share = peers.share if peers is not None else None
-    blueprint = draw_blueprint(module, config, share)
+    blueprint = draw_blueprint(module, config, share, device)
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     plan = blueprint.refuse_misfit()
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
-    storage = ModelStorage(blueprint.groups, blueprint.search.chunk_numel, blueprint.budgets, share=share)
+    storage = ModelStorage(
+        blueprint.groups,
+        blueprint.search.chunk_numel,
+        blueprint.budgets,
+        partial(ChunkManager, device=device),
+        share,
+        device.block_bytes,
+    )
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     storage.register(manager)
@@ -99,15 +115,19 @@ def build_runtime(
     return storage, manager, blueprint.search
 
 
-def draw_blueprint(module: nn.Module, config: GeminiConfig, share: Share | None = None) -> Blueprint:
-    """Lay the module's parameters, on ``cpu`` or ``meta``, out in chunks, of which this rank has ``share``;
-    change nothing.
+def draw_blueprint(
+    module: nn.Module, config: GeminiConfig, share: Share | None = None, device: ComputeDevice = CPU
+) -> Blueprint:
+    """Lay the module's parameters out in chunks for ``device``, of which this rank has ``share``; change
+    nothing.
 
     Raises:
         ConfigError: a parameter cannot be managed, or a size allows no chunk.
     """
     params = list(unique_parameters(module))
-    device_bytes = config.device_bytes if config.device_bytes is not None else default_budget_bytes()
+    device_bytes = config.device_bytes
+    if device_bytes is None:
+        device_bytes = default_budget_bytes(device.free_bytes())
     room = device_bytes - (config.non_model_bytes or 0)
     itemsize = min((_dtype(param, config).itemsize for _, param in params), default=4)
     found = search_chunk_size(
@@ -116,15 +136,15 @@ def draw_blueprint(module: nn.Module, config: GeminiConfig, share: Share | None 
         min_chunk_size_mb=config.min_chunk_size_mb,
         hidden_dim=config.hidden_dim,
         itemsize=itemsize,
-        max_chunk_bytes=max(4096, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
+        max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
         verbose=config.verbose,
     )
     groups = _group(params, config, found.chunk_numel, itemsize)
-    sizes = model_data_sizes(groups, found.chunk_numel, share)
-    operator_bytes, operator_name = largest_operator(module, groups)
+    sizes = model_data_sizes(groups, found.chunk_numel, share, device.block_bytes)
+    operator_bytes, operator_name = largest_operator(module, groups, device.block_bytes)
     gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
     size = _with_gathered(sizes, gather_bytes, operator_bytes, operator_name)
-    capacity = _capacity(config, device_bytes, size)
+    capacity = _capacity(config, device_bytes, size, device)
     signature = "+".join(spec.layout.signature() for spec in groups)
     signature += "+activations" if config.activation_offload else ""
     signature += f"/{share.size}" if share is not None else ""
@@ -180,10 +200,14 @@ def _group(
     ]
 
 
-def _capacity(config: GeminiConfig, device_bytes: int, size: ModelDataSize) -> TierCapacity:
+def _capacity(
+    config: GeminiConfig, device_bytes: int, size: ModelDataSize, device: ComputeDevice
+) -> TierCapacity:
     """Return the budgets with defaults filled in."""
     host_bytes = config.host_bytes
-    if host_bytes is None:
+    if host_bytes is None and device.has_own_memory:
+        host_bytes = min(size.total_bytes, default_budget_bytes())
+    elif host_bytes is None:
         # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
         host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0
     disk_bytes = config.disk_bytes

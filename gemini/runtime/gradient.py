@@ -87,7 +87,10 @@ class SlotGradient:
         """Return elements ``[start, stop)`` in the memory order of the parameter."""
         value = self.value
         if value.stride() != self.view.stride():
-            value = torch.empty_strided(self.view.shape, self.view.stride(), dtype=value.dtype).copy_(value)
+            ordered = torch.empty_strided(
+                self.view.shape, self.view.stride(), dtype=value.dtype, device=value.device
+            )
+            value = ordered.copy_(value)
         return torch.as_strided(value, (stop - start,), (1,), value.storage_offset() + start)
 
     def collect(self, grad: torch.Tensor) -> None:

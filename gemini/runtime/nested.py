@@ -46,9 +46,12 @@ def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the floating-point buffers of a module and its submodules by ones of ``dtype``."""
+def place_buffers(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    """Replace the buffers of a module and its submodules by ones on ``device``, those of floating point of
+    ``dtype``; None: as they are. One that needs no change stays."""
     for owner in module.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_floating_point():
-                setattr(owner, name, buffer.to(dtype))
+            placed = buffer.to(device)
+            placed = cast_floating(placed, dtype) if dtype is not None else placed
+            if placed is not buffer:
+                setattr(owner, name, placed)

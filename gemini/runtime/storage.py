@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gemini.chunk import Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.chunk import CPU, Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.chunk.chunk import whole_blocks
 from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.mixture import Mixture
@@ -143,18 +144,20 @@ class ModelStorage:
         budgets: TierBudgets,
         make_chunks: Callable[[Sequence[ChunkSpec], TierBudgets], ChunkManager] = ChunkManager,
         share: Share | None = None,
+        block_bytes: int = CPU.block_bytes,
     ) -> None:
         """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements;
-        ``make_chunks`` gives the chunks their memory; ``share`` is this rank's part of them, None: all."""
+        ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``; ``share`` is this rank's
+        part of them, None: all."""
         self._plans = [
-            _plan_group(spec, numel, piece_numel, share)
+            _plan_group(spec, numel, piece_numel, share, block_bytes)
             for spec in groups
             for numel in spec.layout.chunk_numels
         ]
         specs = [chunk for plan in self._plans for chunk in plan.specs()]
         largest = max((plan.numel for plan in self._plans if plan.trainable), default=0)
         if share is not None and largest:
-            specs.append(ChunkSpec(ChunkKind.EXCHANGE, largest, torch.float32))
+            specs.append(ChunkSpec(ChunkKind.EXCHANGE, largest, torch.float32, block_bytes))
         self.chunks = make_chunks(specs, budgets)
         self.groups = self._build()
         # Where parts of a gradient arrive from other ranks.
@@ -216,6 +219,7 @@ class _GroupPlan:
     state_kinds: tuple[ChunkKind, ...]
     pieces: tuple[tuple[int, int], ...]
     share: Share | None
+    block_bytes: int
 
     @property
     def owned(self) -> tuple[int, int]:
@@ -226,20 +230,23 @@ class _GroupPlan:
         """Yield the chunks that hold the parameters and their gradients whole."""
         # Over ranks gradients are summed, and accumulated, in fp32.
         grad_dtype = self.dtype if self.share is None else torch.float32
-        yield ChunkSpec(ChunkKind.PARAM, self.numel, self.dtype)
+        yield self._spec(ChunkKind.PARAM, self.numel, self.dtype)
         if self.trainable:
-            yield ChunkSpec(ChunkKind.GRAD, self.numel, grad_dtype)
+            yield self._spec(ChunkKind.GRAD, self.numel, grad_dtype)
 
     def kept(self) -> Iterator[ChunkSpec]:
         """Yield the further chunks: this rank's shards and optimizer states."""
         if self.share is not None:
             start, stop = self.owned
-            yield ChunkSpec(ChunkKind.SHARD, stop - start, self.dtype)
+            yield self._spec(ChunkKind.SHARD, stop - start, self.dtype)
             if self.trainable:
-                yield ChunkSpec(ChunkKind.GRAD_SHARD, stop - start, torch.float32)
+                yield self._spec(ChunkKind.GRAD_SHARD, stop - start, torch.float32)
         for start, stop in self.pieces:
             for kind in self.state_kinds:
-                yield ChunkSpec(kind, stop - start, torch.float32)
+                yield self._spec(kind, stop - start, torch.float32)
+
+    def _spec(self, kind: ChunkKind, numel: int, dtype: torch.dtype) -> ChunkSpec:
+        return ChunkSpec(kind, numel, dtype, self.block_bytes)
 
     def specs(self) -> Iterator[ChunkSpec]:
         """Yield the chunks of the group in the order in which they are built."""
@@ -265,17 +272,23 @@ class DataSizes:
     largest_gradient: int = 0
 
 
-def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int, share: Share | None = None) -> DataSizes:
+def model_data_sizes(
+    groups: Sequence[GroupSpec],
+    piece_numel: int,
+    share: Share | None = None,
+    block_bytes: int = CPU.block_bytes,
+) -> DataSizes:
     """Return the sizes of this rank's chunks."""
     total, working, largest = 0, 0, 0
     windows, gradients = [0], [0]
     for spec in groups:
         for numel in spec.layout.chunk_numels:
-            plan = _plan_group(spec, numel, piece_numel, share)
+            plan = _plan_group(spec, numel, piece_numel, share, block_bytes)
             whole, kept = list(plan.whole()), list(plan.kept())
             total += sum(chunk.nbytes for chunk in (kept if share is not None else whole + kept))
             largest = max(largest, *(chunk.nbytes for chunk in whole + kept))
-            states = max((stop - start for start, stop in plan.pieces), default=0) * 4 * len(plan.state_kinds)
+            state = max((stop - start for start, stop in plan.pieces), default=0) * 4
+            states = whole_blocks(state, block_bytes) * len(plan.state_kinds)
             values = [c for c in kept if c.kind in _SHARDS] if share is not None else whole
             working = max(working, sum(chunk.nbytes for chunk in values) + states)
             if share is not None:
@@ -288,7 +301,9 @@ def model_data_sizes(groups: Sequence[GroupSpec], piece_numel: int, share: Share
 _SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
 
 
-def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[int, str]:
+def largest_operator(
+    module: nn.Module, groups: Sequence[GroupSpec], block_bytes: int = CPU.block_bytes
+) -> tuple[int, str]:
     """Return the most bytes of parameter chunks that one submodule's operator takes at once, and that
     submodule's name.
 
@@ -296,8 +311,12 @@ def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[in
     attention takes its output projection's too. What other submodules do with theirs shows only when they
     run.
     """
+
+    def nbytes(spec: GroupSpec, chunk: int) -> int:
+        return whole_blocks(spec.layout.chunk_numels[chunk] * spec.dtype.itemsize, block_bytes)
+
     chunks = {
-        slot.name: ((index, slot.chunk), spec.layout.chunk_numels[slot.chunk] * spec.dtype.itemsize)
+        slot.name: ((index, slot.chunk), nbytes(spec, slot.chunk))
         for index, spec in enumerate(groups)
         for slot in spec.layout.slots
     }
@@ -314,7 +333,9 @@ def largest_operator(module: nn.Module, groups: Sequence[GroupSpec]) -> tuple[in
     return largest, largest_name
 
 
-def _plan_group(spec: GroupSpec, numel: int, piece_numel: int, share: Share | None) -> _GroupPlan:
+def _plan_group(
+    spec: GroupSpec, numel: int, piece_numel: int, share: Share | None, block_bytes: int
+) -> _GroupPlan:
     kinds: tuple[ChunkKind, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
     if share is not None:
@@ -325,7 +346,7 @@ def _plan_group(spec: GroupSpec, numel: int, piece_numel: int, share: Share | No
         step = max(_PIECE_ALIGN, piece_numel // _PIECE_ALIGN * _PIECE_ALIGN)
         first, end = share.range_of(numel) if share is not None else (0, numel)
         pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
-    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces, share)
+    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces, share, block_bytes)
 
 
 def _bases(groups: Sequence[GroupSpec]) -> list[int]:

@@ -1,0 +1,235 @@
+"""Chunks in the memory of a GPU, with page-locked host memory as HOST.
+
+Copies are ordered by the GPU's streams: the thread that trains waits for none of them (docs/notes/gpu.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gemini import _C
+from gemini.chunk.budgets import TierBudgets
+from gemini.chunk.memory import AnyMemory
+from gemini.device import AllocatorMonitor, current_stream, device_index, synchronize
+from gemini.errors import ConfigError
+from gemini.memstats import FakeMonitor, MemoryMonitor
+from gemini.offload.async_file import AsyncFile
+
+logger = logging.getLogger(__name__)
+
+_LINKS = {
+    "h2d": _C.Link.H2D,
+    "d2h": _C.Link.D2H,
+    "disk_read": _C.Link.DISK_READ,
+    "disk_write": _C.Link.DISK_WRITE,
+}
+
+# What DLPack calls the types that chunks have: kind and bits.
+_DLPACK_TYPES = {
+    torch.float32: (2, 32),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.float64: (2, 64),
+    torch.uint8: (1, 8),
+}
+
+
+class GpuMemory:
+    """Windows over recycled blocks, and copies on streams. See :class:`gemini.chunk.memory.ChunkMemory`."""
+
+    def __init__(
+        self,
+        gpu: _C.Gpu,
+        follow: Callable[[], None],
+        sizes: Sequence[int],
+        budgets: TierBudgets,
+        file: AsyncFile | None,
+        *,
+        pin: bool = True,
+    ) -> None:
+        self._gpu = gpu
+        self._follow = follow
+        self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
+        self._arena = _C.GpuArena(gpu, budgets.device_bytes)
+        self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
+        self._has_host = budgets.host_bytes > 0
+        self._engine = _C.GpuEngine(gpu, file.native if file is not None else None)
+        self._warned = False
+
+    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_C.GpuWindow, _C.HostPlace | None]:
+        if later:
+            raise ConfigError("a GPU's chunks are all made when the model is wrapped")
+        window = self._space.create(nbytes)
+        return window, _C.HostPlace(nbytes) if self._has_host else None
+
+    def tensor(self, window: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        kind, bits = _DLPACK_TYPES[dtype]
+        return from_dlpack(self._gpu.dlpack(window, kind, bits, numel))
+
+    def map(self, window: _C.GpuWindow, *, zero: bool) -> None:
+        self._follow()
+        self._arena.map(window, zero=zero)
+
+    def unmap(self, window: _C.GpuWindow, *, park: bool) -> None:
+        self._follow()
+        self._arena.unmap(window, park=park)
+
+    def unmap_host(self, place: _C.HostPlace) -> None:
+        self._host_arena.unmap(place)
+
+    def fetch(self, window: _C.GpuWindow, place: _C.HostPlace, nbytes: int) -> int:
+        self._follow()
+        self._arena.map_incoming(window)
+        return self._engine.copy(window, place, nbytes)
+
+    def evict(self, place: _C.HostPlace, window: _C.GpuWindow, nbytes: int) -> int:
+        self._follow()
+        self._host_arena.map(place)
+        if self._host_arena.unpinned_bytes and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the system refuses to page-lock host memory: copies to and from it are slower and make the "
+                "thread that trains wait; raise the limit on locked memory or lower host_bytes"
+            )
+        return self._engine.copy(place, window, nbytes)
+
+    def load(self, window: _C.GpuWindow, nbytes: int, offset: int) -> int:
+        self._follow()
+        self._arena.map_incoming(window)
+        return self._engine.read(window, nbytes, offset)
+
+    def spill(self, source: _C.GpuWindow | _C.HostPlace, nbytes: int, offset: int) -> int:
+        self._follow()
+        return self._engine.write(source, nbytes, offset)
+
+    def poll(self) -> list[_C.TransferResult]:
+        return self._engine.poll()
+
+    def wait_any(self, timeout_s: float) -> bool:
+        self._follow()
+        return self._engine.wait_any(timeout_s)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._engine.num_in_flight
+
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        return {name: self._engine.stats(link) for name, link in _LINKS.items()}
+
+    def stall_seconds(self) -> float:
+        return self._engine.stall_seconds()
+
+    def trim(self, parked_limit_bytes: int) -> None:
+        self._arena.trim(parked_limit_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._arena.mapped_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        return self._arena.parked_bytes
+
+    def address_range(self) -> tuple[int, int]:
+        first = self._space.address
+        return first, first + self._space.reserved_bytes
+
+    def find(self, address: int) -> int:
+        return self._space.find(address)
+
+    def heal(self) -> None:
+        """Do nothing: a stray access on a GPU ends the process's use of it, and leaves nothing."""
+
+    def close(self, windows: Sequence[tuple[_C.GpuWindow, _C.HostPlace | None]]) -> None:
+        self._engine.close()
+        self._follow()
+        for window, place in windows:
+            if window.mapped:
+                self._arena.unmap(window, park=False)
+            if place is not None and place.mapped:
+                self._host_arena.unmap(place, park=False)
+        self._arena.trim(0)
+        self._host_arena.trim(0)
+        self._space.poison()  # for backward passes of graphs that outlive the model
+
+
+class CudaDevice:
+    """An NVIDIA GPU. See :class:`gemini.chunk.memory.ComputeDevice`."""
+
+    has_own_memory = True
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        """Open it; ``pin``: whether HOST memory is page-locked. Raises GeminiError where there is no driver
+        or no such GPU."""
+        index = device_index(device)
+        self.torch_device = torch.device("cuda", index)
+        self.name = str(self.torch_device)
+        self._gpu = _C.Gpu.cuda(index)
+        self.block_bytes = self._gpu.granularity
+        self._stream = 0
+        self._pin = pin
+
+    def _follow(self) -> None:
+        stream = current_stream(self.torch_device)
+        if stream != self._stream:
+            self._gpu.follow(stream)
+            self._stream = stream
+
+    def free_bytes(self) -> int:
+        return self._gpu.memory()[0]
+
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+        return GpuMemory(self._gpu, self._follow, sizes, budgets, file, pin=self._pin)
+
+    def monitor(self) -> MemoryMonitor:
+        return AllocatorMonitor(self.torch_device)
+
+    def model_data_bytes(self) -> int:
+        return 0  # torch's allocator knows nothing of windows
+
+    def synchronize(self) -> None:
+        synchronize(self.torch_device)
+
+
+class SimulatedDevice:
+    """A GPU in host memory: its tensors are CPU tensors, its copies those of a GPU. For tests of everything
+    that a GPU's streams change. See :class:`gemini.chunk.memory.ComputeDevice`."""
+
+    name = "simulated GPU"
+    torch_device = torch.device("cpu")
+    has_own_memory = True
+
+    def __init__(
+        self,
+        total_bytes: int = 2**30,
+        *,
+        block_bytes: int = 2**16,
+        max_delay_us: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Make one with ``total_bytes`` in blocks, whose copies begin up to ``max_delay_us`` late."""
+        self._gpu = _C.Gpu.simulated(total_bytes, block_bytes, max_delay_us, seed)
+        self.block_bytes = self._gpu.granularity
+
+    def free_bytes(self) -> int:
+        return self._gpu.memory()[0]
+
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+        return GpuMemory(self._gpu, _stay, sizes, budgets, file)
+
+    def monitor(self) -> MemoryMonitor:
+        return FakeMonitor()  # what operators take is host memory
+
+    def model_data_bytes(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Do nothing: an operator has returned when it is done."""
+
+
+def _stay() -> None:
+    """Follow no stream: operators are the calling thread's."""
