@@ -28,6 +28,7 @@ Uses& GpuWindow::uses() const {
 
 void GpuWindow::show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
   if (shown_ == block) return;
+  if (poisoned_) lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
   hide(lanes);
   block->shown_by.reserve(block->shown_by.size() + 1);
   lanes.driver().map(address_, span_bytes_, block->handle());
@@ -36,10 +37,7 @@ void GpuWindow::show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
 }
 
 void GpuWindow::hide(GpuLanes& lanes) {
-  if (std::exchange(poisoned_, false)) {
-    lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
-    poison_->unmap(address_, span_bytes_);
-  }
+  if (std::exchange(poisoned_, false)) poison_->unmap(address_, span_bytes_);
   if (!shown_) return;
   lanes.await(left_);
   lanes.driver().unmap(address_, span_bytes_);
@@ -100,6 +98,10 @@ GpuSpace::~GpuSpace() {
   if (!process_.is_owner()) return;
   try {
     lanes_->await(lanes_->mark(Lane::kCompute));
+  } catch (const Error&) {
+    // The stream of the operators is gone, and they with it.
+  }
+  try {
     for (const auto& window : windows_) {
       if (window->mapped()) lanes_->await(window->uses());
       window->hide(*lanes_);

@@ -65,7 +65,7 @@ class GpuWindow {
 
   // Shows `block` and no other. Waits for the GPU only where it showed another one before.
   void show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block);
-  // Takes the mapping away, after the last use through it.
+  // Takes the mapping away, after the last use through it; of poison the caller knows the last.
   void hide(GpuLanes& lanes);
   // Shows poison, until it is given a block.
   void poison(GpuLanes& lanes);

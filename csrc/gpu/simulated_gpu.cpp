@@ -48,6 +48,10 @@ bool overlap(const GpuRange& a, const GpuRange& b) {
 }  // namespace
 
 struct SimulatedGpu::State {
+  // Throw Error for what does not exist; the caller holds the mutex.
+  [[nodiscard]] Worker& worker(Stream stream);
+  [[nodiscard]] PointRef& point(Event event);
+
   explicit State(int64_t nbytes) : file(::memfd_create("gemini-simulated-gpu", MFD_CLOEXEC)) {
     if (file.get() < 0 || ::ftruncate(file.get(), nbytes) != 0) fail("make its memory");
     holes[0] = nbytes;
@@ -123,6 +127,18 @@ class SimulatedGpu::Worker {
   std::thread thread_;      // last: it uses the others
 };
 
+SimulatedGpu::Worker& SimulatedGpu::State::worker(Stream stream) {
+  const auto found = workers.find(stream);
+  if (found == workers.end()) throw Error("the simulated GPU has no such stream");
+  return *found->second;
+}
+
+PointRef& SimulatedGpu::State::point(Event event) {
+  const auto found = events.find(event);
+  if (found == events.end()) throw Error("the simulated GPU has no such event");
+  return found->second;
+}
+
 SimulatedGpu::SimulatedGpu(SimulatedGpuOptions options)
     : options_(options),
       state_(std::make_unique<State>(round_up(options.total_bytes, options.granularity))) {
@@ -146,8 +162,8 @@ void SimulatedGpu::launch(Stream stream, std::vector<GpuRange> ranges, std::func
   if (stream == 0) return work();
   const std::lock_guard lock(state_->mutex);
   std::uniform_int_distribution<int64_t> delays(0, options_.max_delay_us);
-  state_->workers.at(stream)->give({std::move(ranges), std::move(work), nullptr, nullptr,
-                                    std::chrono::microseconds(delays(state_->random))});
+  state_->worker(stream).give({std::move(ranges), std::move(work), nullptr, nullptr,
+                               std::chrono::microseconds(delays(state_->random))});
 }
 
 int64_t SimulatedGpu::used_bytes() const {
@@ -296,18 +312,18 @@ void SimulatedGpu::record(Event event, Stream stream) {
   if (stream == 0) {
     *point = {true, Clock::now()};
   } else {
-    state_->workers.at(stream)->give({{}, nullptr, nullptr, point});
+    state_->worker(stream).give({{}, nullptr, nullptr, point});
   }
-  state_->events.at(event) = std::move(point);
+  state_->point(event) = std::move(point);
 }
 
 void SimulatedGpu::wait(Stream stream, Event event) {
   std::unique_lock lock(state_->mutex);
-  const PointRef point = state_->events.at(event);
+  const PointRef point = state_->point(event);
   if (stream == 0) {
     state_->changed.wait(lock, [&] { return point->passed; });
   } else {
-    state_->workers.at(stream)->give({{}, nullptr, point, nullptr});
+    state_->worker(stream).give({{}, nullptr, point, nullptr});
   }
 }
 
@@ -315,13 +331,13 @@ void SimulatedGpu::await(Event event) { wait(0, event); }
 
 bool SimulatedGpu::passed(Event event) {
   const std::lock_guard lock(state_->mutex);
-  return state_->events.at(event)->passed;
+  return state_->point(event)->passed;
 }
 
 double SimulatedGpu::seconds(Event from, Event to) {
   const std::lock_guard lock(state_->mutex);
-  const Point& begin = *state_->events.at(from);
-  const Point& end = *state_->events.at(to);
+  const Point& begin = *state_->point(from);
+  const Point& end = *state_->point(to);
   if (!begin.passed || !end.passed) throw Error("an event to be timed has not passed");
   return std::chrono::duration<double>(end.at - begin.at).count();
 }
