@@ -1,0 +1,140 @@
+"""GPUs for the tests: a real one where there is one, and simulated ones that are late in what a real one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from late_operators import LateOperators
+from torch import Tensor, nn
+
+from gemini import GeminiDDP, GeminiOptimizer, HybridAdam, _C
+from gemini.chunk import ComputeDevice
+from gemini.chunk.gpu_memory import CudaDevice, SimulatedDevice
+from gemini.optim import chunk_update, gradients
+
+VOCAB, WIDTH = 64, 128
+
+# Chunks of 64 KiB: one block of a simulated GPU each, and one of a real GPU's, so that budgets in blocks mean
+# the same on both.
+SMALL_CHUNKS = {"min_chunk_size_mb": 1 / 16, "search_range_mb": 1 / 16, "hidden_dim": WIDTH}
+
+
+class GpuModel(GeminiDDP):
+    """A managed model on a :class:`ComputeDevice` that the test has made."""
+
+    def _open_device(self, device: Any, pin_memory: bool | None) -> ComputeDevice:
+        return device  # type: ignore[no-any-return]
+
+
+class LateDevice(SimulatedDevice):
+    """A simulated GPU whose operators are late as well: nothing has been computed when a call returns."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stream = _C.SimulatedStream(self._gpu)
+        self._gpu.follow(self.stream.handle)
+        self.operators = LateOperators(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait until the operators so far are done."""
+        self.operators.synchronize()
+
+    @contextmanager
+    def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Run torch's operators and the kernels late for the block."""
+        make_row, run_rows = chunk_update.make_row, chunk_update.run_rows
+        sum_of_squares = gradients.sum_of_squares
+        used: list[Tensor] = []
+
+        def noted_row(param: Tensor, grad: Tensor, *more: Any, **options: Any) -> Any:
+            used.extend((param, grad))
+            return make_row(param, grad, *more, **options)
+
+        def late_rows(rows: Sequence[Any], steps: Sequence[Any], _device: object) -> bool:
+            self.operators.launch(used.copy(), lambda: run_rows(rows, steps))
+            used.clear()
+            return True
+
+        def awaited_sum(tensor: Tensor) -> float:
+            self.operators.synchronize()
+            return sum_of_squares(tensor)
+
+        monkeypatch.setattr(chunk_update, "make_row", noted_row)
+        monkeypatch.setattr(chunk_update, "run_rows", late_rows)
+        monkeypatch.setattr(gradients, "sum_of_squares", awaited_sum)
+        try:
+            with self.operators:
+                yield
+        finally:
+            self.operators.close()
+
+
+class Network(nn.Module):
+    """Tied embeddings around linear layers and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("gain", torch.full((WIDTH,), 0.1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits for ``tokens``."""
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.linear(self.norm(x) * self.gain, self.tokens.weight)
+
+
+def network() -> Network:
+    """Return the network, always with the same weights."""
+    torch.manual_seed(0)
+    return Network()
+
+
+def network_loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
+    """Return the loss of batch ``step``."""
+    tokens = torch.randint(0, VOCAB, (4, 17), generator=torch.Generator().manual_seed(step)).to(device)
+    logits = model(tokens[:, :-1]).float()
+    return F.cross_entropy(logits.view(-1, VOCAB), tokens[:, 1:].reshape(-1))
+
+
+def train(model: nn.Module, optimizer: Any, device: torch.device, steps: range = range(6)) -> list[float]:
+    """Train; return the losses."""
+    losses = []
+    backward: Callable[[Tensor], None] = getattr(optimizer, "backward", Tensor.backward)
+    for step in steps:
+        loss = network_loss(model, step, device)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def optimizer_of(model: GeminiDDP, **options: Any) -> GeminiOptimizer:
+    """Return the optimizer of a managed network."""
+    return GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model, **options)
+
+
+def simulated(**options: Any) -> SimulatedDevice:
+    """Return a simulated GPU of 64 MiB whose blocks are the chunks of :data:`SMALL_CHUNKS`."""
+    return SimulatedDevice(2**26, block_bytes=2**16, **options)
+
+
+def make_gpu(kind: str) -> ComputeDevice:
+    """Return the GPU of that kind."""
+    if kind == "cuda":
+        return CudaDevice(torch.device("cuda"))
+    if kind == "late operators":
+        return LateDevice(total_bytes=2**26, block_bytes=2**16, max_delay_us=200, seed=1)
+    return simulated(max_delay_us=300 if kind == "late copies" else 0)
+
+
+KINDS = ["simulated", "late copies", "late operators", pytest.param("cuda", marks=pytest.mark.cuda)]
