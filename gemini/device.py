@@ -25,13 +25,13 @@ _CGROUP_FILES = (
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the computing device: the current GPU, or the CPU where there is none, if not said.
+    """Return the computing device, the CPU if not said: no GPU has been seen to work (docs/gpu-status.md).
 
     Raises:
         ConfigError: it is neither the CPU nor a CUDA GPU that torch can use.
     """
     if device is None:
-        return current_device()
+        return torch.device("cpu")
     resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if resolved.type == "cpu":
         return resolved

@@ -11,8 +11,8 @@ from gemini.device import resolve_device
 
 
 def open_device(device: torch.device | str | int | None, *, pin_memory: bool | None = None) -> ComputeDevice:
-    """Return the computing device: the current GPU, or the CPU where there is none, if not said.
-    ``pin_memory=False`` leaves HOST memory of a GPU pageable.
+    """Return the computing device, the CPU if not said. ``pin_memory=False`` leaves HOST memory of a GPU
+    pageable.
 
     Raises:
         ConfigError: it cannot be used here.

@@ -1,4 +1,4 @@
-"""GPUs for the tests: a real one where there is one, and simulated ones that are late in what a real one is."""
+"""GPUs for the tests: a real one where there is one, and simulated ones that are as late as a real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from late_operators import LateOperators
 from torch import Tensor, nn
 
-from gemini import GeminiDDP, GeminiOptimizer, HybridAdam, _C
+from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, SimulatedDevice
 from gemini.optim import chunk_update, gradients

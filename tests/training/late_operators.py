@@ -1,8 +1,8 @@
-"""Operators that run late: torch's own on CPU tensors, carried out in the order of a simulated GPU's stream.
+"""Operators that run late: torch's own on CPU tensors, in the order of a simulated GPU's stream.
 
-A call returns at once, with a tensor that has no values yet; a thread computes them when the stream has come to
-it. So memory that is given away too early, or read too early, shows as wrong numbers or as the simulated GPU's
-refusal.
+A call returns at once, with a tensor that has no values yet; a thread computes them when the stream has come
+to it. So memory that is given away too early, or read too early, shows as wrong numbers or as the simulated
+GPU's refusal.
 """
 
 from __future__ import annotations
