@@ -40,7 +40,7 @@ class GeminiDDP(nn.Module):
         placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
             methods.
         pin_memory: whether HOST memory of a GPU is page-locked, which its copies need to run beside
-            computing; ``None``: yes. Without a GPU it says nothing.
+            computing; ``None``: yes. Without a GPU ``True`` only logs that there is none.
         search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
             ``device_bytes`` could not hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are

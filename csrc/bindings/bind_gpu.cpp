@@ -213,7 +213,7 @@ void bind_gpu_engine(py::module_& m) {
            "Return for how long operators have waited for copies, as far as that is over.")
       .def(
           "stats",
-          [](const Engine& self, Link link) {
+          [](Engine& self, Link link) {
             const LinkStats stats = self.stats(link);
             return py::dict(py::arg("bytes") = stats.bytes, py::arg("seconds") = stats.seconds,
                             py::arg("shared_seconds") = stats.shared_seconds,

@@ -123,6 +123,7 @@ GpuEngine::Ticket GpuEngine::start_staged(std::unique_ptr<StagedLink>& link, Sta
 
 // Reports the copies that have ended, counts them, and forgets them.
 void GpuEngine::report_ended() {
+  measure_stalls();
   std::erase_if(copies_, [&](Copy& copy) {
     if (!lanes_->passed(copy.end)) return false;
     const double seconds = lanes_->seconds(copy.begin, copy.end);
@@ -212,8 +213,9 @@ int64_t GpuEngine::num_in_flight() const {
   return num_unreported_copies_ + staged_.num_in_flight;
 }
 
-LinkStats GpuEngine::stats(Link link) const {
+LinkStats GpuEngine::stats(Link link) {
   process_.require("this GpuEngine");
+  report_ended();
   if (link == Link::kHostToDevice || link == Link::kDeviceToHost) return copy_stats_[index(link)];
   const std::lock_guard lock(staged_.mutex);
   return staged_.stats[index(link)];
@@ -221,11 +223,15 @@ LinkStats GpuEngine::stats(Link link) const {
 
 double GpuEngine::stall_seconds() {
   process_.require("this GpuEngine");
+  measure_stalls();
+  return stall_seconds_;
+}
+
+void GpuEngine::measure_stalls() {
   while (!stalls_.empty() && lanes_->passed(stalls_.front().end)) {
     stall_seconds_ += lanes_->seconds(stalls_.front().begin, stalls_.front().end);
     stalls_.pop_front();
   }
-  return stall_seconds_;
 }
 
 }  // namespace gemini

@@ -56,7 +56,7 @@ class GpuEngine {
   void close();
 
   [[nodiscard]] int64_t num_in_flight() const;
-  [[nodiscard]] LinkStats stats(Link link) const;
+  [[nodiscard]] LinkStats stats(Link link);
   // Seconds that operators have waited for copies, as far as they are over.
   [[nodiscard]] double stall_seconds();
 
@@ -80,6 +80,7 @@ class GpuEngine {
                                   Uses& dst_uses, Uses& src_uses);
   [[nodiscard]] Ticket start_staged(std::unique_ptr<StagedLink>& link, StagedJob job);
   void report_ended();
+  void measure_stalls();
   [[nodiscard]] Copy* next_unreported();
 
   ProcessGuard process_;

@@ -242,12 +242,13 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
     Raises:
         ConfigError: a tensor of another kind.
     """
-    if tensor.dtype not in TYPE_NAMES or not is_dense(tensor):
+    on_gpu = tensor.device.type == "cuda"
+    if not (on_gpu or tensor.device.type == "cpu") or tensor.dtype not in TYPE_NAMES or not is_dense(tensor):
         raise ConfigError(
-            f"{tensor.dtype} with strides {tensor.stride()}; sum_of_squares takes dense fp32, bf16 and fp16 "
-            "tensors"
+            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}; sum_of_squares takes dense "
+            "fp32, bf16 and fp16 tensors of the CPU or a GPU"
         )
-    if tensor.device.type != "cpu":
+    if on_gpu:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
     return _C.sum_squares(
         tensor.data_ptr(), tensor.numel(), TYPE_NAMES[tensor.dtype], threads=torch.get_num_threads()

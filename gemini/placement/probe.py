@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import median
 
 from gemini import _C
+from gemini.chunk import CPU, ComputeDevice
 from gemini.errors import ConfigError, IoError
 from gemini.memstats import LinkSpeed
 from gemini.offload.async_file import AsyncFile, chosen_backend
+from gemini.placement.device_probe import time_links
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,8 @@ _known: dict[object, tuple[LinkSpeed, ...]] = {}
 _Start = Callable[[int], int]
 
 
-def probe_links(*, disk_dir: str | None, host: bool) -> tuple[LinkSpeed, ...]:
-    """Return the speeds of the links to DISK in ``disk_dir``, if given, and to HOST, if ``host``.
+def probe_links(*, disk_dir: str | None, host: bool, device: ComputeDevice = CPU) -> tuple[LinkSpeed, ...]:
+    """Return the speeds of a device's links to DISK in ``disk_dir``, if given, and to HOST, if ``host``.
 
     Each link is tried by the transfer engine for 0.15 s with transfers of two sizes, or with one of each
     where that takes longer. That needs 16 MiB of memory and 8 MiB of disk; the file is private and has no
@@ -37,11 +39,11 @@ def probe_links(*, disk_dir: str | None, host: bool) -> tuple[LinkSpeed, ...]:
     """
     speeds: tuple[LinkSpeed, ...] = ()
     if host:
-        speeds += _remembered("host", lambda: _probe(None, ("h2d", "d2h")))
+        speeds += _remembered(device.name, lambda: _probe(device, None, ("h2d", "d2h")))
     if disk_dir is not None:
         try:
-            key = (Path(disk_dir).stat().st_dev, chosen_backend(None))
-            speeds += _remembered(key, lambda: _probe(disk_dir, ("disk_write", "disk_read")))
+            key = (device.name, Path(disk_dir).stat().st_dev, chosen_backend(None))
+            speeds += _remembered(key, lambda: _probe(device, disk_dir, ("disk_write", "disk_read")))
         except (OSError, ConfigError) as error:  # IoError is an OSError
             logger.info("the links to %s were not measured: %s", disk_dir, error)
     return speeds
@@ -53,7 +55,10 @@ def _remembered(key: object, measure: Callable[[], tuple[LinkSpeed, ...]]) -> tu
     return _known[key]
 
 
-def _probe(disk_dir: str | None, links: tuple[str, ...]) -> tuple[LinkSpeed, ...]:
+def _probe(device: ComputeDevice, disk_dir: str | None, links: tuple[str, ...]) -> tuple[LinkSpeed, ...]:
+    if device.has_own_memory:
+        timed = time_links(device, disk_dir, (SMALL_BYTES, LARGE_BYTES), _ROUNDS)
+        return tuple(fitted(name, *timed[name]) for name in links)
     with ExitStack() as stack:
         file = stack.enter_context(AsyncFile(disk_dir, LARGE_BYTES)) if disk_dir is not None else None
         engine = _C.TransferEngine(file.native if file is not None else None)

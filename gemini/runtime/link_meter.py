@@ -35,7 +35,8 @@ class LinkMeter:
         found = {speed.name: speed for speed in self._used()}
         host = budgets.host_bytes > 0 and not {"h2d", "d2h"} <= found.keys()
         disk = disk_dir if not {"disk_read", "disk_write"} <= found.keys() else None
-        probed = {speed.name: speed for speed in probe_links(disk_dir=disk, host=host)}
+        device = self._chunks.device
+        probed = {speed.name: speed for speed in probe_links(disk_dir=disk, host=host, device=device)}
         both = {**probed, **found}
         return tuple(both[name] for name in LINKS if name in both)
 

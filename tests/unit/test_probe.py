@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunk import TierBudgets
+from gemini.chunk import CPU, TierBudgets
+from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
 from gemini.memstats import LinkSpeed
 from gemini.placement import probe
@@ -85,6 +86,7 @@ class UsedChunks:
 
     def __init__(self, disk_dir: str | None) -> None:
         self.budgets = TierBudgets(1, 1, 1, disk_dir)
+        self.device = CPU
         self.stall_seconds = 0.0
         self.moved = dict.fromkeys(link_meter.LINKS, 0)
         self.shared_seconds = 0.0
@@ -123,6 +125,15 @@ def test_nothing_is_probed_where_use_says_it_all(monkeypatch: pytest.MonkeyPatch
     meter = LinkMeter(chunks)
     chunks.moved.update(d2h=ENOUGH_BYTES, h2d=ENOUGH_BYTES)
     assert [speed.name for speed in meter.speeds()] == ["h2d", "d2h"]
+
+
+def test_a_device_with_its_own_memory_is_probed_by_its_own_clock(tmp_path: Path) -> None:
+    gpu = SimulatedDevice(2**26, max_delay_us=2000)
+    speeds = {each.name: each for each in probe.probe_links(disk_dir=str(tmp_path), host=True, device=gpu)}
+    assert set(speeds) == {"h2d", "d2h", "disk_read", "disk_write"}
+    assert all(speed.bytes_per_second > 0 and speed.latency_seconds >= 0 for speed in speeds.values())
+    assert gpu.free_bytes() == 2**26
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_period_is_what_lies_between_preops_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
