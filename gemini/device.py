@@ -104,9 +104,25 @@ def synchronize(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def synchronize_stream(device: torch.device) -> None:
+    """Wait until a CUDA device has done the operators it was given on the current stream."""
+    torch.cuda.current_stream(device).synchronize()
+
+
 def current_stream(device: torch.device) -> int:
     """Return the address of the stream that this thread's operators on a CUDA device go to."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(torch._C._cuda_getCurrentRawStream(device_index(device)))
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return what torch's allocator has of a CUDA device, what it keeps for later included."""
+    return int(torch.cuda.memory_reserved(device))
+
+
+def release_cache(device: torch.device) -> None:
+    """Have torch's allocator give back what it keeps for later."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
 
 
 def gpu_generator_states() -> list[bytes]:
@@ -129,12 +145,14 @@ class AllocatorMonitor:
 
     method = "torch's CUDA allocator, reserved bytes"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, held_bytes: int) -> None:
+        """``held_bytes``: what it had before the first step, of which none is any step's."""
         self._device = device
+        self._held_bytes = held_bytes
 
     def resident_bytes(self) -> int:
-        """Return the bytes it has now."""
-        return int(torch.cuda.memory_reserved(self._device))
+        """Return what is not counted: what is kept from earlier steps is this one's as well."""
+        return self._held_bytes
 
     def start_period(self) -> None:
         """Begin a period."""

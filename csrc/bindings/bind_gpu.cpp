@@ -128,8 +128,8 @@ void bind_gpu_memory(py::module_& m) {
            py::arg("gpu"), py::arg("total_bytes"), py::arg("num_windows"))
       .def("create", &GpuSpace::create, py::arg("nbytes"),
            py::return_value_policy::reference_internal, "Cut off the next window.")
-      .def("poison", &GpuSpace::poison, ReleaseGil(),
-           "Have every window without memory read as NaN, and take what is written to it.")
+      .def("poison", &GpuSpace::poison, ReleaseGil(), py::arg("window"),
+           "Have a window without memory read as NaN, and take what is written to it.")
       .def("find", &GpuSpace::find, py::arg("address"),
            "Return the index of the window that contains the address, -1 if none does.")
       .def_property_readonly("address", &GpuSpace::address)

@@ -49,6 +49,7 @@ inline constexpr int kAccessReadWrite = 3;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDefault = 0;
+inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kHostAllocPortable = 1;
 
 // X(member, symbol, parameters): every call is `Result symbol(parameters)`.

@@ -70,6 +70,7 @@ static_assert(abi::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE &&
               abi::kAccessReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 static_assert(abi::kStreamNonBlocking == CU_STREAM_NON_BLOCKING &&
               abi::kEventDefault == CU_EVENT_DEFAULT &&
+              abi::kEventBlockingSync == CU_EVENT_BLOCKING_SYNC &&
               abi::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(sizeof(abi::AllocationProperties) == sizeof(CUmemAllocationProp) &&
               offsetof(abi::AllocationProperties, location) ==

@@ -121,24 +121,33 @@ GpuEngine::Ticket GpuEngine::start_staged(std::unique_ptr<StagedLink>& link, Sta
   return ticket;
 }
 
-// Reports the copies that have ended, counts them, and forgets them.
+// Reports the copies that have ended, counts them, and forgets them. Those of a lane end in order.
 void GpuEngine::report_ended() {
   measure_stalls();
-  std::erase_if(copies_, [&](Copy& copy) {
-    if (!lanes_->passed(copy.end)) return false;
-    const double seconds = lanes_->seconds(copy.begin, copy.end);
-    LinkStats& stats = copy_stats_[index(copy.link)];
-    stats.bytes += copy.nbytes;
-    stats.seconds += seconds;
-    ++stats.transfers;
-    if (!copy.reported) {
-      const double end_s = now_s();
-      results_.push_back(
-          {copy.ticket, true, 0, "", 0, "", std::max(copy.submitted_s, end_s - seconds), end_s});
-      --num_unreported_copies_;
+  std::array<bool, 2> may_have_ended = {true, true};
+  for (auto copy = copies_.begin(); copy != copies_.end();) {
+    bool& may_have = may_have_ended[index(copy->link)];
+    may_have = may_have && lanes_->passed(copy->end);
+    if (!may_have) {
+      ++copy;
+      continue;
     }
-    return true;
-  });
+    count(*copy);
+    copy = copies_.erase(copy);
+  }
+}
+
+void GpuEngine::count(const Copy& copy) {
+  const double seconds = lanes_->seconds(copy.begin, copy.end);
+  LinkStats& stats = copy_stats_[index(copy.link)];
+  stats.bytes += copy.nbytes;
+  stats.seconds += seconds;
+  ++stats.transfers;
+  if (copy.reported) return;
+  const double end_s = now_s();
+  results_.push_back(
+      {copy.ticket, true, 0, "", 0, "", std::max(copy.submitted_s, end_s - seconds), end_s});
+  --num_unreported_copies_;
 }
 
 std::vector<TransferResult> GpuEngine::poll() {

@@ -36,7 +36,8 @@ class GpuEngine {
   GpuEngine(const GpuEngine&) = delete;
   GpuEngine& operator=(const GpuEngine&) = delete;
 
-  // Start a transfer of the first `nbytes`. Throw StateError where something is not mapped or too
+  // Start a transfer of the first `nbytes`. No operator may have used the destination since it was
+  // given memory: operators leave no marks. Throw StateError where something is not mapped or too
   // small, without a file, or on a closed engine. Failures of the file are reported.
   [[nodiscard]] Ticket copy(GpuWindow& dst, HostPlace& src, int64_t nbytes);
   [[nodiscard]] Ticket copy(HostPlace& dst, GpuWindow& src, int64_t nbytes);
@@ -80,6 +81,7 @@ class GpuEngine {
                                   Uses& dst_uses, Uses& src_uses);
   [[nodiscard]] Ticket start_staged(std::unique_ptr<StagedLink>& link, StagedJob job);
   void report_ended();
+  void count(const Copy& copy);
   void measure_stalls();
   [[nodiscard]] Copy* next_unreported();
 

@@ -20,7 +20,7 @@ struct GpuLanes::EventPool {
         return event;
       }
     }
-    return driver->create_event();
+    return driver->create_event(false);
   }
   void give_back(GpuDriver::Event event) noexcept {
     try {

@@ -23,12 +23,6 @@ class Uses {
  public:
   // `mark` comes after what was noted for the lane before.
   void note(Lane lane, Mark mark) { last_[static_cast<size_t>(lane)] = std::move(mark); }
-  // Adds those of `other`, which come after these where both have one.
-  void add(const Uses& other) {
-    for (size_t lane = 0; lane < last_.size(); ++lane) {
-      if (other.last_[lane]) last_[lane] = other.last_[lane];
-    }
-  }
   [[nodiscard]] const Mark& of(Lane lane) const { return last_[static_cast<size_t>(lane)]; }
 
  private:

@@ -37,7 +37,8 @@ void GpuWindow::show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
 }
 
 void GpuWindow::hide(GpuLanes& lanes) {
-  if (std::exchange(poisoned_, false)) poison_->unmap(address_, span_bytes_);
+  if (poisoned_) poison_->unmap(address_, span_bytes_);
+  poisoned_ = false;
   if (!shown_) return;
   lanes.await(left_);
   lanes.driver().unmap(address_, span_bytes_);
@@ -58,8 +59,14 @@ void GpuPoison::map(GpuAddress address, int64_t nbytes) {
   const int64_t unit = driver.granularity();
   const bool is_new = block_ == nullptr;
   if (is_new) block_ = std::make_unique<GpuBlock>(lanes_, unit);
-  for (int64_t done = 0; done < nbytes; done += unit) {
-    driver.map(address + static_cast<uint64_t>(done), unit, block_->handle());
+  int64_t done = 0;
+  try {
+    for (; done < nbytes; done += unit) {
+      driver.map(address + static_cast<uint64_t>(done), unit, block_->handle());
+    }
+  } catch (...) {
+    unmap(address, done);
+    throw;
   }
   if (is_new) driver.fill(address, kPoison, unit, lanes_->stream(Lane::kCompute));
 }
@@ -130,11 +137,10 @@ GpuWindow* GpuSpace::create(int64_t nbytes) {
   return windows_.back().get();
 }
 
-void GpuSpace::poison() {
+void GpuSpace::poison(GpuWindow& window) {
   process_.require("this GpuSpace");
-  for (const auto& window : windows_) {
-    if (!window->mapped()) window->poison(*lanes_);
-  }
+  if (window.mapped()) throw StateError("a window with memory is not poisoned");
+  window.poison(*lanes_);
 }
 
 int64_t GpuSpace::find(GpuAddress address) const {

@@ -107,8 +107,9 @@ class GpuSpace {
   // Throws StateError when not positive, OutOfBudget when the reservation is used up.
   GpuWindow* create(int64_t nbytes);
 
-  // Poisons every window that has no block: tensors over them may be used once more, by mistake.
-  void poison();
+  // Poisons one of its windows that has no block: tensors over it may be used once more, by
+  // mistake. Throws StateError when it is mapped.
+  void poison(GpuWindow& window);
 
   // The index, in order of creation, of the window that contains `address`; -1 if none does.
   [[nodiscard]] int64_t find(GpuAddress address) const;

@@ -54,7 +54,7 @@ class SimulatedGpu : public GpuDriver {
   void free_pinned(char* memory, int64_t nbytes) noexcept override;
   [[nodiscard]] Stream create_stream() override;
   void destroy_stream(Stream stream) noexcept override;
-  [[nodiscard]] Event create_event() override;
+  [[nodiscard]] Event create_event(bool sleeping) override;
   void destroy_event(Event event) noexcept override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;

@@ -22,7 +22,7 @@ GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(add
 
 struct StagedLink::Piece {
   explicit Piece(const std::shared_ptr<GpuLanes>& lanes) : buffer(lanes, kPieceBytes) {
-    copied = lanes->driver().create_event();
+    copied = lanes->driver().create_event(true);
   }
 
   PinnedBlock buffer;

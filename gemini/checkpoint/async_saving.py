@@ -61,10 +61,14 @@ def save_async(
             save writes through; in units of 4 MiB.
 
     Raises:
-        ConfigError: ``staging_bytes`` is too small.
+        ConfigError: ``staging_bytes`` is too small, or the model is on a GPU.
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
+    if model.device.has_own_memory:
+        raise ConfigError(
+            f"save_async is for models on the CPU in this release, not on {model.device.name}; use save()"
+        )
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")

@@ -37,6 +37,9 @@ class CpuMemory:
     def tensor(self, window: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return torch.frombuffer(window, dtype=dtype, count=numel)
 
+    def follow(self) -> None:
+        """Do nothing: operators run where they are called."""
+
     def map(self, window: _C.Window, *, zero: bool) -> None:
         self._arena.map(window, zero=zero)
 
@@ -98,8 +101,10 @@ class CpuMemory:
     def heal(self) -> None:
         self._space.heal()
 
-    def close(self, windows: Sequence[tuple[_C.Window, _C.Window | None]]) -> None:
-        self.engine.close()
+    def close(
+        self, windows: Sequence[tuple[_C.Window, _C.Window | None]], exposed: Sequence[_C.Window]
+    ) -> None:
+        self.engine.close()  # the fault guard answers for exposed windows
         for window, place in windows:
             if window.mapped:
                 self._arena.unmap(window, park=False)
@@ -128,6 +133,9 @@ class CpuDevice:
 
     def model_data_bytes(self) -> int:
         return _C.arena_process_bytes()
+
+    def settle(self) -> None:
+        """Do nothing: what a step takes is measured from its own begin."""
 
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""

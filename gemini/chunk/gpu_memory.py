@@ -14,8 +14,15 @@ from torch.utils.dlpack import from_dlpack
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.memory import AnyMemory
-from gemini.device import AllocatorMonitor, current_stream, device_index, synchronize
-from gemini.errors import ConfigError
+from gemini.device import (
+    AllocatorMonitor,
+    current_stream,
+    device_index,
+    release_cache,
+    reserved_bytes,
+    synchronize_stream,
+)
+from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
@@ -45,6 +52,7 @@ class GpuMemory:
         self,
         gpu: _C.Gpu,
         follow: Callable[[], None],
+        spare: Callable[[], None],
         sizes: Sequence[int],
         budgets: TierBudgets,
         file: AsyncFile | None,
@@ -52,7 +60,8 @@ class GpuMemory:
         pin: bool = True,
     ) -> None:
         self._gpu = gpu
-        self._follow = follow
+        self.follow = follow
+        self._spare = spare
         self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
         self._arena = _C.GpuArena(gpu, budgets.device_bytes)
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
@@ -71,23 +80,23 @@ class GpuMemory:
         return from_dlpack(self._gpu.dlpack(window, kind, bits, numel))
 
     def map(self, window: _C.GpuWindow, *, zero: bool) -> None:
-        self._follow()
-        self._arena.map(window, zero=zero)
+        self.follow()
+        self._with_spare(lambda: self._arena.map(window, zero=zero))
 
     def unmap(self, window: _C.GpuWindow, *, park: bool) -> None:
-        self._follow()
+        self.follow()
         self._arena.unmap(window, park=park)
 
     def unmap_host(self, place: _C.HostPlace) -> None:
         self._host_arena.unmap(place)
 
     def fetch(self, window: _C.GpuWindow, place: _C.HostPlace, nbytes: int) -> int:
-        self._follow()
-        self._arena.map_incoming(window)
+        self.follow()
+        self._with_spare(lambda: self._arena.map_incoming(window))
         return self._engine.copy(window, place, nbytes)
 
     def evict(self, place: _C.HostPlace, window: _C.GpuWindow, nbytes: int) -> int:
-        self._follow()
+        self.follow()
         self._host_arena.map(place)
         if self._host_arena.unpinned_bytes and not self._warned:
             self._warned = True
@@ -98,19 +107,19 @@ class GpuMemory:
         return self._engine.copy(place, window, nbytes)
 
     def load(self, window: _C.GpuWindow, nbytes: int, offset: int) -> int:
-        self._follow()
-        self._arena.map_incoming(window)
+        self.follow()
+        self._with_spare(lambda: self._arena.map_incoming(window))
         return self._engine.read(window, nbytes, offset)
 
     def spill(self, source: _C.GpuWindow | _C.HostPlace, nbytes: int, offset: int) -> int:
-        self._follow()
+        self.follow()
         return self._engine.write(source, nbytes, offset)
 
     def poll(self) -> list[_C.TransferResult]:
         return self._engine.poll()
 
     def wait_any(self, timeout_s: float) -> bool:
-        self._follow()
+        self.follow()
         return self._engine.wait_any(timeout_s)
 
     @property
@@ -144,9 +153,13 @@ class GpuMemory:
     def heal(self) -> None:
         """Do nothing: a stray access on a GPU ends the process's use of it, and leaves nothing."""
 
-    def close(self, windows: Sequence[tuple[_C.GpuWindow, _C.HostPlace | None]]) -> None:
+    def close(
+        self,
+        windows: Sequence[tuple[_C.GpuWindow, _C.HostPlace | None]],
+        exposed: Sequence[_C.GpuWindow],
+    ) -> None:
         self._engine.close()
-        self._follow()
+        self.follow()
         for window, place in windows:
             if window.mapped:
                 self._arena.unmap(window, park=False)
@@ -154,7 +167,16 @@ class GpuMemory:
                 self._host_arena.unmap(place, park=False)
         self._arena.trim(0)
         self._host_arena.trim(0)
-        self._space.poison()  # for backward passes of graphs that outlive the model
+        for window in exposed:
+            self._space.poison(window)  # for backward passes of graphs that outlive the model
+
+    def _with_spare(self, take: Callable[[], None]) -> None:
+        """Take memory; where there is none, first have torch give back what it keeps for later."""
+        try:
+            take()
+        except OutOfBudgetError:
+            self._spare()
+            take()
 
 
 class CudaDevice:
@@ -172,6 +194,7 @@ class CudaDevice:
         self.block_bytes = self._gpu.granularity
         self._stream = 0
         self._pin = pin
+        self._held_bytes = 0  # by torch, when the model was in its chunks
 
     def _follow(self) -> None:
         stream = current_stream(self.torch_device)
@@ -183,16 +206,23 @@ class CudaDevice:
         return self._gpu.memory()[0]
 
     def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return GpuMemory(self._gpu, self._follow, sizes, budgets, file, pin=self._pin)
+        return GpuMemory(self._gpu, self._follow, self._spare, sizes, budgets, file, pin=self._pin)
 
     def monitor(self) -> MemoryMonitor:
-        return AllocatorMonitor(self.torch_device)
+        return AllocatorMonitor(self.torch_device, self._held_bytes)
 
     def model_data_bytes(self) -> int:
         return 0  # torch's allocator knows nothing of windows
 
+    def settle(self) -> None:
+        self._spare()
+        self._held_bytes = reserved_bytes(self.torch_device)
+
     def synchronize(self) -> None:
-        synchronize(self.torch_device)
+        synchronize_stream(self.torch_device)
+
+    def _spare(self) -> None:
+        release_cache(self.torch_device)
 
 
 class SimulatedDevice:
@@ -219,7 +249,7 @@ class SimulatedDevice:
         return self._gpu.memory()[0]
 
     def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return GpuMemory(self._gpu, _stay, sizes, budgets, file)
+        return GpuMemory(self._gpu, _nothing, _nothing, sizes, budgets, file)
 
     def monitor(self) -> MemoryMonitor:
         return FakeMonitor()  # what operators take is host memory
@@ -227,9 +257,12 @@ class SimulatedDevice:
     def model_data_bytes(self) -> int:
         return 0
 
+    def settle(self) -> None:
+        """Do nothing: what operators take is host memory."""
+
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""
 
 
-def _stay() -> None:
-    """Follow no stream: operators are the calling thread's."""
+def _nothing() -> None:
+    """Follow no stream, give nothing back: operators are the calling thread's, on host memory."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
-from gemini.chunk.chunk import Chunk, ChunkSpec
+from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
@@ -17,6 +17,7 @@ from gemini.offload.async_file import AsyncFile
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
+_SEEN_BY_AUTOGRAD = frozenset((ChunkKind.PARAM, ChunkKind.GRAD))
 
 # What the table takes cheaply: no other sequence.
 TensorIds = tuple[int, ...] | list[int]
@@ -102,6 +103,7 @@ class ChunkManager:
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
         """
         asked_s = time.perf_counter() if self.observer is not None else 0.0
+        self._memory.follow()
         if self._suspect:
             self._reconcile()
         table = self.table
@@ -237,9 +239,12 @@ class ChunkManager:
         try:
             self.drain()
         finally:
-            self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks])
-            if self._file is not None:
-                self._file.close()
+            try:
+                exposed = [chunk.window for chunk in self.chunks if chunk.spec.kind in _SEEN_BY_AUTOGRAD]
+                self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks], exposed)
+            finally:
+                if self._file is not None:
+                    self._file.close()
 
     # -- carrying out actions --------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class ChunkMemory(Protocol[W, H]):
     def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the flat tensor over a window, on the computing device. It keeps the addresses."""
 
+    def follow(self) -> None:
+        """Take note of where the caller's operators run from now on."""
+
     def map(self, window: W, *, zero: bool) -> None:
         """Give a window memory for operators, zeros or anything. Raises OutOfBudgetError."""
 
@@ -106,8 +109,9 @@ class ChunkMemory(Protocol[W, H]):
     def heal(self) -> None:
         """Take back what stray accesses left in windows without memory."""
 
-    def close(self, windows: Sequence[tuple[W, H | None]]) -> None:
-        """End the transfers and return all memory, also what is under ``windows``."""
+    def close(self, windows: Sequence[tuple[W, H | None]], exposed: Sequence[W]) -> None:
+        """End the transfers and return all memory, also what is under ``windows``; tensors over those
+        ``exposed`` may be used once more, by mistake."""
 
 
 # Whatever its windows are.
@@ -131,7 +135,8 @@ class ComputeDevice(Protocol):
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether DEVICE is other memory than HOST."""
+        """Whether DEVICE is other memory than HOST. There torch keeps what operators have given up: the most
+        that they took counts at every moment."""
 
     def free_bytes(self) -> int:
         """Return the DEVICE bytes that could still be taken."""
@@ -144,6 +149,9 @@ class ComputeDevice(Protocol):
 
     def model_data_bytes(self) -> int:
         """Return what of the memory that the monitor measures is chunks', of all models."""
+
+    def settle(self) -> None:
+        """Say that a model is in its chunks: memory that torch has now is not that of its steps."""
 
     def synchronize(self) -> None:
         """Wait until the operators so far are done: to time them."""

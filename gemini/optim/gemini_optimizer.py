@@ -15,7 +15,7 @@ from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
 from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, has_cuda_kernel
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import checked_state, export_state, import_state
 from gemini.optim.state_format import StateFormat
@@ -37,7 +37,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
 
-        gpu_margin_mem_ratio: must be 0: DEVICE is CPU memory in this release.
+        gpu_margin_mem_ratio: must be 0: placement decides what stays on DEVICE, optimizer states included.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
             the model sees the same bits either way. Where all model data fits DEVICE, both values do the
@@ -68,13 +68,17 @@ class GeminiOptimizer(torch.optim.Optimizer):
     ) -> None:
         if gpu_margin_mem_ratio != 0.0:
             raise ConfigError(
-                f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: there is no GPU memory to keep optimizer "
-                f"states in; "
-                "leave it at 0 and raise device_bytes instead"
+                f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: optimizer states stay on DEVICE where "
+                "there is room, without a share of their own; leave it at 0 and raise device_bytes instead"
             )
         if not isinstance(optim, CPUAdam):
             raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
         _check_parameters(optim, model)
+        if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
+            raise ConfigError(
+                "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
+                "nvcc is on PATH (`gemini check` says how)"
+            )
         if optim.disk_fraction > 0 and model.manager.chunks.budgets.disk_dir is None:
             raise ConfigError(
                 "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "

@@ -33,7 +33,7 @@ def time_links(
         budgets = TierBudgets(largest, 0 if file else largest, largest if file else 0, disk_dir)
         memory = device.open([largest], budgets, file)
         window, place = memory.windows(largest)
-        stack.callback(memory.close, [(window, place)])
+        stack.callback(memory.close, [(window, place)], [])
         names = ("h2d", "d2h") if file is None else ("disk_read", "disk_write")
         seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for name in names for size in sizes}
         memory.map(window, zero=True)

@@ -120,11 +120,11 @@ def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: 
 
 @torch.no_grad()
 def read_values(slot: ManagedSlot, manager: GeminiManager) -> torch.Tensor:
-    """Return a copy of the parameter, of its fp32 master where it has one, in the parameter's own memory
-    layout."""
+    """Return a copy of the parameter in host memory, of its fp32 master where it has one, in the parameter's
+    own memory layout."""
     if not slot.group.has_master:
         with manager.operator(slot.param_ref.tensors):
-            return slot.param_view.clone()
+            return slot.param_view.to("cpu", copy=True)
     refresh_master(slot, manager)
     return read_state(slot, ChunkKind.MASTER, manager)
 
@@ -232,18 +232,19 @@ class _Adopted:
     param: nn.Parameter
     slot: ManagedSlot
     dtype: torch.dtype
+    device: torch.device
     hook: RemovableHandle | None
 
 
 def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
-    dtype = param.dtype
+    dtype, device = param.dtype, param.device
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
     values = _memory_order(slot, param.data)
     with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):  # whole: forward comes next
         slot.group.param.tensor[slot.start : slot.stop].copy_(values)
     _write_master(slot, slot.start, values, manager)
-    return _Adopted(param, slot, dtype, manage(param, slot))
+    return _Adopted(param, slot, dtype, device, manage(param, slot))
 
 
 def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
@@ -270,8 +271,8 @@ def _release_adopted(adopted: Sequence[_Adopted], manager: GeminiManager) -> Non
     all_read = True
     for entry in adopted:
         try:
-            values = read_values(entry.slot, manager).to(entry.dtype)
-        except GeminiError as error:
+            values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
+        except (GeminiError, torch.OutOfMemoryError) as error:
             logger.warning(
                 "parameter %r stays in its chunk, which cannot be read: %s", entry.slot.name, error
             )

@@ -106,6 +106,7 @@ def build_runtime(
             strict=config.strict_ddp_mode,
         )
     adopt_module(module, storage, manager)
+    device.settle()
     if manager.sharding is not None:
         for buffer in module.buffers():
             manager.sharding.agree_on(buffer)
@@ -206,7 +207,8 @@ def _capacity(
     """Return the budgets with defaults filled in."""
     host_bytes = config.host_bytes
     if host_bytes is None and device.has_own_memory:
-        host_bytes = min(size.total_bytes, default_budget_bytes())
+        # Page-locked memory is nobody else's: half of what is free.
+        host_bytes = min(size.total_bytes, default_budget_bytes() // 2)
     elif host_bytes is None:
         # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
         host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0

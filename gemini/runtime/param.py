@@ -349,4 +349,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradients,
     **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
+    # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
+    torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
 }

@@ -102,13 +102,16 @@ class Recorder:
             self._timer.close_period()
         accesses = _tuples(table.record())
         count = len(accesses)
+        non_model = self._collector.finish() if self._collector is not None else (0,) * count
+        if self._chunks.device.has_own_memory:
+            non_model = (max(non_model, default=0),) * count  # torch gives nothing back within a step
         recorded = Recorded(
             accesses=accesses,
             modes=tuple(table.record_modes()),
             frees=_tuples(table.record_frees()),
             phases=tuple(moment[0] for moment in self.log),
             seconds=tuple(self._timer.seconds) if self._timer is not None else (0.0,) * count,
-            non_model_bytes=self._collector.finish() if self._collector is not None else (0,) * count,
+            non_model_bytes=non_model,
         )
         self.stop()
         return recorded

@@ -207,6 +207,7 @@ TEST(GpuArena, OperatorsComeAfterWhateverUsedTheirMemoryBefore) {
   GpuWindow& first = *space.create(kChunkBytes);
   GpuWindow& second = *space.create(kChunkBytes);
   arena.map(first, true);
+  machine.finish();
   const GpuDriver::Stream other = machine.lanes->stream(Lane::kDeviceToHost);
   Gate gate(*machine.gpu, other);
   int64_t seen = -1;
@@ -230,7 +231,8 @@ TEST(GpuSpace, PoisonedWindowsReadNanUntilTheyAreGivenMemory) {
   arena.map(first, true);
   machine.increment(first, 0);
   arena.unmap(first, true);
-  space.poison();
+  space.poison(first);
+  space.poison(second);
   machine.increment(first, -1);  // all bits are one; what it leaves there is nobody's
   arena.map(second, true);
   machine.increment(second, 0);
@@ -277,7 +279,7 @@ TEST(SimulatedGpu, PunishesUnmappingWhatIsInUse) {
   gpu.fill(address, 0, kChunkBytes, stream);
   EXPECT_THROW(gpu.unmap(address, kChunkBytes), Error);
   gate.open();
-  const GpuDriver::Event event = gpu.create_event();
+  const GpuDriver::Event event = gpu.create_event(false);
   gpu.record(event, stream);
   gpu.await(event);
   gpu.unmap(address, kChunkBytes);
@@ -310,6 +312,8 @@ TEST_P(GpuDisk, WhatIsWrittenComesBack) {
   arena.map_incoming(window);
   await_report(engine, engine.read(window, nbytes, nbytes));
   machine.increment(window, 1);
+  arena.unmap(window, true);
+  arena.map_incoming(window);
   await_report(engine, engine.read(window, nbytes, 0));
   machine.increment(window, 2);
   machine.finish();
@@ -335,6 +339,8 @@ TEST(GpuEngine, FailedReadIsReportedAndTheNextOneWorks) {
   arena.map(window, true);
   machine.increment(window, 0);
   await_report(engine, engine.write(window, nbytes, 0));
+  arena.unmap(window, true);
+  arena.map_incoming(window);
   const uint64_t ticket = engine.read(window, nbytes, 0);
   ASSERT_TRUE(engine.wait_any(-1));
   const std::vector<TransferResult> results = engine.poll();

@@ -1,0 +1,154 @@
+"""What only a GPU does: several streams, an allocator that keeps what was freed, weights that cuDNN moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
+from torch import nn
+from training_harness import tight
+
+from gemini import _C, ConfigError, GeminiDDP
+from gemini.checkpoint import save_async
+from gemini.chunk import ChunkKind, ChunkManager, ChunkSpec, TierBudgets
+from gemini.chunk.gpu_memory import GpuMemory, SimulatedDevice
+from gemini.memstats import MemoryMonitor
+from gemini.offload.async_file import AsyncFile
+
+BLOCK = 2**16
+MIB = 2**20
+
+
+class TwoStreams(SimulatedDevice):
+    """A simulated GPU with two streams for operators, of which ``current`` is torch's current one."""
+
+    def __init__(self) -> None:
+        super().__init__(2**24, block_bytes=BLOCK, max_delay_us=20_000, seed=3)
+        self.streams = [_C.SimulatedStream(self._gpu) for _ in range(2)]
+        self.current = 0
+
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> GpuMemory:
+        """Reserve addresses, for operators of the current stream."""
+        return GpuMemory(self._gpu, self._follow_current, lambda: None, sizes, budgets, file)
+
+    def _follow_current(self) -> None:
+        self._gpu.follow(self.streams[self.current].handle)
+
+
+def test_operators_of_another_stream_come_after_the_copies_they_need() -> None:
+    gpu = TwoStreams()
+    specs = [ChunkSpec(ChunkKind.PARAM, BLOCK // 4, torch.float32, BLOCK)] * 2
+    chunks = ChunkManager(specs, TierBudgets(BLOCK, 4 * BLOCK), gpu)
+    tensors = [chunks.add_tensor(chunk) for chunk in chunks.chunks]
+
+    def operate(index: int, value: float | None) -> set[float]:
+        chunk = chunks.chunks[index]
+        chunks.acquire((tensors[index],), traced=False)
+        turn = gpu.streams[gpu.current].turn([(chunk.window.address, BLOCK)])
+        turn.wait()
+        if value is not None:
+            chunk.tensor.fill_(value)
+        seen = set(chunk.tensor.tolist())
+        turn.finish()
+        chunks.release((tensors[index],), dirty=value is not None)
+        return seen
+
+    operate(0, 1.0)
+    operate(1, 2.0)
+    # The first stream is made to wait for the chunk, the second one uses it.
+    chunks.acquire((tensors[0],), traced=False)
+    chunks.release((tensors[0],), dirty=False)
+    gpu.current = 1
+    assert operate(0, None) == {1.0}
+    gpu.current = 0
+    assert operate(1, None) == {2.0}
+    chunks.close()
+
+
+class CachingMonitor:
+    """The memory of an allocator that gives nothing back."""
+
+    method = "fake"
+    reserved_bytes = 0
+
+    def resident_bytes(self) -> int:
+        """Return what it had before the first step: nothing."""
+        return 0
+
+    def start_period(self) -> None:
+        """What is kept stays."""
+
+    def end_period(self) -> int:
+        """Return what is kept."""
+        return self.reserved_bytes
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class CachingDevice(SimulatedDevice):
+    """A simulated GPU whose operators take memory from an allocator that gives nothing back."""
+
+    def __init__(self) -> None:
+        super().__init__(2**26, block_bytes=BLOCK)
+        self.allocator = CachingMonitor()
+
+    def monitor(self) -> MemoryMonitor:
+        """Return the allocator's."""
+        return self.allocator
+
+
+class Activation(nn.Module):
+    """Takes 200 KiB more of the allocator in every layer of a forward pass."""
+
+    def __init__(self, gpu: CachingDevice, layer: int) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._live_bytes = (layer + 1) * MIB // 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``."""
+        self._gpu.allocator.reserved_bytes = max(self._gpu.allocator.reserved_bytes, self._live_bytes)
+        return x
+
+
+@pytest.mark.parametrize("evaluated_mib", [0, 3])
+def test_what_the_allocator_keeps_is_left_free_in_every_period(evaluated_mib: int) -> None:
+    gpu = CachingDevice()
+    layers = [each for i in range(20) for each in (nn.Linear(128, 128), Activation(gpu, i))]
+    budget = 7 * MIB  # 4 MiB are kept by the allocator, model data is 5 MiB
+    options = {"device_bytes": budget, "host_bytes": 32 * MIB, **SMALL_CHUNKS}
+    with GpuModel(nn.Sequential(*layers), device=gpu, **options) as model:
+        gpu.allocator.reserved_bytes = evaluated_mib * MIB
+        optimizer = optimizer_of(model)
+        for _ in range(6):
+            optimizer.backward(model(torch.ones(2, 128)).sum())
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(2, 128))
+        reserved = gpu.allocator.reserved_bytes
+        used = max(moment["device_bytes"] for moment in model.timeline())
+        assert used + reserved <= budget
+        assert model.stats()["h2d"]["bytes"] > 0
+
+
+def test_recurrent_weights_stay_in_their_chunks(tmp_path: Path) -> None:
+    with GeminiDDP(nn.LSTM(8, 8), **tight(tmp_path)) as model:
+        weights = list(model.parameters())
+        before = [weight.clone() for weight in weights]
+        # What nn.LSTM.flatten_parameters() calls on a GPU.
+        assert torch._cudnn_rnn_flatten_weight(weights, 4, 8, 2, 8, 0, 1, False, False) is None
+        assert all(model.manager.in_windows(weight.data_ptr()) for weight in weights)
+        assert all(map(torch.equal, weights, before))
+
+
+def test_an_asynchronous_save_of_a_gpu_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    gpu = simulated()
+    with GpuModel(network(), device=gpu, non_model_bytes=0, **SMALL_CHUNKS) as model:
+        optimizer = optimizer_of(model)
+        train(model, optimizer, gpu.torch_device, range(1))
+        with pytest.raises(ConfigError, match=r"use save\(\)"):
+            save_async(tmp_path / "saved", model, optimizer)
