@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from gemini import device
 from gemini.bench import adam_ours as ours
 from gemini.bench.adam_measure import Settings, require_memory
 from gemini.bench.adam_peers import HYPER, SAMPLE_NUMEL, TORCH, fp32_contender, torch_peer
-from gemini.bench.paired import Contender, Timings, require_same_job, run_paired, spread_row
+from gemini.bench.paired import Contender, Timings, require_same_job, run_paired, spread_row, wall_seconds
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini.errors import ConfigError
@@ -85,9 +86,13 @@ def fp32(options: dict[str, Any]) -> dict[str, Any]:
         fp32_contender(torch_peer(), *_start(numel, torch.float32)),
     ]
     contenders = [_copy_contender(numel), *same, *(_fused_contender(layout, numel) for layout in _SPLIT)]
-    found = run_paired(contenders, options["repeats"], synchronize=lambda: device.synchronize(_DEVICE))
+    found = run_paired(contenders, options["repeats"], timed=_until_done)
     require_same_job(same, _TOLERANCE)
     return {**found, "gpu": device.cuda_name(_DEVICE), "cuda": torch.version.cuda}
+
+
+def _until_done(run: Callable[[], object]) -> float:
+    return wall_seconds(run, lambda: device.synchronize(_DEVICE))
 
 
 def _start(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

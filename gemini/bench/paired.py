@@ -27,18 +27,32 @@ class Contender:
     """Something to time. ``nbytes``: what one run must move at least.
 
     ``sample``: some of what the runs so far have computed; those of contenders that do the same job agree.
+    ``prepare``: what comes before every run, in nobody's time.
     """
 
     name: str
     run: Callable[[], object]
     nbytes: float
     sample: Callable[[], Tensor] | None = None
+    prepare: Callable[[], object] = lambda: None
+
+
+def wall_seconds(run: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> float:
+    """Return the seconds until ``run``, and what ``synchronize`` waits for, are done."""
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def run_paired(
-    contenders: Sequence[Contender], repeats: int, *, synchronize: Callable[[], None] = lambda: None
+    contenders: Sequence[Contender],
+    repeats: int,
+    *,
+    timed: Callable[[Callable[[], object]], float] = wall_seconds,
 ) -> dict[str, Any]:
-    """Run every contender once per round and return the seconds of each, as plain data.
+    """Run every contender once per round and return the seconds of each, as plain data; ``timed`` runs one
+    and returns them.
 
     ``cores``: processor time over time, to see that a setting for the number of threads was honoured.
     """
@@ -46,11 +60,10 @@ def run_paired(
     cores: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(WARMUP_ROUNDS + repeats):
         for contender in in_turn(contenders, number):
+            contender.prepare()
             time.sleep(PAUSE_SECONDS)
-            busy, start = time.process_time(), time.perf_counter()
-            contender.run()
-            synchronize()
-            elapsed = time.perf_counter() - start
+            busy = time.process_time()
+            elapsed = timed(contender.run)
             if number >= WARMUP_ROUNDS:
                 seconds[contender.name].append(elapsed)
                 cores[contender.name].append((time.process_time() - busy) / elapsed)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from torch import Tensor, nn
 from gemini import _C
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
+from gemini.chunk import CPU
 from gemini.ddp import GeminiDDP
 from gemini.errors import StateError
-from gemini.optim import CPUAdam, GeminiOptimizer
+from gemini.optim import GeminiOptimizer, HybridAdam
 
 CORE_TARGET_US = 2.0
 INTERCEPTED_TARGET_US = 10.0
+ROOM: Mapping[str, Any] = MappingProxyType({"device_bytes": "64MiB", "non_model_bytes": 0})  # for all of it
 _SIDE = 8
 _PAGE_BYTES = 4096
-_OPERATORS = "F.linear on 8x8 tensors with weight and bias, every layer its own"
+_KINDS = ("plain", "managed")
+_PARTS = ("forward", "both")
+OPERATORS = "F.linear on 8x8 tensors with weight and bias, every layer its own"
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def run(session: Session) -> CaseResult:
         Row("of which three calls that do nothing", core["empty_calls_us"], "us"),
         Row("with prefetch and usages, as on the traced path", core["traced_us"], "us"),
     ]
-    measured: dict[str, Any] = {"core": core, "operators": _OPERATORS}
+    measured: dict[str, Any] = {"core": core, "operators": OPERATORS}
     for path in ("resident", "traced"):
         session.progress(f"preop: operators, {path}")
         options = {**settings, "path": path}
@@ -169,26 +174,44 @@ class _Probe(nn.Module):
 
 
 def operators(options: dict[str, Any]) -> dict[str, Any]:
-    """Time forward, and forward and backward, of a plain and a managed chain, in turns, on one thread.
+    """Time operators as :func:`time_operators` on the CPU; the shortest times count.
 
     ``options["path"]``: ``"resident"``, where operators skip their PreOp because nothing can be evicted, or
     ``"traced"``, where everything is on DEVICE too but every operator goes through its PreOp.
+    """
+    options = dict(options)
+    path = options.pop("path")
+    found = time_operators(Settings(**options), path, _manage, CPU.torch_device)
+    return {**found, **{kind: {part: min(found[kind][part]) for part in _PARTS} for kind in _KINDS}}
+
+
+def time_operators(
+    settings: Settings,
+    path: str,
+    manage: Callable[[nn.Module], GeminiDDP],
+    where: torch.device,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Time forward, and forward and backward, of a plain and a managed chain, in turns, on one thread; only
+    what this thread does: the device may go on behind it.
+
+    ``path`` as of :func:`operators`; ``manage`` wraps a chain, ``where`` has its tensors.
 
     Raises:
         StateError: not everything was on DEVICE.
     """
-    options = dict(options)
-    path = options.pop("path")
-    settings = Settings(**options)
     torch.set_num_threads(1)
-    plain, managed = _Probe(settings.layers), _Probe(settings.layers)
-    model = _manage(managed)
-    optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
-    x = torch.randn(_SIDE, _SIDE)
-    best = {kind: {"forward": float("inf"), "both": float("inf")} for kind in ("plain", "managed")}
+    plain, managed = _Probe(settings.layers).to(where), _Probe(settings.layers)
+    model = manage(managed)
+    optimizer = GeminiOptimizer(HybridAdam(model.parameters()), model)
+    x = torch.randn(_SIDE, _SIDE, device=where)
+    seconds: dict[str, dict[str, list[float]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
     timeline, traced_steps = model.manager.timeline(), 0
     for index in range(settings.warmup_steps + settings.repeats):
-        times = {"plain": _pass(plain, plain, x), "managed": _pass(model, managed, x)}
+        times = {}
+        for kind, called, probe in (("plain", plain, plain), ("managed", model, managed)):
+            synchronize()  # with room in the device's queue this thread waits for nothing
+            times[kind] = _pass(called, probe, x)
         plain.zero_grad()
         optimizer.step()
         traced_steps += model.manager.timeline() is not timeline  # a traced step leaves a new one
@@ -198,15 +221,15 @@ def operators(options: dict[str, Any]) -> dict[str, Any]:
         # Without this the next step would skip its PreOps.
         model.manager.resident = path == "resident"
         if index >= settings.warmup_steps:
-            for kind, (forward, both) in times.items():
-                best[kind]["forward"] = min(best[kind]["forward"], forward)
-                best[kind]["both"] = min(best[kind]["both"], both)
+            for kind, parts in times.items():
+                for part, elapsed in zip(_PARTS, parts, strict=True):
+                    seconds[kind][part].append(elapsed)
     trace = model.memstats()
     assert trace is not None
     preops = sum(phase != "optimizer" for phase in trace.phases)
     stats = model.stats()
     return {
-        **best,
+        **seconds,
         "layers": settings.layers,
         "preops_per_operator": preops / settings.layers,
         "device_bytes": stats["device"]["budget_bytes"],
@@ -224,9 +247,8 @@ def _pass(model: nn.Module, probe: _Probe, x: Tensor) -> tuple[float, float]:
     return forward, forward + time.perf_counter() - start
 
 
-def _manage(probe: _Probe) -> GeminiDDP:
-    """Wrap the chain with room for everything."""
-    return GeminiDDP(probe, device_bytes="64MiB", non_model_bytes=0)
+def _manage(probe: nn.Module) -> GeminiDDP:
+    return GeminiDDP(probe, CPU.torch_device, **ROOM)
 
 
 TASKS = {"core": core, "operators": operators}
