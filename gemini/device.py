@@ -3,7 +3,7 @@ knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,6 +123,39 @@ def release_cache(device: torch.device) -> None:
     """Have torch's allocator give back what it keeps for later."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
+
+
+def stream_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Return how long a CUDA device took for what ``run`` gives to this thread's stream or has it wait for,
+    from an idle device on. Waits for its end."""
+    stream = torch.cuda.current_stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize(device)
+    begin.record(stream)
+    run()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class SideStreams:
+    """Streams of a CUDA device beside that of this thread's operators."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+
+    def copy(self, jobs: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy, for each (stream, destination, source), without waiting: after what this thread's stream was
+        given so far and before what it is given from now on."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            stream.wait_stream(current)
+        for index, destination, source in jobs:
+            with torch.cuda.stream(self._streams[index]):
+                destination.copy_(source, non_blocking=True)
+        for stream in self._streams:
+            current.wait_stream(stream)
 
 
 def gpu_generator_states() -> list[bytes]:

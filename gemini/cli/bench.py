@@ -9,6 +9,7 @@ from typing import Any
 
 from gemini.cli.bench_checkpoint import add_checkpoint
 from gemini.cli.bench_disk import add_io, add_nvme
+from gemini.cli.bench_gpu import add_gpu
 from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini.cli.bench_placement import add_placement
 from gemini.cli.bench_zero import add_zero
@@ -78,6 +79,7 @@ def add_parser(subparsers: Any) -> None:
     add_placement(kinds)
     add_checkpoint(kinds)
     add_zero(kinds)
+    add_gpu(kinds)
 
 
 def _add_runtime(kinds: Any) -> None:

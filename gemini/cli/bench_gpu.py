@@ -1,0 +1,71 @@
+"""``gemini bench gpu``: the command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gemini.cli.bench_output import EXIT_CODES, add_common, check_paths, command, progress, publish
+
+HELP = f"""\
+cases:
+  copies     chunks of 32 and 64 MiB between HOST and DEVICE through the runtime's engine, each direction and
+             both at once: share of what torch gets out of page-locked memory on streams of its own
+  resident   a LLaMA-like model of 1.3 billion parameters in bf16, everything on DEVICE: step time and peak
+             of the GPU's memory against plain torch with fp32 masters and fused AdamW
+  offload    the same model with 40 % of its model data on DEVICE, the rest on HOST, norm clipped: step time
+             against the longer of computing (the same model, resident) and what the bytes take on the links
+  preop      what one PreOp takes of the host's time, around a small operator
+
+Contenders live in one process and take alternating turns. A figure is the median over the turns, with the
+lowest and highest; a ratio is the median of the ratios within the turns. Copies are timed by the GPU's own
+events, steps from an idle GPU to an idle GPU. Where memory is short the models have fewer layers; the first
+row says how many parameters that leaves.
+
+examples:
+  gemini bench gpu --out benchmarks/results/gpu.json
+  gemini bench gpu --only copies
+  gemini bench gpu --quick                     on a GPU, everything tiny: do the cases run at all?
+  gemini bench gpu --simulated --json          the same without a GPU: on one simulated in host memory
+
+{EXIT_CODES.format(tiny="with --quick or --simulated")}
+Measure on a machine that does nothing else. A full run takes about 10 minutes, 70 GB of the GPU's memory and
+30 GB of the host's, of which most is page-locked; with less, models are smaller.
+"""
+
+
+def add_gpu(kinds: Any) -> None:
+    """Add ``gemini bench gpu`` to ``kinds``."""
+    parser = kinds.add_parser(
+        "gpu",
+        help="the runtime on a GPU: copies, resident and offloaded steps, PreOps",
+        description="Measure the runtime on the current CUDA GPU, every case in processes of its own.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny settings: see that every case runs, no figures"
+    )
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="on a GPU simulated in host memory, with tiny settings: see that every case runs; nothing is "
+        "judged",
+    )
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cases of ``gemini bench gpu``, print the record, and return the exit code."""
+    from gemini.bench import gpu
+    from gemini.bench.gpu_device import CUDA, SIMULATED
+    from gemini.bench.session import Session
+
+    device = SIMULATED if options.simulated else CUDA
+    names = gpu.chosen(options.only, device)
+    check_paths(Path(), options.out)
+    quick = options.quick or options.simulated
+    session = Session(disk_dir=Path().resolve(), quick=quick, progress=progress())
+    return publish(gpu.run(session, device, names, command()), options)
