@@ -15,8 +15,9 @@ Build, test and benchmark everything that needs a GPU.
 
   scripts/gpu_check.sh [--quick] [--out FOLDER]
 
-  --quick        1 million parameters in the benchmark instead of 1 billion: does it run? No figures.
-  --out FOLDER   where gpu_<name>_<date>.json goes (default: benchmarks/results)
+  --quick        everything tiny in the benchmarks: do they run? No figures.
+  --out FOLDER   where gpu_<name>_<date>.json (Adam) and gpu_<name>_<date>_runtime.json go
+                 (default: benchmarks/results)
 
 environment:
   PYTHON                     the interpreter to start from (default python3)
@@ -33,11 +34,12 @@ END
 say() { printf '[gpu_check] %s\n' "$*" >&2; }
 
 quick=()
+tiny=()
 results=$ROOT/benchmarks/results
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    --quick) quick=(--numel 1M --repeats 3) ;;
+    --quick) quick=(--numel 1M --repeats 3); tiny=(--quick) ;;
     --out) [ $# -ge 2 ] || { usage >&2; exit 2; }; results=$(realpath -m "$2"); shift ;;
     *) usage >&2; exit 2 ;;
   esac
@@ -94,7 +96,7 @@ finish() {
   printf '  %s\n' "${summary[@]}" >&2
   [ "$failures" -eq 0 ] || { say "$failures failed; all output is in ${LOG#"$ROOT"/}"; exit 1; }
   [ "$left_out" -eq 0 ] || { say "$left_out left out, the others passed: this is not a full check"; exit 1; }
-  say "all passed${result:+; result: $result}"
+  say "all passed${result:+; results: ${result%.json}*.json}"
   exit 0
 }
 
@@ -137,7 +139,9 @@ gpu_tests() {
   if grep -q '^SKIPPED' "$report"; then echo "skipped tests that should have run"; return 1; fi
 }
 
-bench() { "$python" -m gemini.cli.main bench adam --device cuda --out "$result" ${quick[@]+"${quick[@]}"}; }
+bench_adam() { "$python" -m gemini.cli.main bench adam --device cuda --out "$result" ${quick[@]+"${quick[@]}"}; }
+
+bench_runtime() { "$python" -m gemini.cli.main bench gpu --out "${result%.json}_runtime.json" ${tiny[@]+"${tiny[@]}"}; }
 
 if [ "${GEMINI_CHECK_VENV:-}" = system ]; then
   python=$(command -v "${PYTHON:-python3}") || { say "no ${PYTHON:-python3} on PATH"; exit 2; }
@@ -158,5 +162,6 @@ stage "the build has the CUDA kernel" kernel_is_built
 stage "gemini check" "$python" -m gemini.cli.main check
 stage "C++ tests" cpp_tests
 stage "GPU tests" gpu_tests
-stage "gemini bench adam --device cuda" bench
+stage "gemini bench adam --device cuda" bench_adam
+stage "gemini bench gpu" bench_runtime
 finish
