@@ -199,6 +199,7 @@ def _build(place: Path) -> tuple[GeminiDDP, GeminiAdamOptimizer]:
     layers = [nn.Linear(48, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 48)]
     model = GeminiDDP(
         nn.Sequential(*layers, nn.LayerNorm(48), nn.Linear(48, 9)),
+        "cpu",
         placement_policy="cpu",
         mixed_precision="bf16",
         device_bytes=160 * _KIB,

@@ -106,7 +106,7 @@ def _build(options: dict[str, Any]) -> tuple[Settings, Path, GeminiDDP, GeminiAd
     with init_on("meta"):
         layers = (nn.Linear(settings.hidden, settings.hidden, bias=False) for _ in range(settings.layers))
         module = nn.Sequential(*layers)
-    model = GeminiDDP(module)
+    model = GeminiDDP(module, "cpu")
     return settings, place, model, GeminiAdamOptimizer(model, lr=1e-4)
 
 

@@ -164,7 +164,7 @@ def _timed_step(wrapped: Wrapped, batch: Batch) -> tuple[float, list[float]]:
 
 
 def _managed(module: nn.Module, _world: int, **options: Any) -> Wrapped:
-    model = GeminiDDP(module, **options)
+    model = GeminiDDP(module, "cpu", **options)
     optimizer = GeminiOptimizer(CPUAdam(model.parameters(), lr=_LEARNING_RATE), model)
     return Wrapped(model, optimizer, optimizer.backward, model.close)
 

@@ -82,7 +82,7 @@ def count(options: dict[str, Any]) -> dict[str, Any]:
     settings = Settings(**{**values, "model": GPTConfig(**values["model"])})
     with rank_of(options) as rank:
         torch.manual_seed(rank)
-        model = GeminiDDP(GPT(settings.model), gather_bytes=1)
+        model = GeminiDDP(GPT(settings.model), "cpu", gather_bytes=1)
         optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
         tokens = torch.randint(settings.model.vocab, (1, settings.seq + 1))
         before = (0, 0, 0)

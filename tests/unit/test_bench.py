@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from gemini.bench import endurance, largest, offload, preop, resident, runtime
@@ -112,6 +113,13 @@ def test_trainees_compute_the_same_losses(keep_gradients: bool, tmp_path: Path) 
     finally:
         managed.close()
     assert losses == train(PlainTrainee(TINY, keep_gradients=keep_gradients), batches)
+
+
+def test_a_gpu_changes_nothing_for_what_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini.device.current_device", lambda: torch.device("cuda", 0))
+    managed = ManagedTrainee(TINY)
+    assert managed.model.device.torch_device.type == "cpu"
+    managed.close()
 
 
 def test_batches_longer_than_the_model_are_refused() -> None:
