@@ -96,7 +96,7 @@ def test_a_byte_that_is_lost_on_the_way_fails_the_copies() -> None:
     chunks.stand(on_device=False)
     with pytest.raises(StateError, match="chunk 1 of 65536 bytes"):
         chunks.require_intact()
-    memory.close(chunks.places)
+    memory.close(chunks.places, [])
 
 
 @pytest.mark.parametrize("layers", [1, 3])
