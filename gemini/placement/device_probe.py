@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
+from typing import Any
 
 from gemini.chunk import ComputeDevice, TierBudgets
 from gemini.chunk.memory import AnyMemory
@@ -32,18 +35,16 @@ def time_links(
         file = stack.enter_context(AsyncFile(disk_dir, largest)) if disk_dir is not None else None
         budgets = TierBudgets(largest, 0 if file else largest, largest if file else 0, disk_dir)
         memory = device.open([largest], budgets, file)
-        window, place = memory.windows(largest)
-        stack.callback(memory.close, [(window, place)], [])
+        window, place = pair = memory.windows(largest)
+        stack.callback(memory.close, [pair], [])
         names = ("h2d", "d2h") if file is None else ("disk_read", "disk_write")
         seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for name in names for size in sizes}
         memory.map(window, zero=True)
         for _ in range(rounds):
             for size in sizes:
-                out = memory.spill(window, size, 0) if place is None else memory.evict(place, window, size)
-                seconds[names[1], size].append(_finish(memory, names[1], out))
+                seconds[names[1], size].append(_timed(memory, names[1], partial(_leave, memory, pair, size)))
                 memory.unmap(window, park=True)
-                back = memory.load(window, size, 0) if place is None else memory.fetch(window, place, size)
-                seconds[names[0], size].append(_finish(memory, names[0], back))
+                seconds[names[0], size].append(_timed(memory, names[0], partial(_return, memory, pair, size)))
                 if place is not None:
                     memory.unmap_host(place)
         small, large = sizes
@@ -53,9 +54,20 @@ def time_links(
         }
 
 
-def _finish(memory: AnyMemory, link: str, ticket: int) -> float:
-    """Wait for the one transfer under way; return how long the link was busy with it."""
+def _leave(memory: AnyMemory, pair: tuple[Any, Any], nbytes: int) -> int:
+    window, place = pair
+    return memory.spill(window, nbytes, 0) if place is None else memory.evict(place, window, nbytes)
+
+
+def _return(memory: AnyMemory, pair: tuple[Any, Any], nbytes: int) -> int:
+    window, place = pair
+    return memory.load(window, nbytes, 0) if place is None else memory.fetch(window, place, nbytes)
+
+
+def _timed(memory: AnyMemory, link: str, start: Callable[[], int]) -> float:
+    """Start a transfer and wait for it; return how long the link was busy with it."""
     before = memory.link_stats()[link]
+    ticket = start()
     while memory.num_in_flight:
         memory.wait_any(_WAIT_SECONDS)
         for done in memory.poll():
