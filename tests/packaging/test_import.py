@@ -16,7 +16,7 @@ import pytest
 import gemini
 from gemini import _C
 
-STUB = Path(gemini.__file__).with_name("_C.pyi")
+STUBS = [Path(gemini.__file__).with_name(name) for name in ("_C.pyi", "_C_gpu.pyi")]
 # Each costs a noticeable part of a second or of a small machine's memory, and is needed by one command only.
 HEAVY = {"rich", "scipy", "matplotlib", "safetensors", "torch.distributed.fsdp", "torch.distributed.tensor"}
 
@@ -51,7 +51,7 @@ def test_package_extension_and_distribution_have_the_same_version() -> None:
 
 # --- the stub: the same names, members and argument names as the extension ---
 
-STUB_BODY = ast.parse(STUB.read_text()).body
+STUB_BODY = [node for stub in STUBS for node in ast.parse(stub.read_text()).body]
 CLASSES = [n for n in STUB_BODY if isinstance(n, ast.ClassDef) and not n.name.endswith("Info")]
 FUNCTIONS = [n for n in STUB_BODY if isinstance(n, ast.FunctionDef)]
 METHODS = [(c, n) for c in CLASSES for n in c.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
