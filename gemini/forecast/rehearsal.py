@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from gemini.chunk import (
     TensorIds,
     TierBudgets,
 )
+from gemini.chunk.memory import AnyMemory
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.attention import AttentionOfCpu
@@ -118,6 +119,19 @@ class _MetaChunk(Chunk):
         self.tensor = torch.empty(spec.numel, dtype=spec.dtype, device="meta")
 
 
+class _Nowhere:
+    """Memory of chunks that hold nothing: all that operators ask of it."""
+
+    def follow(self) -> None:
+        """Do nothing."""
+
+    def stall_seconds(self) -> float:
+        return 0.0
+
+    def address_range(self) -> tuple[int, int]:
+        return 0, 0
+
+
 class _MetaChunks(ChunkManager):
     """The chunk table, with room for everything, over chunks without memory.
 
@@ -129,6 +143,7 @@ class _MetaChunks(ChunkManager):
         self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
         self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
         self.device = CPU
+        self._memory = cast(AnyMemory, _Nowhere())
         self._waited_s = 0.0
         self.observer = None
         self.park_limit_bytes = _UNLIMITED
@@ -141,13 +156,6 @@ class _MetaChunks(ChunkManager):
         if traced:
             self._meter.open_period()
         super().acquire(tensors, traced=traced)
-
-    @property
-    def stall_seconds(self) -> float:
-        return 0.0
-
-    def address_range(self) -> tuple[int, int]:
-        return 0, 0
 
     def link_stats(self) -> dict[str, dict[str, float]]:
         return {link: {"bytes": 0, "seconds": 0.0} for link in ("h2d", "d2h", "disk_read", "disk_write")}
