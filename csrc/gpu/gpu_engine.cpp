@@ -7,14 +7,10 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/steady_clock.h"
 
 namespace gemini {
 namespace {
-
-double now_s() {
-  const auto time = std::chrono::steady_clock::now().time_since_epoch();
-  return static_cast<double>(std::chrono::nanoseconds(time).count()) / 1e9;
-}
 
 GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(address); }
 
@@ -89,7 +85,7 @@ GpuEngine::Ticket GpuEngine::start_copy(Lane lane, GpuAddress dst, GpuAddress sr
   dst_uses.note(lane, end);
   src_uses.note(lane, end);
   const Link link = lane == Lane::kHostToDevice ? Link::kHostToDevice : Link::kDeviceToHost;
-  copies_.push_back({ticket, link, nbytes, std::move(begin), end, now_s(), false});
+  copies_.push_back({ticket, link, nbytes, std::move(begin), end, now_seconds(), false});
   ++num_unreported_copies_;
   return ticket;
 }
@@ -144,7 +140,7 @@ void GpuEngine::count(const Copy& copy) {
   stats.seconds += seconds;
   ++stats.transfers;
   if (copy.reported) return;
-  const double end_s = now_s();
+  const double end_s = now_seconds();
   results_.push_back(
       {copy.ticket, true, 0, "", 0, "", std::max(copy.submitted_s, end_s - seconds), end_s});
   --num_unreported_copies_;
@@ -184,7 +180,7 @@ bool GpuEngine::wait_any(double timeout_s) {
     stalls_.push_back({std::move(begin), lanes_->mark(Lane::kCompute)});
     next->reported = true;
     --num_unreported_copies_;
-    results_.push_back({next->ticket, true, 0, "", 0, "", next->submitted_s, now_s()});
+    results_.push_back({next->ticket, true, 0, "", 0, "", next->submitted_s, now_seconds()});
     return true;
   }
   std::unique_lock lock(staged_.mutex);

@@ -1,20 +1,15 @@
 #include "gpu/staged_link.h"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <utility>
 
 #include "aio/worker_thread.h"
 #include "common/error.h"
+#include "common/steady_clock.h"
 
 namespace gemini {
 namespace {
-
-double now_s() {
-  const auto time = std::chrono::steady_clock::now().time_since_epoch();
-  return static_cast<double>(std::chrono::nanoseconds(time).count()) / 1e9;
-}
 
 GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(address); }
 
@@ -74,7 +69,7 @@ void StagedLink::work() {
     jobs_.pop_front();
     lock.unlock();
     TransferResult result{job.ticket, true, 0, "", 0, ""};
-    result.begin_s = now_s();
+    result.begin_s = now_seconds();
     try {
       transfer(job);
     } catch (const IoError& error) {
@@ -83,7 +78,7 @@ void StagedLink::work() {
     } catch (const std::exception& error) {
       result = {job.ticket, false, 0, file_.path(), job.offset, error.what(), result.begin_s};
     }
-    result.end_s = now_s();
+    result.end_s = now_seconds();
     report_(job, std::move(result));
     lock.lock();
   }

@@ -13,6 +13,7 @@
 
 #include "aio/worker_thread.h"
 #include "common/error.h"
+#include "common/steady_clock.h"
 
 namespace gemini {
 namespace {
@@ -27,12 +28,7 @@ constexpr int64_t kAheadBytes = 16 << 20;
 constexpr std::array kLinks = {Link::kHostToDevice, Link::kDeviceToHost, Link::kDiskRead,
                                Link::kDiskWrite};
 
-using Clock = std::chrono::steady_clock;
-
-// As Python makes seconds of nanoseconds, so that equal times stay equal.
-double seconds(Clock::time_point time) {
-  return static_cast<double>(std::chrono::nanoseconds(time.time_since_epoch()).count()) / 1e9;
-}
+using Clock = SteadyClock;
 
 bool is_disk(Link link) { return link == Link::kDiskRead || link == Link::kDiskWrite; }
 
