@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch._C import _DisableFuncTorch as OutsideTransforms
 
 from gemini.chunk import ChunkKind
 from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
@@ -108,7 +109,8 @@ class ChunkUpdate:
             OutOfBudgetError, IoError: a chunk could not be had. Pieces updated so far stay updated; calling
                 again goes on with the others.
         """
-        self._run(self._manager.late_operator)
+        with OutsideTransforms():  # of torch.func, in which what needs it may be
+            self._run(self._manager.late_operator)
 
     def _run(self, operator: _Operator) -> None:
         if self._rewritten is None:

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch._C import _DisableFuncTorch as OutsideTransforms
+from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
+from gemini.runtime.nested import map_tensors
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -134,6 +137,8 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
             "list, tuple or dict; pass the parameters themselves, or a list of them"
         )
+    if in_transform() is not None:
+        return _operate_on_copies(func, args, kwargs)
     if func in ALIASING_FUNCTIONS:
         with PlainTensors():
             out = func(*args, **kwargs)
@@ -193,6 +198,34 @@ def _operate_across(
                 pins = tuple([operand._ref.tensors[0] for operand in share])
                 hook_backward(out, first_node, manager, pins, (args, kwargs))
         return _adopt(out, operands)
+
+
+def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator within a transform of ``torch.func``, whose levels each have a graph of their own, on
+    copies of its managed operands: graphs then keep nothing that would have to be brought back.
+
+    Raises:
+        ConfigError: it wrote to a copy, where it meant the parameter.
+    """
+    copies: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in _MANAGED:
+            return tensor
+        # Outside the transform, whose levels take the copy for one that they captured.
+        with PlainTensors(), OutsideTransforms(), _pinned(tensor._ref.manager, [tensor]):  # type: ignore[attr-defined]
+            copies.append(torch.clone(tensor))
+        return copies[-1]
+
+    args, kwargs = map_tensors((args, kwargs), copied)
+    versions = [copy._version for copy in copies]
+    out = func(*args, **kwargs)
+    if [copy._version for copy in copies] != versions:
+        raise ConfigError(
+            f"{getattr(func, '__name__', func)}() writes to a managed parameter within a transform of "
+            "torch.func; write to it before or after"
+        )
+    return out
 
 
 @contextmanager
