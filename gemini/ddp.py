@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.placement import PlacementPolicy, PlanReport
-from gemini.runtime import GeminiManager, ManagedTensor, ModelStorage
+from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
@@ -126,6 +127,7 @@ class GeminiDDP(nn.Module):
             self.config = agreed(self.config, self.peers)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
+        self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
         self._times_given_up = 0
         place_buffers(module, self.device.torch_device, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
@@ -201,13 +203,21 @@ class GeminiDDP(nn.Module):
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it."""
         self._times_given_up += 1
+        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
+        for param in self.module.parameters():
+            if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
+                param.grad = None if set_to_none else param.grad.zero_()
+
+    def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
+        """Do as :meth:`zero_grad` for some parameters; over ranks all of them."""
         self.manager.recover()
         if self.manager.sharding is not None:
             self.manager.sharding.forget_gradients(keep=not set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
             for param in self.module.parameters():
-                param.grad = None
-        for slot in self.storage.slots.values():
+                if type(param) is ManagedParameter:
+                    param.grad = None
+        for slot in slots:
             if set_to_none:
                 slot.free_grad()
             elif slot.grad is not None:

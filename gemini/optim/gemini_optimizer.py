@@ -92,6 +92,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
+        self._join_others()
         self.overlap = overlap
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -117,8 +118,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.model.backward(loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients."""
-        self.model.zero_grad(set_to_none)
+        """Give up the gradients, but for those that another optimizer of the model updates."""
+        self._give_up_gradients(set_to_none=set_to_none)
         self._forget_scale()
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
@@ -176,7 +177,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
         if not overflowed:
             self._update()
-        self.model.zero_grad()
+        self._give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self._forget_scale()
@@ -244,6 +245,34 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Say that weights and states have been loaded since an update or a load failed."""
         self._completeness.clear()
         self._forget_scale()
+
+    def _join_others(self) -> None:
+        """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
+        several = any(self.slots.isdisjoint(optimizer.slots) for optimizer in self.model.optimizers)
+        if several and self.model.manager.sharding is not None:
+            raise ConfigError(
+                "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
+                "and given up together; put the parameters into groups of one optimizer"
+            )
+        if several and self.model.config.precision == torch.float16:
+            raise ConfigError(
+                "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
+                "put the parameters into groups of one optimizer"
+            )
+        self.model.optimizers.add(self)
+
+    @property
+    def slots(self) -> set[ManagedSlot]:
+        """The parameters that this optimizer updates."""
+        return {param._slot for group in self.param_groups for param in group["params"]}
+
+    def _give_up_gradients(self, *, set_to_none: bool) -> None:
+        others: set[ManagedSlot] = set()
+        for optimizer in self.model.optimizers:
+            others |= optimizer.slots
+        others -= self.slots
+        slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
+        self.model.give_up_gradients(slots, set_to_none=set_to_none)
 
     def _start_clipping(self) -> None:
         """Take the loss scale out of gradients that are clipped for the first time."""
