@@ -158,8 +158,10 @@ def settings_from(options: argparse.Namespace) -> Any:
     device_bytes = _first(
         options.device_bytes, machine.device_bytes, default_budget_bytes() if here else None
     )
-    if not device_bytes:
+    if device_bytes is None:
         raise ConfigError(f"{options.machine} has no device_bytes; add them, or give --device-bytes")
+    if device_bytes <= 0:
+        raise ConfigError(f"device_bytes is {device_bytes}; DEVICE must hold something")
     disk_bytes = _first(options.disk_bytes, machine.disk_bytes)
     has_disk = options.disk_dir is not None or bool(disk_bytes)
     host_bytes = _first(options.host_bytes, machine.host_bytes, 0)

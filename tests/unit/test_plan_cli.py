@@ -84,6 +84,11 @@ def test_what_does_not_fit_is_exit_code_one_and_says_why(
     assert "device_bytes" in found["obstacles"][0]
 
 
+def test_a_device_of_nothing_is_refused(described: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", GPT, *described, "--device-bytes", "0"]) == 2
+    assert "device_bytes is 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device_bytes", ["300KiB", "2MiB", "1GiB"])
 def test_people_get_the_verdict_in_words(
     device_bytes: str, described: list[str], capsys: pytest.CaptureFixture[str]
