@@ -25,8 +25,15 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter once, by its first name, in initialization order.
 
     Raises:
-        ConfigError: a parameter cannot be managed (not floating point, not strided, or managed already).
+        ConfigError: a parameter cannot be managed (not floating point, not strided, managed already, or used
+            by scripted code).
     """
+    for name, owner in module.named_modules():
+        if isinstance(owner, torch.jit.ScriptModule) and next(owner.parameters(), None) is not None:
+            raise ConfigError(
+                f"submodule {name or 'the model itself'!r} is scripted: operators of TorchScript use its "
+                "parameters unseen; give the module from before torch.jit.script or torch.jit.trace"
+            )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             raise ConfigError(f"parameter {name!r} is managed already; unwrap its model or build a new one")

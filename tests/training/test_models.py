@@ -147,6 +147,16 @@ def test_a_parameter_that_cannot_be_managed_is_refused_by_name(param: Tensor) ->
     assert type(module.weight) is nn.Parameter
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_submodule_is_refused_by_name_if_it_has_parameters() -> None:
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match="'1' is scripted"):
+        GeminiDDP(scripted)
+    assert type(scripted[0].weight) is nn.Parameter
+    with GeminiDDP(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))) as model:
+        assert model(torch.ones(4)).min() >= 0
+
+
 def test_a_model_without_parameters_can_be_wrapped() -> None:
     with GeminiDDP(nn.Sequential(nn.ReLU())) as model:
         assert model(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
