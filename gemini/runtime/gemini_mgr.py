@@ -251,10 +251,10 @@ class GeminiManager:
                 self._abandon()
             if self.observer is not None:
                 self.observer.step_begins(self.step + 1)
-            self._in_step = True
             self._order.begin(self.pending.all())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
+            self._in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
         self._following = self._order if training and self._in_step else None
         self.phase = FORWARD
         try:

@@ -97,6 +97,22 @@ def test_the_step_after_an_interrupted_one_is_exact(
     assert_weights(weights(model), want)
 
 
+def test_a_step_interrupted_as_it_begins_can_be_repeated(tmp_path: Path) -> None:
+    want_losses, want = undisturbed(3)
+    for number in range(1, 40):
+        model = managed(tmp_path)
+        optimizer = adam(model)
+        for step in (0, 1):
+            train_step(model, optimizer, step)
+        model.state_dict()  # runs what is pending
+        assert interrupted(lambda model=model: loss_of(model, 2), number, *CORE)  # type: ignore[misc]
+        optimizer.zero_grad()
+        assert_sound(model)
+        assert train_step(model, optimizer, 2) == want_losses[2]
+        assert_weights(weights(model), want)
+        model.close()
+
+
 def test_the_step_and_the_evaluation_after_an_interrupted_one_are_exact(tmp_path: Path) -> None:
     want_losses, want = undisturbed(3)
     model = managed(tmp_path)
