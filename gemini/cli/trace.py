@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("warmup", 0), ("record", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    if Path(options.out).exists() and not Path(options.out).is_dir():
+        raise ConfigError(f"--out {options.out} is not a directory; name another")
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
@@ -104,6 +106,8 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
     if not options.script:
         raise ConfigError("--script needs the file to run, and behind it the file's own arguments")
     path, *arguments = options.script
+    if not Path(path).is_file():
+        raise ConfigError(f"--script {path}: there is no such file")
     recording = ScriptRecording(warmup=options.warmup, steps=options.record)
     try:
         with recording:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemini.ddp import GeminiDDP
-from gemini.errors import ConfigError
 from gemini.timeline import TimelineRecorder
 
 
@@ -59,13 +58,7 @@ class ScriptRecording:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> int:
-    """Run ``path`` as ``python path arguments...`` does and return its exit code. Let pass what it raises.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    if not Path(path).is_file():
-        raise ConfigError(f"--script {path}: there is no such file")
+    """Run ``path`` as ``python path arguments...`` does and return its exit code. Let pass what it raises."""
     argv, search = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))

@@ -167,6 +167,7 @@ def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> N
         (["--warmup", "-1"], "--warmup is -1"),
         (["--script"], "--script needs the file to run"),
         (["--script", "missing.py"], "missing.py: there is no such file"),
+        (["--out", __file__], "is not a directory; name another"),
         (["--hidden", "30", "--heads", "4"], "take hidden 32"),
     ],
 )
@@ -174,7 +175,9 @@ def test_options_that_cannot_work_are_refused_by_name(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["trace", "--out", str(tmp_path / "out"), *arguments]) == main.EXIT_ERROR
-    assert message in capsys.readouterr().err.replace("\n", " ")
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert message in said
+    assert "recorded" not in said
     assert not (tmp_path / "out").exists()
 
 
