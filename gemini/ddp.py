@@ -100,6 +100,8 @@ class GeminiDDP(nn.Module):
         verbose: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"GeminiDDP wraps an nn.Module, not {type(module).__name__}")
         self.device = self._open_device(device, pin_memory)
         self.config = GeminiConfig.choose(
             config,

@@ -32,7 +32,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """
     if device is None:
         return torch.device("cpu")
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is none of torch's; pass 'cpu' or 'cuda'") from error
     if resolved.type == "cpu":
         return resolved
     if resolved.type != "cuda":

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
+from gemini.optim.arguments import check_parameters, checked_max_norm
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
@@ -73,7 +74,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         if not isinstance(optim, CPUAdam):
             raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
-        _check_parameters(optim, model)
+        check_parameters(optim, model)
         if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
             raise ConfigError(
                 "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
@@ -94,7 +95,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.model = model
         self._join_others()
         self.overlap = overlap
-        self.max_norm = max_norm
+        self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
         fp16 = model.config.precision == torch.float16
@@ -356,17 +357,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
             if steps:
                 updates.append(self.update_type(self.model.manager, group, order, steps, self._completeness))
         return updates
-
-
-def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
-    for index, group in enumerate(optim.param_groups):
-        for param in group["params"]:
-            if type(param) is not ManagedParameter or param._slot not in model.storage.slots.values():
-                raise ConfigError(
-                    f"group {index} of the optimizer holds a parameter of shape {tuple(param.shape)} that "
-                    f"the model does not manage; "
-                    "build the optimizer from the wrapped model's parameters"
-                )
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):

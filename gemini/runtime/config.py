@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -112,6 +113,26 @@ class GeminiConfig:
                 "reduce_dtype='fp16' needs the loss scale of mixed_precision='fp16': without one small "
                 "gradients become zero; choose 'bf16'"
             )
+        _check_kinds(config)
         if config.device_bytes is not None and config.device_bytes <= 0:
             raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")
         return config
+
+
+def _check_kinds(config: GeminiConfig) -> None:
+    """Refuse values that are nothing of their kind."""
+    for name in ("min_chunk_size_mb", "search_range_mb"):
+        size = getattr(config, name)
+        if isinstance(size, (int, float)) and not math.isfinite(size):
+            raise ConfigError(f"{name} is {size}; give a number of MiB")
+    policy = config.placement_policy
+    if not isinstance(policy, str) and not callable(getattr(policy, "warmup_plan", None)):
+        raise ConfigError(
+            f"placement_policy is {policy!r}; choose 'auto', 'cpu', 'cuda', 'const' or an object with their "
+            "methods"
+        )
+    if config.memstats is not None and not isinstance(config.memstats, Trace):
+        raise ConfigError(
+            f"memstats is of {type(config.memstats).__name__}; give a gemini.memstats.Trace, for example "
+            "Trace.load(path)"
+        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import ConfigError, GeminiDDP
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.runtime.config import GeminiConfig
 
 
@@ -35,6 +35,39 @@ def test_an_option_beside_a_config_is_refused_by_name(options: dict[str, Any]) -
     with pytest.raises(ConfigError, match=next(iter(options))):
         GeminiDDP(module, config=GeminiConfig(), **options)
     assert type(module.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_chunk_size_mb": float("inf")},
+        {"search_range_mb": float("nan")},
+        {"placement_policy": 5},
+        {"placement_policy": None},
+        {"memstats": "trace.json"},
+        {"device": "nope"},
+        {"device": -1},
+    ],
+)
+def test_a_value_of_no_use_is_refused_by_name(options: dict[str, Any]) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        GeminiDDP(module, **options)
+    assert type(module.weight) is nn.Parameter
+
+
+def test_what_is_no_module_and_no_managed_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wraps an nn\.Module, not list"):
+        GeminiDDP([nn.Linear(4, 4)])  # type: ignore[arg-type]
+    plain = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="not Linear; wrap the model"):
+        GeminiOptimizer(CPUAdam(plain.parameters()), plain)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_norm_that_would_clip_nothing_in_silence_is_refused(max_norm: float) -> None:
+    with GeminiDDP(nn.Linear(4, 4)) as model, pytest.raises(ConfigError, match="max_norm"):
+        GeminiOptimizer(CPUAdam(model.parameters()), model, max_norm=max_norm)
 
 
 def test_a_config_alone_is_what_the_model_is_built_with() -> None:
