@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from gemini.chunk import ChunkManager
 from gemini.memstats import LINKS, LinkSpeed
@@ -10,6 +11,32 @@ from gemini.placement.probe import probe_links
 
 # What a link must have moved in one iteration to be judged by it.
 ENOUGH_BYTES = 64 * 2**20
+
+LinkStats = Mapping[str, Mapping[str, float]]  # of ChunkManager.link_stats
+
+
+class Moved(NamedTuple):
+    """What a link did, and the seconds that it would have needed with the disk to itself."""
+
+    nbytes: float
+    seconds_alone: float
+
+
+def moved_since(before: LinkStats, now: LinkStats) -> dict[str, Moved]:
+    """Return what each link did between two readings.
+
+    While both directions of a disk were busy, each counts as having had half of it, as the simulator gives
+    it.
+    """
+    return {
+        name: Moved(
+            stats["bytes"] - before[name]["bytes"],
+            stats["seconds"]
+            - before[name]["seconds"]
+            - (stats["shared_seconds"] - before[name]["shared_seconds"]) / 2,
+        )
+        for name, stats in now.items()
+    }
 
 
 class LinkMeter:
@@ -27,8 +54,7 @@ class LinkMeter:
         """Return the speed of each link between tiers that exist.
 
         A speed from use contains the latency of transfers as large as those were, and is that of the link
-        alone: while both directions of a disk were busy, each counts as having had half of it, as the
-        simulator gives it. Probes where a link was used little.
+        alone. Probes where a link was used little.
         """
         budgets = self._chunks.budgets
         disk_dir = budgets.disk_dir if budgets.disk_bytes else None
@@ -41,15 +67,8 @@ class LinkMeter:
         return tuple(both[name] for name in LINKS if name in both)
 
     def _used(self) -> list[LinkSpeed]:
-        speeds = []
-        for name, now in self._chunks.link_stats().items():
-            nbytes = now["bytes"] - self._before[name]["bytes"]
-            seconds = _alone(now) - _alone(self._before[name])
-            if nbytes >= ENOUGH_BYTES and seconds > 0:
-                speeds.append(LinkSpeed(name, nbytes / seconds, 0.0))
-        return speeds
-
-
-def _alone(stats: Mapping[str, float]) -> float:
-    """Return the seconds that a link would have needed with the disk to itself."""
-    return stats["seconds"] - stats["shared_seconds"] / 2
+        return [
+            LinkSpeed(name, moved.nbytes / moved.seconds_alone, 0.0)
+            for name, moved in moved_since(self._before, self._chunks.link_stats()).items()
+            if moved.nbytes >= ENOUGH_BYTES and moved.seconds_alone > 0
+        ]
