@@ -11,17 +11,34 @@ from gemini.config import format_bytes
 from gemini.placement.hints import KEEP
 from gemini.placement.intervals import Flags, Intervals, find_intervals
 from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
 from gemini.placement.plan import PlacementPlan
 from gemini.placement.planner import OPT, ChosenPlan
+from gemini.placement.promise import Pace, Promise
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A steady step, the plan chosen for it, and what each of its chunks holds."""
+    """A steady step, the machine and the plan chosen for it, what each of its chunks holds, and what such
+    steps are expected to take from now on.
+
+    ``iteration``, ``machine`` and ``chosen`` have the times and speeds of planning, ``promise`` has those of
+    the last steps.
+    """
 
     iteration: Iteration
+    machine: Machine
     chosen: ChosenPlan
     chunk_kinds: tuple[str, ...]
+    promise: Promise
+
+    @classmethod
+    def of_plan(
+        cls, iteration: Iteration, machine: Machine, chosen: ChosenPlan, chunk_kinds: tuple[str, ...]
+    ) -> PlannedStep:
+        """Return a step of which nothing is known yet but what the plan was made from."""
+        pace = Pace(sum(iteration.seconds), machine.links)
+        return cls(iteration, machine, chosen, chunk_kinds, Promise(pace, chosen.simulation))
 
 
 @dataclass(frozen=True)
@@ -67,21 +84,31 @@ class PlanReport:
                 "the order alone (OPT with prefetch)."
             )
             return
-        chosen, simulation = self.step.chosen, self.step.chosen.simulation
-        waiting = simulation.step_seconds - simulation.compute_seconds
-        tried = dict(chosen.candidates)
-        yield (
-            f"Plan: {chosen.name}, the best of {len(chosen.candidates)}. A step is expected to take "
-            f"{simulation.step_seconds:.3g} s: {simulation.compute_seconds:.3g} s of computing and "
-            f"{max(waiting, 0):.2g} s of waiting (OPT with prefetch: {tried[OPT]:.3g} s; no plan less than "
-            f"{chosen.bound_seconds:.3g} s)."
-        )
+        yield from _times(self.step)
+        chosen = self.step.chosen
         if chosen.hints is None:
             yield "What is used last leaves first (OPT): no other choice was found to be faster."
             return
         for share in self.kinds:
             yield _sentence(share)
         yield f"Bound by {_bottleneck(self.step)}."
+
+
+def _times(step: PlannedStep) -> Iterator[str]:
+    chosen, promise = step.chosen, step.promise
+    expected = promise.simulation
+    waiting = max(expected.step_seconds - expected.compute_seconds, 0)
+    yield (
+        f"Plan: {chosen.name}, the best of {len(chosen.candidates)}. A step is expected to take "
+        f"{expected.step_seconds:.3g} s: {expected.compute_seconds:.3g} s of computing and {waiting:.2g} s "
+        "of waiting."
+    )
+    if promise.pace.num_steps:
+        yield f"That is at the pace of the last {promise.pace.num_steps} steps."
+    yield (
+        f"When it was planned: {chosen.simulation.step_seconds:.3g} s, OPT with prefetch "
+        f"{dict(chosen.candidates)[OPT]:.3g} s, no plan less than {chosen.bound_seconds:.3g} s."
+    )
 
 
 def _shares(step: PlannedStep) -> Iterator[KindShare]:
@@ -126,7 +153,7 @@ def _sentence(share: KindShare) -> str:
 
 
 def _bottleneck(step: PlannedStep) -> str:
-    simulation = step.chosen.simulation
+    simulation = step.promise.simulation
     busiest = max(simulation.link_seconds, key=lambda name: simulation.link_seconds[name])
     if simulation.step_seconds <= 1.02 * simulation.compute_seconds:
         return "computing: the transfers are hidden behind it"

@@ -220,8 +220,8 @@ class GeminiManager:
         return self._order.plan
 
     def report(self) -> PlanReport:
-        """Return the plans in force."""
-        return PlanReport(self._order.plan, self._order.planned)
+        """Return the plans in force, and what steps take at the pace of the last ones."""
+        return PlanReport(self._order.plan, self._order.planned())
 
     @property
     def trace(self) -> Trace | None:

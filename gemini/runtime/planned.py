@@ -14,7 +14,7 @@ from gemini.placement import PlacementPlan, TierCapacity
 from gemini.placement.hints import make_schedule
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
-from gemini.placement.planner import ChosenPlan, choose_plan
+from gemini.placement.planner import choose_plan
 from gemini.placement.report import PlannedStep
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ class StepPlanner:
 
     def __init__(self, capacity: TierCapacity) -> None:
         self._capacity = capacity
-        self._chosen: dict[tuple[tuple[int, int], ...], ChosenPlan | None] = {}
+        self._steps: dict[tuple[tuple[int, int], ...], PlannedStep | None] = {}
 
     def forget(self) -> None:
         """Forget all plans: the trace has changed."""
-        self._chosen.clear()
+        self._steps.clear()
 
     def schedule(
         self, trace: Trace, places: Sequence[Place], placement: PlacementPlan, *, final: bool
@@ -63,37 +63,32 @@ class StepPlanner:
             accesses = [place.chunks for place in places]
             return Planned(_C.Schedule(accesses, periods, len(trace.chunk_bytes)), None)
         iteration = Iteration.of_order(trace, order, reserve)
-        chosen = self._choose(trace, iteration, tuple(order), placement)
-        if chosen is None:
-            return Planned(make_schedule(iteration, None), None)
-        step = PlannedStep(iteration, chosen, trace.chunk_kinds)
-        return Planned(make_schedule(iteration, chosen.hints), step)
+        key = tuple(order)
+        if key not in self._steps:
+            self._steps[key] = self._plan(trace, iteration, placement)
+        step = self._steps[key]
+        return Planned(make_schedule(iteration, step.chosen.hints if step is not None else None), step)
 
-    def _choose(
-        self, trace: Trace, iteration: Iteration, order: tuple[tuple[int, int], ...], plan: PlacementPlan
-    ) -> ChosenPlan | None:
-        if order not in self._chosen:
-            capacity = self._capacity
-            begin = time.perf_counter()
-            chosen: ChosenPlan | None = None
-            try:
-                machine = Machine(
-                    min(plan.device_limit_bytes, capacity.device_bytes),
-                    capacity.host_bytes,
-                    capacity.disk_bytes,
-                    trace.links,
-                )
-                chosen = choose_plan(iteration, machine)
-            except (OutOfBudgetError, ConfigError) as error:
-                # The model of the step leaves out that operators may pass the soft limit.
-                logger.info("the step was not planned, it follows the order alone: %s", error)
-            self._chosen[order] = chosen
-            if chosen is not None:
-                logger.info(
-                    "planned a step of %d moments in %.2f s: %s, %.3g s expected",
-                    len(order),
-                    time.perf_counter() - begin,
-                    chosen.name,
-                    chosen.simulation.step_seconds,
-                )
-        return self._chosen[order]
+    def _plan(self, trace: Trace, iteration: Iteration, placement: PlacementPlan) -> PlannedStep | None:
+        capacity = self._capacity
+        begin = time.perf_counter()
+        try:
+            machine = Machine(
+                min(placement.device_limit_bytes, capacity.device_bytes),
+                capacity.host_bytes,
+                capacity.disk_bytes,
+                trace.links,
+            )
+            chosen = choose_plan(iteration, machine)
+        except (OutOfBudgetError, ConfigError) as error:
+            # The model of the step leaves out that operators may pass the soft limit.
+            logger.info("the step was not planned, it follows the order alone: %s", error)
+            return None
+        logger.info(
+            "planned a step of %d moments in %.2f s: %s, %.3g s expected",
+            iteration.num_moments,
+            time.perf_counter() - begin,
+            chosen.name,
+            chosen.simulation.step_seconds,
+        )
+        return PlannedStep.of_plan(iteration, machine, chosen, trace.chunk_kinds)

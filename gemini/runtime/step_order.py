@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
 from gemini.placement.report import PlannedStep
@@ -18,7 +17,9 @@ from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import OPTIMIZER
 from gemini.runtime.planned import Place, Planned
+from gemini.runtime.promised import PromisedStep
 from gemini.runtime.recorder import Accesses, Moment, Recorded
+from gemini.runtime.step_meter import StepMeter
 from gemini.runtime.trace_order import completed, reordered
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ class StepOrder(Learned):
         self._late: set[int] = set()  # moments of the log that belong to the step before
         self._updates_inside = True  # whether steps end with their own update
         self._schedules: dict[object, Planned] = {}
-        self.planned: PlannedStep | None = None  # the steady step that was planned and followed last
+        self._planned: PlannedStep | None = None  # the steady step that was planned and followed last
+        self._expected: PlannedStep | None = None  # the plan that the table follows now
+        self._promised = PromisedStep(StepMeter(chunks))
         super().__init__("train", chunks, context, memstats)
         self.enforce()
         self.expect(())
@@ -49,12 +52,15 @@ class StepOrder(Learned):
         self._late.clear()
         self.resume(pending)
         self.start_recording()
+        # On a device of its own operators run on after their calls returned: nothing says when a step ends.
+        self._promised.begin(None if self._chunks.device.has_own_memory else self._expected)
 
     def expect(self, pending: Sequence[PendingUpdate], *, first: bool = False) -> None:
         """Tell the table what comes next: a step, its ``pending`` updates before their groups or all
         ``first``."""
-        schedule = self._schedule(self.trace, pending, first) if self.trace is not None else None
-        self._chunks.table.set_schedule(schedule)
+        found = self._schedule(self.trace, pending, first) if self.trace is not None else None
+        self._expected = found.step if found is not None else None
+        self._chunks.table.set_schedule(found.schedule if found is not None else None)
         self._chunks.table.begin_step()
 
     def resume(self, pending: Sequence[PendingUpdate]) -> None:
@@ -74,6 +80,7 @@ class StepOrder(Learned):
     def end(self, pending: Sequence[PendingUpdate]) -> None:
         """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""
         diverged = self._chunks.table.end_step()
+        self._promised.end(followed=not diverged)
         log = self._recorder.log
         own = [index for index in range(len(log)) if index not in self._late]
         num_updates = sum(1 for index in own if log[index][0] == OPTIMIZER)
@@ -95,22 +102,31 @@ class StepOrder(Learned):
 
     def record_again(self) -> None:
         """Forget the trace: the next step is a warmup. Nothing may be pending."""
-        self._schedules.clear()
-        self.planned = None
+        self._forget_plans()
         self.forget()
         self.resume(())
 
     def abandon(self) -> None:
         """Forget the step: what it recorded does not say what an iteration does."""
         super().abandon()
+        self._promised.end(followed=False)
         self._late.clear()
         self._chunks.table.begin_step()
 
+    def planned(self) -> PlannedStep | None:
+        """Return the steady step that was planned and followed last, with what it takes at the pace of the
+        last steps. Simulates it if that has changed."""
+        return self._promised.renewed(self._planned)
+
     # -- inside ----------------------------------------------------------------------------------
 
-    def _adopt(self, trace: Trace, *, timed: bool) -> None:
+    def _forget_plans(self) -> None:
         self._schedules.clear()
-        self.planned = None
+        self._planned = None
+        self._promised.forget()
+
+    def _adopt(self, trace: Trace, *, timed: bool) -> None:
+        self._forget_plans()
         super()._adopt(trace, timed=timed)
         context = self._context
         peak = max(self.plan.reserve_bytes, default=0)
@@ -125,7 +141,7 @@ class StepOrder(Learned):
                 context.capacity.device_bytes,
             )
 
-    def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> _C.Schedule:
+    def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> Planned:
         key = (tuple((update.order, update.accesses) for update in pending), first, self._updates_inside)
         found = self._schedules.get(key)
         if found is None:
@@ -135,8 +151,8 @@ class StepOrder(Learned):
             found = self.schedule_of(trace, places, steady=not first)
             self._schedules[key] = found
         if found.step is not None:
-            self.planned = found.step
-        return found.schedule
+            self._planned = found.step
+        return found
 
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it
