@@ -165,7 +165,7 @@ def _plan_of(trainee: ManagedTrainee) -> dict[str, Any] | None:
     step = trainee.model.plan().step
     if step is None:
         return None
-    promised = step.chosen.simulation
+    promised = step.promise.simulation
     return {
         "name": step.chosen.name,
         "seconds": promised.step_seconds,

@@ -1,16 +1,20 @@
-"""Case ``predicted``: real steps on the CPU with a DISK tier against what the plan in force promised."""
+"""Case ``predicted``: real steps on the CPU with a DISK tier against what was promised before them."""
 
 from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini.bench.trainee import GPT2_124M, ManagedTrainee, make_batches, model_data_bytes, timed_step
 from gemini.errors import StateError
+from gemini.placement.report import PlannedStep
 from gemini.train.model import GPTConfig
 
 TIME_ERROR = 0.10
@@ -23,14 +27,20 @@ TINY = GPTConfig(layers=4, hidden=128, heads=2)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. The first five steps record and time the order; from then on a plan is in force."""
+    """One run. The first five steps record and time the order; from then on a plan is in force, and the
+    first promise is renewed when three steps have followed it.
+
+    Before each of ``blocks`` of ``block_steps`` steps the promise in force is asked for; it is judged by the
+    middle one of these steps, none of which it knows.
+    """
 
     model: GPTConfig
     share: float
     batch: int = 4
     seq: int = 128
-    warmup_steps: int = 6
-    measured_steps: int = 5
+    warmup_steps: int = 8
+    blocks: int = 4
+    block_steps: int = 5
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,7 +52,9 @@ RUNS = {
     "6 layers of 1280, 30 %": Settings(WIDE, 0.30),
 }
 QUICK = {
-    "tiny, 50 %": Settings(TINY, 0.5, 2, 32, keywords={"search_range_mb": 1, "min_chunk_size_mb": 0.25}),
+    "tiny, 50 %": Settings(
+        TINY, 0.5, 2, 32, blocks=2, keywords={"search_range_mb": 1, "min_chunk_size_mb": 0.25}
+    ),
 }
 
 
@@ -61,19 +73,29 @@ def predicted(session: Session) -> CaseResult:
 
 
 def _rows(name: str, found: dict[str, Any]) -> list[Row]:
-    seconds = statistics.median(found["seconds"])
+    blocks = found["blocks"]
+    seconds = [statistics.median(block["seconds"]) for block in blocks]
+
+    def errors(promised: Iterable[float]) -> Spread:
+        return Spread.of([abs(one / took - 1) for one, took in zip(promised, seconds, strict=True)])
+
+    first = [found["first_promised_seconds"]] * len(blocks)
+    before = [block["before"]["seconds"] for block in blocks]
+    after = [block["after"]["seconds"] for block in blocks]
     peak, promised_peak = found["peak_bytes"], found["promised_peak_bytes"]
     return [
-        Row(f"{name}: step, median", seconds, "s"),
-        Row(f"{name}: step, predicted", found["promised_seconds"], "s"),
-        Row(f"{name}: error of the step", abs(found["promised_seconds"] / seconds - 1), "share", TIME_ERROR),
+        spread_row(f"{name}: step, median of each block", Spread.of(seconds), "s"),
+        spread_row(f"{name}: step, promised before each block", Spread.of(before), "s"),
+        spread_row(f"{name}: error of the step", errors(before), "share", TIME_ERROR),
+        spread_row(f"{name}: error, had the first promise stayed", errors(first), "share"),
+        spread_row(f"{name}: error of the model, told the block's own pace", errors(after), "share"),
         Row(f"{name}: error of the peak on DEVICE", abs(promised_peak / peak - 1), "share", PEAK_ERROR),
         Row(f"{name}: peak on DEVICE", peak, "bytes", found["device_bytes"]),
     ]
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Train; return the times of steady steps and what the plan promised.
+    """Train; return the times of steady steps, and what was promised before and after them.
 
     Raises:
         StateError: no plan came into force.
@@ -88,28 +110,48 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         disk_dir=options["disk_dir"],
         **options["keywords"],
     )
-    count = options["warmup_steps"] + options["measured_steps"]
+    warmup_steps, block_steps = options["warmup_steps"], options["block_steps"]
+    count = warmup_steps + options["blocks"] * block_steps
     batches = make_batches(config, count=count, batch=options["batch"], seq=options["seq"])
-    for batch in batches[: options["warmup_steps"]]:
+    for batch in batches[:warmup_steps]:
         trainee.step(batch)
     trainee.model.manager.chunks.table.reset_peak()
-    seconds = [timed_step(trainee, batch)[1] for batch in batches[options["warmup_steps"] :]]
-    step = trainee.model.plan().step
-    if step is None:
-        raise StateError("no step was planned: everything fits DEVICE, or the order never repeated")
-    promised = step.chosen.simulation
-    stats = trainee.model.stats()
+    promised = [_promise(trainee)]
+    seconds = []
+    for begin in range(warmup_steps, count, block_steps):
+        seconds.append([timed_step(trainee, batch)[1] for batch in batches[begin : begin + block_steps]])
+        promised.append(_promise(trainee))
+    step, stats = _planned(trainee), trainee.model.stats()
     trainee.close()
     return {
-        "seconds": seconds,
+        "blocks": [
+            {"before": before, "seconds": block, "after": after}
+            for block, (before, after) in zip(seconds, pairwise(promised), strict=True)
+        ],
         "device_bytes": device_bytes,
         "plan": step.chosen.name,
         "peak_bytes": stats["device"]["peak_bytes"],
-        "stall_seconds": stats["stall_seconds"],
-        "promised_seconds": promised.step_seconds,
-        "promised_compute_seconds": promised.compute_seconds,
-        "promised_peak_bytes": promised.peak_bytes["device"],
+        "first_promised_seconds": step.chosen.simulation.step_seconds,
+        "promised_peak_bytes": step.chosen.simulation.peak_bytes["device"],
     }
+
+
+def _promise(trainee: ManagedTrainee) -> dict[str, float]:
+    """Return the promise in force, and the pace that it was made of."""
+    promise = _planned(trainee).promise
+    return {
+        "seconds": promise.simulation.step_seconds,
+        "computing_seconds": promise.pace.computing_seconds,
+        "num_steps": promise.pace.num_steps,
+        **{link.name: link.bytes_per_second for link in promise.pace.links},
+    }
+
+
+def _planned(trainee: ManagedTrainee) -> PlannedStep:
+    step = trainee.model.plan().step
+    if step is None:
+        raise StateError("no step was planned: everything fits DEVICE, or the order never repeated")
+    return step
 
 
 TASKS = {"train": train}

@@ -14,8 +14,8 @@ cases:
              GPU-CPU and a DRAM-NVMe machine: simulated steps against OPT with prefetch, and the bound
   exact      60 tiny random iterations: plans against the shortest step that any decisions lead to
   plan-time  planning 1,000 chunks and 1,000 moments
-  predicted  GPT-2 124M with three budgets and two other GPTs, the rest on DISK: steps and peaks against those
-             that the plan in force promised
+  predicted  GPT-2 124M with three budgets and two other GPTs, the rest on DISK: blocks of steps against the
+             promise in force before each, and peaks
   overlap    GPT-2 124M, a part of its states on DISK: updates that wait until their chunks are needed against
              updates inside the step, in turns
 
