@@ -11,7 +11,7 @@ from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, Tier
 from gemini.runtime.link_meter import LinkMeter
 from gemini.runtime.planned import Place, Planned, StepPlanner
 from gemini.runtime.recorder import Accesses, Recorded, Recorder
-from gemini.runtime.trace_order import steady_modes
+from gemini.runtime.trace_order import steady_modes, typical_seconds
 
 TIMED_ITERATIONS = 3  # the middle one by its computing time counts
 
@@ -31,7 +31,7 @@ class Learned:
 
     The first iteration is the warmup. Its record becomes the trace, and the plan is made. The times of a
     warmup are those of memory that is touched for the first time, so the first iterations that follow a new
-    trace are timed; with the times of the middle one the trace is final and the plan is made once more.
+    trace are timed; with typical times of these the trace is final and the plan is made once more.
     """
 
     def __init__(
@@ -115,17 +115,14 @@ class Learned:
 
     def complete(self, trace: Trace | None) -> None:
         """Take the trace with the times of this iteration, if it has any; plan once more when there are
-        enough of them.
-
-        One iteration may be slowed by anything; times of different ones are not mixed, so that they add up
-        to an iteration that was.
-        """
+        enough of them. Of the one in the middle all but the times of single periods is taken."""
         if trace is None:
             return
         self._candidates.append(trace)
         if len(self._candidates) == TIMED_ITERATIONS:
             middle = sorted(self._candidates, key=lambda one: sum(one.seconds))[TIMED_ITERATIONS // 2]
-            self._adopt(self._with_links(self.grown(middle)), timed=True)
+            seconds = typical_seconds([one.seconds for one in self._candidates])
+            self._adopt(self._with_links(self.grown(replace(middle, seconds=seconds))), timed=True)
 
     def grown(self, trace: Trace) -> Trace:
         """Return ``trace`` with the chunks that were made since it was recorded: those of activations."""

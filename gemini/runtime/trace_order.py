@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from gemini.memstats import Trace
 from gemini.runtime.phases import OPTIMIZER
@@ -24,6 +25,18 @@ def steady_modes(modes: Sequence[str], accesses: Accesses, frees: Accesses) -> t
         )
         for moment, chunks in zip(modes, accesses, strict=True)
     )
+
+
+def typical_seconds(iterations: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return the times of periods, of those of some iterations.
+
+    They add up to the iteration in the middle. Each period has the share that its middle time gives it: what
+    interrupts a single one does not make it look long for good.
+    """
+    middle = [median(periods) for periods in zip(*iterations, strict=True)]
+    total = sum(middle)
+    scale = median(sum(seconds) for seconds in iterations) / total if total > 0 else 0.0
+    return tuple(scale * seconds for seconds in middle)
 
 
 def program_order(trace: Trace, recorded: Recorded) -> list[int] | None:

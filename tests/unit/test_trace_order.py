@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.memstats import Trace
 from gemini.runtime.recorder import Recorded
-from gemini.runtime.trace_order import completed, program_order, reordered, steady_modes
+from gemini.runtime.trace_order import completed, program_order, reordered, steady_modes, typical_seconds
 
 F, B, U = "forward", "backward", "optimizer"
 # Parameters 0 and 4, gradients 1 and 5, states 2, 3 and 6.
@@ -73,3 +74,20 @@ def test_where_only_the_update_changes_forward_and_backward_keep_their_memory() 
     new = reordered(TRACE, STEP.moments([0, 1, 2, 3, 6]), keep_reserve=True)
     assert new.non_model_bytes == (10, 20, 30, 25, 25)
     assert new.phases == (F, F, B, B, U)
+
+
+def test_what_interrupts_a_period_of_each_iteration_changes_no_share() -> None:
+    interrupted = [(5.0, 2.0, 3.0), (1.0, 6.0, 3.0), (1.0, 2.0, 7.0)]
+    assert typical_seconds(interrupted) == pytest.approx((10 / 6, 20 / 6, 30 / 6))
+
+
+@given(st.integers(0, 5).flatmap(lambda count: st.tuples(*[st.tuples(*[st.floats(0.01, 9)] * count)] * 3)))
+def test_typical_times_add_up_to_the_iteration_in_the_middle(
+    iterations: tuple[tuple[float, ...], ...],
+) -> None:
+    middle = sorted(sum(seconds) for seconds in iterations)[1]
+    assert sum(typical_seconds(iterations)) == pytest.approx(middle)
+
+
+def test_times_of_nothing_are_zeros() -> None:
+    assert typical_seconds([(0.0, 0.0)] * 3) == (0.0, 0.0)
