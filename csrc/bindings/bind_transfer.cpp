@@ -88,7 +88,7 @@ void bind_arena(py::module_& m) {
            "Put memory under a window, any content unless zero. Raises OutOfBudgetError.")
       .def("unmap", &Arena::unmap, ReleaseGil(), py::arg("window"), py::kw_only(),
            py::arg("park") = true,
-           "Take the memory from a window; park keeps it for the next window of that size.")
+           "Take the memory from a window; park keeps it for the next windows.")
       .def("trim", &Arena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,
            "Return parked memory to the system until at most this much is left.")
       .def_property_readonly("mapped_bytes", &Arena::mapped_bytes)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/bytes.h"
 #include "common/debug.h"
@@ -21,18 +23,23 @@ int64_t checked_capacity(int64_t capacity_bytes) {
   throw StateError("an arena's capacity cannot be negative, got " + std::to_string(capacity_bytes));
 }
 
+// Cannot fail for a range that is ours; nothing could be done about it where it is called.
+void release_unmoved(const std::vector<Piece>& pieces) noexcept {
+  for (const Piece& piece : pieces) {
+    if (piece.address) (void)::munmap(piece.address, static_cast<size_t>(piece.nbytes));
+  }
+}
+
 }  // namespace
 
 Arena::Arena(int64_t capacity_bytes, pages::Mover mover)
-    : mover_(mover), ledger_(std::make_shared<ArenaLedger>(checked_capacity(capacity_bytes))) {}
+    : mover_(mover),
+      ledger_(std::make_shared<ArenaLedger>(checked_capacity(capacity_bytes))),
+      parked_(*ledger_) {}
 
 Arena::~Arena() {
   if (!process_.is_owner()) return;  // the child did not inherit the pages: others may be there
-  for (const Block& block : parked_) {
-    // Cannot fail for a range that is ours; nothing could be done about it here.
-    (void)::munmap(block.address, static_cast<size_t>(block.nbytes));
-    ledger_->drop_parked(block.nbytes);
-  }
+  while (!parked_.empty()) parked_.drop_oldest();
 }
 
 void Arena::map(Window& window, bool zero) {
@@ -45,34 +52,35 @@ void Arena::map(Window& window, bool zero) {
                       std::to_string(mapped_bytes()) + " of " + std::to_string(capacity()) +
                       " bytes are mapped; unmap other windows or raise the budget");
   }
-  if (map_parked(window, zero)) return;
-  drop_parked_above(capacity() - mapped_bytes() - nbytes);
-  ledger_->add_mapped(nbytes);
-  try {
-    window.map_fresh();
-  } catch (...) {
-    ledger_->drop_mapped(nbytes);
-    throw;
+  std::vector<Piece> pieces = parked_.take(nbytes);
+  if (zero) {
+    for (const Piece& piece : pieces) {
+      std::memset(piece.address, 0, static_cast<size_t>(piece.nbytes));
+    }
   }
-  window.ledger_ = ledger_;
+  map_pieces(window, pieces);
 }
 
-// Moves the most recently parked block of the window's size under it, if there is one.
-bool Arena::map_parked(Window& window, bool zero) {
-  const int64_t nbytes = window.span_bytes();
-  const auto found = std::find_if(parked_.rbegin(), parked_.rend(),
-                                  [&](const Block& block) { return block.nbytes == nbytes; });
-  if (found == parked_.rend()) return false;
-  if (zero) std::memset(found->address, 0, static_cast<size_t>(nbytes));
-  const auto position = std::prev(found.base());
-  if (!window.map_block(position->address, mover_)) {
-    drop_block(static_cast<size_t>(position - parked_.begin()));
-    return false;
+// Puts what was taken from the parked blocks under the window, and fresh pages behind it.
+void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
+  int64_t taken_bytes = 0;
+  for (const Piece& piece : pieces) taken_bytes += piece.nbytes;
+  const int64_t fresh_bytes = window.span_bytes() - taken_bytes;
+  // What was taken is counted as parked until it is mapped.
+  const int64_t limit_bytes = capacity() - mapped_bytes() - fresh_bytes;
+  while (parked_bytes() > limit_bytes) parked_.drop_oldest();
+  ledger_->add_mapped(fresh_bytes);
+  try {
+    window.map(pieces, mover_);
+  } catch (...) {
+    release_unmoved(pieces);
+    ledger_->drop_parked(taken_bytes);
+    ledger_->drop_mapped(fresh_bytes);
+    throw;
   }
-  parked_.erase(position);
-  ledger_->unpark(nbytes);
+  release_unmoved(pieces);
+  ledger_->unpark(taken_bytes);
   window.ledger_ = ledger_;
-  return true;
 }
 
 void Arena::unmap(Window& window, bool park) {
@@ -93,13 +101,20 @@ bool Arena::try_park(Window& window) {
   }
   // Moving whole huge pages needs the same alignment on both sides.
   const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
-  parked_.reserve(parked_.size() + 1);
+  parked_.reserve();
   char* const slot = pages::reserve(nbytes, alignment);
-  if (!window.unmap_to(slot, mover_)) {
+  bool parked = false;
+  try {
+    parked = window.unmap_to(slot, mover_);
+  } catch (...) {
+    pages::release(slot, nbytes);
+    throw;
+  }
+  if (!parked) {
     pages::release(slot, nbytes);
     return false;
   }
-  parked_.push_back(Block{slot, nbytes});
+  parked_.add(slot, std::move(window.sizes_));
   window.ledger_.reset();
   ledger_->park(nbytes);
   return true;
@@ -108,18 +123,7 @@ bool Arena::try_park(Window& window) {
 void Arena::trim(int64_t parked_limit_bytes) {
   process_.require("this Arena");
   const std::lock_guard lock(mutex_);
-  drop_parked_above(std::max<int64_t>(parked_limit_bytes, 0));
-}
-
-void Arena::drop_parked_above(int64_t parked_limit_bytes) {
-  while (parked_bytes() > parked_limit_bytes) drop_block(0);
-}
-
-void Arena::drop_block(size_t index) {
-  const Block block = parked_[index];
-  pages::release(block.address, block.nbytes);
-  parked_.erase(parked_.begin() + static_cast<std::ptrdiff_t>(index));
-  ledger_->drop_parked(block.nbytes);
+  while (parked_bytes() > std::max<int64_t>(parked_limit_bytes, 0)) parked_.drop_oldest();
 }
 
 }  // namespace gemini

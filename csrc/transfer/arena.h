@@ -4,18 +4,18 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "aio/process_guard.h"
 #include "transfer/arena_ledger.h"
 #include "transfer/pages.h"
+#include "transfer/parked_blocks.h"
 #include "transfer/window.h"
 
 namespace gemini {
 
 // Gives windows memory and takes it back. Memory taken back is either returned to the system at
-// once or parked: kept, with its pages, for the next window of the same size, which then costs one
-// system call and no page faults. mapped_bytes() + parked_bytes() <= capacity() at every moment.
+// once or parked: kept, with its pages, for the next windows, which then cost a few system calls
+// and no page faults. mapped_bytes() + parked_bytes() <= capacity() at every moment.
 //
 // Thread-safe, but one window must not be mapped or unmapped by two threads at once. In a forked
 // child map, unmap and trim throw StateError.
@@ -51,21 +51,14 @@ class Arena {
   [[nodiscard]] static int64_t process_bytes() noexcept { return ArenaLedger::process_bytes(); }
 
  private:
-  struct Block {
-    char* address;
-    int64_t nbytes;
-  };
-
-  [[nodiscard]] bool map_parked(Window& window, bool zero);
+  void map_pieces(Window& window, std::vector<Piece>& pieces);
   [[nodiscard]] bool try_park(Window& window);
-  void drop_block(size_t index);
-  void drop_parked_above(int64_t parked_limit_bytes);
 
   ProcessGuard process_;
   const pages::Mover mover_;
   std::shared_ptr<ArenaLedger> ledger_;
   std::mutex mutex_;
-  std::vector<Block> parked_;  // guarded by mutex_; oldest first
+  ParkedBlocks parked_;  // guarded by mutex_
 };
 
 }  // namespace gemini

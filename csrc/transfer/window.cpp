@@ -1,35 +1,48 @@
 #include "transfer/window.h"
 
+#include <sys/mman.h>
+
 #include <mutex>
 
 namespace gemini {
 
-void Window::map_fresh() {
+void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
+  sizes_.clear();
+  sizes_.reserve(pieces.size() + 1);
   const std::lock_guard lock(lock_);
-  pages::commit_at(address_, span_bytes_);
+  int64_t at = 0;
+  try {
+    for (Piece& piece : pieces) {
+      if (mover(piece.address, address_ + at, piece.nbytes, false)) {
+        piece.address = nullptr;
+      } else {
+        pages::commit_at(address_ + at, piece.nbytes);
+      }
+      sizes_.push_back(piece.nbytes);
+      at += piece.nbytes;
+    }
+    if (at < span_bytes_) {
+      pages::commit_at(address_ + at, span_bytes_ - at);
+      sizes_.push_back(span_bytes_ - at);
+    }
+  } catch (...) {
+    pages::reserve_at(address_, span_bytes_);
+    throw;
+  }
   mapped_ = true;
   poisoned_ = false;
-}
-
-bool Window::map_block(char* block, pages::Mover mover) {
-  const std::lock_guard lock(lock_);
-  if (!mover(block, address_, span_bytes_, false)) return false;
-  mapped_ = true;
-  poisoned_ = false;
-  return true;
 }
 
 bool Window::unmap_to(char* slot, pages::Mover mover) {
   const std::lock_guard lock(lock_);
   // The source is kept, then replaced: leaving a hole for an instant would let another thread's
   // mmap take these addresses.
-  if (!mover(address_, slot, span_bytes_, true)) return false;
-  try {
-    pages::reserve_at(address_, span_bytes_);
-  } catch (...) {
-    (void)mover(slot, address_, span_bytes_, false);
-    throw;
+  int64_t at = 0;
+  for (const int64_t size : sizes_) {
+    if (!mover(address_ + at, slot + at, size, true)) return false;
+    at += size;
   }
+  pages::reserve_at(address_, span_bytes_);
   mapped_ = false;
   return true;
 }

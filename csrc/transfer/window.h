@@ -4,9 +4,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "transfer/arena_ledger.h"
 #include "transfer/pages.h"
+#include "transfer/parked_blocks.h"
 #include "transfer/spin_lock.h"
 
 namespace gemini {
@@ -34,10 +36,14 @@ class Window {
       : address_(address), nbytes_(nbytes), span_bytes_(span_bytes), lock_(lock) {}
 
   // Transitions. Each happens under the space's lock, so that a fault on another thread is
-  // answered before or after it, never in between: poison cannot land in a mapped window. The
-  // two that move pages return false, having changed nothing, when `mover` refuses.
-  void map_fresh();
-  [[nodiscard]] bool map_block(char* block, pages::Mover mover);
+  // answered before or after it, never in between: poison cannot land in a mapped window.
+
+  // Moves `pieces` under it, fresh pages where `mover` refuses one and behind the last. A piece
+  // that has moved gets no address. Throws Error when the system refuses fresh pages: then the
+  // window is not mapped, and what had moved is gone.
+  void map(std::vector<Piece>& pieces, pages::Mover mover);
+  // Moves its pages to `slot`. False where `mover` refuses, Error when the system does: it is
+  // mapped then, its content gone.
   [[nodiscard]] bool unmap_to(char* slot, pages::Mover mover);
   void unmap();
 
@@ -47,6 +53,7 @@ class Window {
   SpinLock& lock_;                   // the space's
   std::atomic<bool> mapped_{false};  // written under lock_
   bool poisoned_ = false;            // guarded by lock_: poison pages lie in the unmapped window
+  std::vector<int64_t> sizes_;       // of the pieces that are mapped; guarded by the arena
   std::shared_ptr<ArenaLedger> ledger_;  // whose memory it is; written by Arena
 };
 

@@ -290,8 +290,8 @@ class ChunkManager:
             self._trim_parked()
 
     def _trim_parked(self) -> None:
-        """Keep what is parked within what the period that needs most leaves: a block of another size is not
-        reused."""
+        """Keep what is parked within what the period that needs most leaves: fresh pages come on top where
+        parked ones cannot be put together."""
         if self._memory.parked_bytes:
             self._memory.trim(max(0, self.park_limit_bytes - self._memory.mapped_bytes))
 
