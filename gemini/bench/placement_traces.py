@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from gemini.placement.bound import lower_bound
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
-from gemini.placement.simulator import Simulator
+from gemini.placement.simulator import Simulation, Simulator
 
 TRACES = Path(__file__).resolve().parents[2] / "benchmarks" / "traces"
 SHARES = (0.15, 0.20, 0.30, 0.40, 0.50, 0.60)
@@ -54,13 +55,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds per step at a point; ``bound_seconds`` only where it is judged."""
+    """Seconds per step at a point; ``bound_seconds`` only where it is judged. ``moved``: bytes on all links,
+    as a share of what OPT moves."""
 
     point: Point
     compute_seconds: float
     opt_seconds: float
     plan_seconds: float
     plan: str
+    moved: float
     bound_seconds: float | None
 
 
@@ -133,6 +136,7 @@ def measure(point: Point) -> Found | None:
         opt_seconds=opt,
         plan_seconds=opt if chosen.hints is None else simulator.seconds(chosen.hints, steps=_LONG),
         plan=chosen.name,
+        moved=_bytes(chosen.simulation) / (_bytes(simulator.run(None)) or 1),
         bound_seconds=lower_bound(iteration, machine) if point.judged else None,
     )
 
@@ -163,7 +167,20 @@ def _rows(found: Sequence[Found]) -> list[Row]:
                 Row(f"GPU-CPU, 20-50 %, transfer {ratio:g} x compute: less time", _gain(of_ratio), "share")
             )
     disk = [result for result in found if not result.point.transfer_to_compute]
-    return [*rows, Row("DRAM-NVMe: less time than OPT, geometric mean", _gain(disk), "share")]
+    gpu = [result for result in found if result.point.transfer_to_compute]
+    return [
+        *rows,
+        Row("DRAM-NVMe: less time than OPT, geometric mean", _gain(disk), "share"),
+        *(
+            Row(f"{name}: bytes moved against OPT, mean", statistics.fmean(one.moved for one in some), "x")
+            for name, some in (("GPU-CPU", gpu), ("DRAM-NVMe", disk))
+            if some
+        ),
+    ]
+
+
+def _bytes(simulation: Simulation) -> int:
+    return sum(simulation.link_bytes.values())
 
 
 def _over_bound(result: Found) -> float:

@@ -1,6 +1,8 @@
 """The planner: makes plans in several ways, has each simulated, improves the best and returns it.
 
-The order alone (OPT with prefetch) is among the candidates, so in the model no plan is worse than it.
+The order alone (OPT with prefetch) is among the candidates, so in the model no plan is worse than it. Of
+plans that take as long, the one that moves least is the best: in the model transfers behind computing are
+free, but they take the processor and the memory from it, and wear a disk out.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ _PROGRAMS = (
 _FIRST_AND_LAST = 3  # the order alone and the chosen plan, in simulations of three steps
 _GREEDY_AFTER = 4  # programs come density and the static share
 _WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
+_MOVES_LESS = 0.95  # ... unless it takes no longer and its links are busy for less than this share
+_MOVING = 1e-3  # what a second of a link counts, in seconds of the step, when plans are compared
+_MOVING_WORTH = 0.1  # ... when it is weighed how long to plan: about what a disk takes from two processors
+_SAME = 1e-9  # two sums of the same times
 # Steps may take long to settle: the last comparison skips six and takes the mean of six more, if that is no
 # more than a quarter of the effort.
 _SETTLED = {"after": 6, "steps": 6}
@@ -61,7 +67,8 @@ class ChosenPlan:
 
 
 def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
-    """Return the plan whose simulated step is the shortest. Equal arguments give equal plans.
+    """Return the plan whose simulated step is the shortest; of several the one that moves least. Equal
+    arguments give equal plans.
 
     Raises:
         OutOfBudgetError: the step does not fit the machine.
@@ -69,9 +76,9 @@ def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
     simulator = Simulator(iteration, machine)
     compute = sum(iteration.seconds)
     opt = simulator.run(None)
-    if opt.step_seconds <= (1 + _WORTH_IT) * compute or not iteration.num_moments:
+    if not iteration.num_moments or not any(opt.link_bytes.values()):
         return ChosenPlan(OPT, None, opt, ((OPT, opt.step_seconds),), compute)
-    search = _Search(PlanProblem.of(iteration, machine), simulator, opt.step_seconds)
+    search = _Search(PlanProblem.of(iteration, machine), simulator, opt)
     search.try_all()
     search.improve()
     best = opt if search.best is None else simulator.run(search.best)
@@ -83,17 +90,18 @@ def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
 class _Search:
     """Keeps the best plan so far, be it better than the order alone or not, and the effort left."""
 
-    def __init__(self, problem: PlanProblem, simulator: Simulator, opt_seconds: float) -> None:
+    def __init__(self, problem: PlanProblem, simulator: Simulator, opt: Simulation) -> None:
         self._problem = problem
         self._simulator = simulator
         self.name = OPT
         self.best: Hints | None = None
-        self._seconds = float("inf")
+        self._seconds = self._cost = float("inf")
         self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
         self._lag = 0.0
-        self.tried: list[tuple[str, float]] = [(OPT, opt_seconds)]
+        self.tried: list[tuple[str, float]] = [(OPT, opt.step_seconds)]
         self.bound = 0.0
-        self._effort = Effort(problem, opt_seconds - sum(problem.iteration.seconds))
+        waiting = opt.step_seconds - sum(problem.iteration.seconds)
+        self._effort = Effort(problem, waiting + _MOVING_WORTH * _moving(opt))
         self._effort.left -= _FIRST_AND_LAST * self._effort.run
         self._checks_settled = 4 * _SETTLED_COST * self._effort.run <= self._effort.left
         if self._checks_settled:
@@ -107,14 +115,16 @@ class _Search:
             self.tried.append((name, self._try(name, keep, lag)))
 
     def is_worth_it(self, best: Simulation, opt: Simulation) -> bool:
-        """Say whether the best plan really is better than the order alone, looking at many steps if that was
-        affordable."""
-        if best.step_seconds > (1 - _WORTH_IT) * opt.step_seconds:
+        """Say whether the best plan really is faster than the order alone, or moves less in the same time,
+        looking at many steps if that was affordable."""
+        moves_less = _moving(best) < _MOVES_LESS * _moving(opt)
+        most = 1 + _SAME if moves_less else 1 - _WORTH_IT
+        if best.step_seconds > most * opt.step_seconds:
             return False
         if not self._checks_settled:
             return True
         settled = [self._simulator.seconds(hints, **_SETTLED) for hints in (self.best, None)]
-        return settled[0] <= (1 - _WORTH_IT) * settled[1]
+        return settled[0] <= most * settled[1]
 
     def improve(self) -> None:
         """Change the best plan as long as there is effort."""
@@ -155,13 +165,18 @@ class _Search:
     def _try(self, name: str, keep: Flags, lag: float) -> float:
         hints = make_hints(self._problem.intervals, keep, self._problem.flushed_at(lag))
         try:
-            seconds = self._simulator.seconds(hints)
+            seconds, moving = self._simulator.seconds_moving(hints)
         except OutOfBudgetError:
             return float("inf")
-        if seconds <= self._seconds:
-            self.name, self.best, self._seconds = name, hints, seconds
+        cost = seconds + _MOVING * moving
+        if cost <= self._cost:
+            self.name, self.best, self._seconds, self._cost = name, hints, seconds, cost
             self._keep, self._lag = keep, lag
         return seconds
+
+
+def _moving(simulation: Simulation) -> float:
+    return sum(simulation.link_seconds.values())
 
 
 def by_density(problem: PlanProblem) -> Flags:

@@ -53,6 +53,12 @@ class Simulator:
         """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
         return self._native.run(self.schedule(hints), after + steps, steps).seconds
 
+    def seconds_moving(self, hints: Hints | None) -> tuple[float, float]:
+        """Return the time of the third step, and for how long its links are busy together. Raises
+        OutOfBudgetError."""
+        step = self._native.run(self.schedule(hints), 3, 1)
+        return step.seconds, sum(step.link_seconds)
+
     def begin(self, hints: Hints | None) -> _C.SimulatedRun:
         """Return a run that has not made a step yet. Raises OutOfBudgetError, as its steps do."""
         return self._native.begin(self.schedule(hints))
