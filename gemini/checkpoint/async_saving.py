@@ -358,8 +358,7 @@ class SaveHandle:
     @torch.no_grad()
     def _write_in_place(self, block: Block) -> None:
         try:
-            for extent in block.extents:
-                extent.file.write(extent.tensor, extent.first, extent.read())
+            block.write()
         finally:
             with self._changed:
                 self._reading = None

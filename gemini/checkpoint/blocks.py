@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,13 +21,15 @@ from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece, read_values
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements that lie in one piece in memory and in a file: ``read`` returns them while they are pinned."""
+    """Elements that lie in one piece in memory and in a file: ``read`` returns them while they are pinned,
+    where ``in_place`` as a view of their chunk in host memory."""
 
     file: TensorFile
     tensor: str
     first: int
     nbytes: int
     read: Callable[[], torch.Tensor]
+    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ class Block:
     @property
     def nbytes(self) -> int:
         return sum(extent.nbytes for extent in self.extents)
+
+    def write(self) -> None:
+        """Write the values, which are pinned, and which nobody changes until this returns."""
+        with ExitStack() as stack:
+            for file in {id(extent.file): extent.file for extent in self.extents}.values():
+                stack.callback(file.settle)
+            for extent in self.extents:
+                write = extent.file.lend if extent.in_place else extent.file.write
+                write(extent.tensor, extent.first, extent.read())
 
 
 class CheckpointFiles:
@@ -55,6 +67,7 @@ class CheckpointFiles:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._viewed = not model.device.has_own_memory
         self._is_written = model.peers is None or model.peers.share.replica == 0
         self._weights: dict[str, TensorFile] = {}
         self._states: dict[str, TensorFile] = {}
@@ -102,7 +115,8 @@ class CheckpointFiles:
         file = self._weights[slot.name]
         dtype = contents.weight_dtype(slot)
         read = partial(_param_values, slot.group, slot.start + first, slot.start + last, dtype)
-        extent = Extent(file, slot.name, first, (last - first) * dtype.itemsize, read)
+        in_place = self._viewed and slot.group.param.spec.dtype == dtype
+        extent = Extent(file, slot.name, first, (last - first) * dtype.itemsize, read, in_place)
         return Block(slot, tuple(slot.group.value_tensors([slot])), (extent,))
 
     def _piece(self, group: ChunkGroup, piece: StatePiece) -> Block:
@@ -113,6 +127,7 @@ class CheckpointFiles:
             if start >= stop:
                 continue
             read: Callable[[], torch.Tensor]
+            in_place = self._viewed
             if slot.param_view.is_contiguous():
                 dtype = contents.weight_dtype(slot)
                 if piece.has(ChunkKind.MASTER):
@@ -121,16 +136,17 @@ class CheckpointFiles:
                 else:
                     tensors.update(dict.fromkeys(group.value_tensors([slot])))
                     read = partial(_param_values, group, start, stop, dtype)
+                    in_place = self._viewed and group.param.spec.dtype == dtype
                 nbytes = (stop - start) * dtype.itemsize
                 file = self._weights[slot.name]
-                extents.append(Extent(file, slot.name, start - slot.start, nbytes, read))
+                extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
                 for state, kind in contents.MOMENTS.items():
                     tensors[piece.tensors[kind]] = None
                     name = _range_name(slot, state)
                     read = partial(piece.flat, kind, start, stop)
                     file, first = self._states[name], start - slot.start - contents.owned(slot)[0]
-                    extents.append(Extent(file, name, first, 4 * (stop - start), read))
+                    extents.append(Extent(file, name, first, 4 * (stop - start), read, self._viewed))
         return Block(piece, tuple(tensors), tuple(extents))
 
 

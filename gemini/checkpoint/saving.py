@@ -61,8 +61,7 @@ def save(
         writer.manifest, writer.rng = manifest, rng.capture()
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
             with model.manager.operator(block.tensors):
-                for extent in block.extents:
-                    extent.file.write(extent.tensor, extent.first, extent.read())
+                block.write()
     return writer.final
 
 

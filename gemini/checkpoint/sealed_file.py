@@ -68,6 +68,19 @@ class SealedFile:
                 self._parts += parts_of(memoryview(data), offset)
                 write_at(self._descriptor, memoryview(data), offset)
 
+    def lend(self, data: memoryview, offset: int) -> None:
+        """Write ``data`` as :meth:`write` does, if possible without a copy: it must stay as it is until
+        :meth:`settle` has returned. For files with ``staging``."""
+        assert self._staged is not None
+        with _io_error("write", self.path, offset):
+            self._staged.lend(data, offset)
+
+    def settle(self) -> None:
+        """Wait until nothing that was lent is in use any more."""
+        assert self._staged is not None
+        with _io_error("write", self.path, 0):
+            self._staged.settle()
+
     def finish(self) -> list[Part]:
         """Make the file durable, close it, and return what was written here, in order, adjoining parts of a
         block as one."""

@@ -31,7 +31,7 @@ TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGN = 8
+_ALIGN = 4096  # of the first tensor in the file: memory that starts on a page is written from where it is
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,17 @@ class TensorFile:
 
         They are used before this returns. Every element must be written once.
         """
-        tensor, begin = self._places[name]
-        assert values.dtype == tensor.dtype, name
         if values.numel():
-            raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-            self._file.write(raw, begin + first * tensor.dtype.itemsize)
+            self._file.write(*self._run(name, first, values))
+
+    def lend(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Write ``values`` as :meth:`write` does; they stay as they are until :meth:`settle` has returned."""
+        if values.numel():
+            self._file.lend(*self._run(name, first, values))
+
+    def settle(self) -> None:
+        """Wait until nothing that was lent is in use any more."""
+        self._file.settle()
 
     def finish(self) -> list[Part]:
         """Make the file durable, close it and return what was written here."""
@@ -97,6 +103,13 @@ class TensorFile:
     def close(self) -> None:
         """Close the file, finished or not. Idempotent."""
         self._file.close()
+
+    def _run(self, name: str, first: int, values: torch.Tensor) -> tuple[memoryview, int]:
+        """Return the bytes of ``values`` and where in the file they belong."""
+        tensor, begin = self._places[name]
+        assert values.dtype == tensor.dtype, name
+        raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+        return raw, begin + first * tensor.dtype.itemsize
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Staging) -> list[Part]:
@@ -126,6 +139,6 @@ def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple
         offsets[tensor.name] = offset
         offset += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % _ALIGN)
+    text += b" " * (-(8 + len(text)) % _ALIGN)
     base = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: base + at for name, at in offsets.items()}

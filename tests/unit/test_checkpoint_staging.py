@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import itertools
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from gemini.checkpoint.part import BLOCK_BYTES
 from gemini.checkpoint.sealed_file import Seal, SealedFile, sealed
 from gemini.checkpoint.staging import Staging
 from gemini.errors import CheckpointError, IoError
+from gemini.offload.direct_memory import direct_memory
 
 MIB = 2**20
 
@@ -54,19 +58,30 @@ def cuts(size: int, chance: random.Random) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-@settings(max_examples=25, deadline=None)
+def aligned(num_bytes: int, seed: int) -> memoryview:
+    """Return ``content`` in memory that starts on a page."""
+    memory = direct_memory(max(num_bytes, 1)).numpy()[:num_bytes]
+    memory[:] = np.frombuffer(content(num_bytes, seed), np.uint8)
+    return memory.data
+
+
+@settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9 * MIB), min_size=1, max_size=7), seed=st.integers(0, 2**16))
 def test_any_runs_in_any_order_of_any_files_are_written(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int
 ) -> None:
     directory, chance = tmp_path_factory.mktemp("staged"), random.Random(seed)
-    wanted = [content(size, seed + number) for number, size in enumerate(sizes)]
+    wanted = [aligned(size, seed + number) for number, size in enumerate(sizes)]
+    lent = chance.choice([0.0, 0.5, 1.0])
     runs = [(number, *run) for number, size in enumerate(sizes) for run in cuts(size, chance)]
     if chance.random() < 0.5:
         chance.shuffle(runs)
     with files(directory, len(sizes)) as made:
         for number, start, stop in runs:
-            made[number].write(memoryview(wanted[number])[start:stop], start)
+            write = made[number].lend if chance.random() < lent else made[number].write
+            write(wanted[number][start:stop], start)
+        for file in made:
+            file.settle()
         seals = [sealed(file.path, file.finish()) for file in made]
     for number, data in enumerate(wanted):
         path = directory / str(number)
@@ -92,9 +107,72 @@ def test_bytes_that_were_written_twice_are_found(tmp_path: Path) -> None:
             sealed(file.path, file.finish())
 
 
+class SlowDisk:
+    """Writes take their time; says how many are under way, and from which memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: int = -1) -> None:
+        self.running = 0
+        self.addresses: list[int] = []
+        self._really, self._failing = os.pwrite, failing
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self.running += 1
+        self.addresses.append(np.frombuffer(data, np.uint8).ctypes.data)
+        time.sleep(0.05)
+        self.running -= 1
+        if offset == self._failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._really(descriptor, data, offset)
+
+
+def test_what_lies_as_in_the_file_is_written_from_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = aligned(20 * MIB + 700, 4)
+    start = np.frombuffer(data, np.uint8).ctypes.data
+    disk = SlowDisk(monkeypatch)
+    with files(tmp_path, 1) as (file,):
+        file.lend(data[:512], 0)
+        file.lend(data[512:], 512)
+        file.settle()
+        assert disk.running == 0
+        file.finish()
+    assert (tmp_path / "0").read_bytes() == data
+    assert {start + at * MIB for at in (4, 8, 12, 16)} <= set(disk.addresses)
+
+
+def test_a_failed_write_of_lent_memory_is_told_after_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = aligned(20 * MIB, 5)
+    disk = SlowDisk(monkeypatch, failing=4 * MIB)
+    with files(tmp_path, 1) as (file,):
+        file.lend(data, 0)
+        with pytest.raises(IoError) as caught:
+            file.settle()
+        assert disk.running == 0
+    assert (caught.value.errno, caught.value.offset) == (errno.EIO, 4 * MIB)
+
+
+def test_ctrl_c_waits_until_lent_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = aligned(24 * MIB, 6)
+    disk = SlowDisk(monkeypatch)
+    with files(tmp_path, 1) as (file,):
+        file.lend(data, 0)
+        threading.Timer(0.03, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            file.settle()
+        assert disk.running == 0
+        assert len(disk.addresses) == 6
+        file.finish()
+    assert (tmp_path / "0").read_bytes() == data
+
+
 @pytest.mark.parametrize("refusal", ["open", "write"])
+@pytest.mark.parametrize("way", ["write", "lend"])
 def test_where_there_is_no_direct_writing_the_page_cache_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, way: str
 ) -> None:
     really_open, really_pwrite, refused = os.open, os.pwrite, set()
 
@@ -113,9 +191,11 @@ def test_where_there_is_no_direct_writing_the_page_cache_will_do(
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "pwrite", pwrite)
-    data = content(5 * MIB + 17, 1)
+    data = aligned(5 * MIB + 17, 1)
     with files(tmp_path, 1) as (file,):
-        write_all(file, data)
+        getattr(file, way)(data, 0)
+        file.settle()
+        file.finish()
     assert (tmp_path / "0").read_bytes() == data
 
 
