@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from gemini.checkpoint import rng
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
+from gemini.checkpoint.staging import MEMORY_ALIGN
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
+from gemini.offload.direct_memory import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import rank_of
 from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
@@ -91,29 +93,32 @@ def save_async(
 
 
 class _Buffer:
-    """Values on their way to files, packed one after the other."""
+    """Values on their way to files, one after the other, placed so that they need not be copied again."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        self._memory = direct_memory(_BUFFER_BYTES)
         self._used = 0
         self._parts: list[tuple[Extent, int, torch.Tensor]] = []
 
     def add(self, extent: Extent, first: int, values: torch.Tensor) -> int:
         """Copy as many of ``values``, element ``first`` on, as fit; return how many."""
-        begin = -(-self._used // 8) * 8
+        begin = self._used + (extent.file.offset(extent.tensor, first) - self._used) % MEMORY_ALIGN
         size = values.dtype.itemsize
         count = min(values.numel(), (_BUFFER_BYTES - begin) // size)
-        if count:
+        if count > 0:
             copy = self._memory[begin : begin + count * size].view(values.dtype)
             copy.copy_(values[:count])
             self._parts.append((extent, first, copy))
             self._used = begin + count * size
-        return count
+        return max(count, 0)
 
     def write(self) -> None:
         """Write everything to its file, and be empty again."""
-        for extent, first, values in self._parts:
-            extent.file.write(extent.tensor, first, values)
+        with ExitStack() as stack:
+            for file in {id(extent.file): extent.file for extent, _first, _values in self._parts}.values():
+                stack.callback(file.settle)
+            for extent, first, values in self._parts:
+                extent.file.lend(extent.tensor, first, values)
         self._parts.clear()
         self._used = 0
 

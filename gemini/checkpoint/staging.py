@@ -27,7 +27,7 @@ _BLOCK_BYTES = 4096
 _BUFFER_BYTES = 4 * 2**20
 _NUM_BUFFERS = 4
 _NUM_THREADS = 2
-_MEMORY_ALIGN = 512  # what devices ask of the memory that they read
+MEMORY_ALIGN = 512  # what devices ask of the memory that they read
 _LENT_BYTES = 2**20  # less is copied
 
 Buffer = npt.NDArray[np.uint8]
@@ -118,7 +118,7 @@ class StagedFile:
         """Have ``data`` written at ``offset``; it stays as it is until :meth:`settle` has returned."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         first, last = _floor(offset + _BLOCK_BYTES - 1), _floor(offset + data.nbytes)
-        if not self._takes_lent or (address - offset) % _MEMORY_ALIGN or last - first < _LENT_BYTES:
+        if not self._takes_lent or (address - offset) % MEMORY_ALIGN or last - first < _LENT_BYTES:
             self.write(data, offset)
             return
         self.write(data[: first - offset], offset)

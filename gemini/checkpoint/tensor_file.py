@@ -96,6 +96,11 @@ class TensorFile:
         """Wait until nothing that was lent is in use any more."""
         self._file.settle()
 
+    def offset(self, name: str, first: int) -> int:
+        """Return where in the file element ``first`` of ``name`` lies."""
+        tensor, begin = self._places[name]
+        return begin + first * tensor.dtype.itemsize
+
     def finish(self) -> list[Part]:
         """Make the file durable, close it and return what was written here."""
         return self._file.finish()
@@ -106,10 +111,9 @@ class TensorFile:
 
     def _run(self, name: str, first: int, values: torch.Tensor) -> tuple[memoryview, int]:
         """Return the bytes of ``values`` and where in the file they belong."""
-        tensor, begin = self._places[name]
-        assert values.dtype == tensor.dtype, name
+        assert values.dtype == self._places[name][0].dtype, name
         raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-        return raw, begin + first * tensor.dtype.itemsize
+        return raw, self.offset(name, first)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Staging) -> list[Part]:
