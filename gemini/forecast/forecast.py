@@ -115,7 +115,13 @@ def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
     capacity = context.capacity
     if context.size.total_bytes + outlook.non_model_bytes <= capacity.device_bytes:
         return Machine(capacity.device_bytes, 0, 0, ())
-    return Machine(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, machine.links)
+    return Machine(
+        capacity.device_bytes,
+        capacity.host_bytes,
+        capacity.disk_bytes,
+        machine.links,
+        transfers_take=machine.transfers_take,
+    )
 
 
 def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> int:

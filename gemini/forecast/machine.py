@@ -26,7 +26,8 @@ class MachineSpeeds:
     ``memory_bytes_per_second``: read and written by operators that only pass over tensors.
     ``adam_bytes_per_second``: read and written by the optimizer's kernel. ``moment_seconds``: what an
     operator costs besides its arithmetic: Python, autograd, PreOp and PostOp. ``links``: those between the
-    tiers. ``device_bytes``, ``host_bytes``, ``disk_bytes``: budgets where the command line names none.
+    tiers. ``transfers_take``: as :class:`gemini.placement.machine.Machine` has it. ``device_bytes``,
+    ``host_bytes``, ``disk_bytes``: budgets where the command line names none.
 
     Raises:
         ConfigError: a field that no machine can have.
@@ -41,6 +42,7 @@ class MachineSpeeds:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
+    transfers_take: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {f"matmul_flops {dtype}": rate for dtype, rate in self.matmul_flops.items()}
@@ -57,6 +59,10 @@ class MachineSpeeds:
             )
         if not 0 <= self.moment_seconds < math.inf:
             raise ConfigError(f"machine {self.name!r}: moment_seconds is {self.moment_seconds}")
+        if not 0 <= self.transfers_take <= 1:
+            raise ConfigError(
+                f"machine {self.name!r}: transfers_take is {self.transfers_take}; it is a share, 0 to 1"
+            )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Return the rate for ``dtype``; of the fastest other where it is not known."""

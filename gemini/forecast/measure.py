@@ -16,6 +16,7 @@ from gemini.forecast.machine import DTYPE_NAMES, MachineSpeeds
 from gemini.memstats import LinkSpeed
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.kernels import AdamHyper, adam_update
+from gemini.placement.machine import CPU_TRANSFERS_TAKE
 
 _MATMUL_SIZE = 768
 _STREAM_NUMEL = 1 << 23
@@ -34,6 +35,7 @@ def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> 
         memory_bytes_per_second=_memory_rate(),
         adam_bytes_per_second=_adam_rate(),
         moment_seconds=_moment_seconds(),
+        transfers_take=CPU_TRANSFERS_TAKE,
         links=links,
         host_bytes=0,
         device_bytes=None,

@@ -1,8 +1,8 @@
 """The planner: makes plans in several ways, has each simulated, improves the best and returns it.
 
 The order alone (OPT with prefetch) is among the candidates, so in the model no plan is worse than it. Of
-plans that take as long, the one that moves least is the best: in the model transfers behind computing are
-free, but they take the processor and the memory from it, and wear a disk out.
+plans that take as long, the one that moves least is the best: behind computing transfers are free in the
+model, but they wear a disk out, and where the processor computes they take it and the memory from computing.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _PROGRAMS = (
 _FIRST_AND_LAST = 3  # the order alone and the chosen plan, in simulations of three steps
 _GREEDY_AFTER = 4  # programs come density and the static share
 _WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
-_MOVES_LESS = 0.95  # ... unless it takes no longer and its links are busy for less than this share
-_MOVING = 1e-3  # what a second of a link counts, in seconds of the step, when plans are compared
-_MOVING_WORTH = 0.1  # ... when it is weighed how long to plan: about what a disk takes from two processors
-_SAME = 1e-9  # two sums of the same times
+_MOVES_LESS = 0.95  # ... unless it is no worse and its links are busy for less than this share
+_MOVING = 1e-3  # what a second of a link counts at least, in seconds of the step, when plans are compared
+_MOVING_WORTH = 0.02  # ... when it is weighed how long to plan
+_SAME = 1e-9  # of two sums of the same times
 # Steps may take long to settle: the last comparison skips six and takes the mean of six more, if that is no
 # more than a quarter of the effort.
 _SETTLED = {"after": 6, "steps": 6}
@@ -67,8 +67,8 @@ class ChosenPlan:
 
 
 def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
-    """Return the plan whose simulated step is the shortest; of several the one that moves least. Equal
-    arguments give equal plans.
+    """Return the plan whose simulated step is the shortest, with what transfers take from computing; of
+    several the one that moves least. Equal arguments give equal plans.
 
     Raises:
         OutOfBudgetError: the step does not fit the machine.
@@ -100,8 +100,9 @@ class _Search:
         self._lag = 0.0
         self.tried: list[tuple[str, float]] = [(OPT, opt.step_seconds)]
         self.bound = 0.0
+        self._taken = problem.machine.transfers_take
         waiting = opt.step_seconds - sum(problem.iteration.seconds)
-        self._effort = Effort(problem, waiting + _MOVING_WORTH * _moving(opt))
+        self._effort = Effort(problem, waiting + max(self._taken, _MOVING_WORTH) * _moving(opt))
         self._effort.left -= _FIRST_AND_LAST * self._effort.run
         self._checks_settled = 4 * _SETTLED_COST * self._effort.run <= self._effort.left
         if self._checks_settled:
@@ -115,16 +116,17 @@ class _Search:
             self.tried.append((name, self._try(name, keep, lag)))
 
     def is_worth_it(self, best: Simulation, opt: Simulation) -> bool:
-        """Say whether the best plan really is faster than the order alone, or moves less in the same time,
+        """Say whether the best plan really is faster than the order alone, or moves less and is no worse,
         looking at many steps if that was affordable."""
+        may_wait = self._taken * (_moving(opt) - _moving(best))
         moves_less = _moving(best) < _MOVES_LESS * _moving(opt)
-        most = 1 + _SAME if moves_less else 1 - _WORTH_IT
-        if best.step_seconds > most * opt.step_seconds:
+        may_wait += opt.step_seconds * (_SAME if moves_less else -_WORTH_IT)
+        if best.step_seconds > opt.step_seconds + may_wait:
             return False
         if not self._checks_settled:
             return True
         settled = [self._simulator.seconds(hints, **_SETTLED) for hints in (self.best, None)]
-        return settled[0] <= most * settled[1]
+        return settled[0] <= settled[1] + may_wait
 
     def improve(self) -> None:
         """Change the best plan as long as there is effort."""
@@ -168,7 +170,7 @@ class _Search:
             seconds, moving = self._simulator.seconds_moving(hints)
         except OutOfBudgetError:
             return float("inf")
-        cost = seconds + _MOVING * moving
+        cost = seconds + max(self._taken, _MOVING) * moving
         if cost <= self._cost:
             self.name, self.best, self._seconds, self._cost = name, hints, seconds, cost
             self._keep, self._lag = keep, lag

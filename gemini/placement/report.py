@@ -87,7 +87,7 @@ class PlanReport:
         yield from _times(self.step)
         chosen = self.step.chosen
         if chosen.hints is None:
-            yield "What is used last leaves first (OPT): no other choice was found to be faster."
+            yield "What is used last leaves first (OPT): nothing else is faster, or moves less in that time."
             return
         for share in self.kinds:
             yield _sentence(share)
@@ -105,10 +105,14 @@ def _times(step: PlannedStep) -> Iterator[str]:
     )
     if promise.pace.num_steps:
         yield f"That is at the pace of the last {promise.pace.num_steps} steps."
+    opt_seconds = dict(chosen.candidates)[OPT]
     yield (
         f"When it was planned: {chosen.simulation.step_seconds:.3g} s, OPT with prefetch "
-        f"{dict(chosen.candidates)[OPT]:.3g} s, no plan less than {chosen.bound_seconds:.3g} s."
+        f"{opt_seconds:.3g} s, no plan less than {chosen.bound_seconds:.3g} s."
     )
+    if chosen.hints is not None and chosen.simulation.step_seconds >= opt_seconds:
+        moved = format_bytes(sum(chosen.simulation.link_bytes.values()))
+        yield f"It moves {moved} per step, less than OPT would: transfers slow computing down."
 
 
 def _shares(step: PlannedStep) -> Iterator[KindShare]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
+from gemini.placement.machine import CPU_TRANSFERS_TAKE
 from gemini.runtime.link_meter import LinkMeter
 from gemini.runtime.planned import Place, Planned, StepPlanner
 from gemini.runtime.recorder import Accesses, Recorded, Recorder
@@ -46,7 +47,8 @@ class Learned:
         self._kind = kind
         self._chunks = chunks
         self._context = context
-        self.planner = StepPlanner(context.capacity)
+        taken = 0.0 if chunks.device.has_own_memory else CPU_TRANSFERS_TAKE
+        self.planner = StepPlanner(context.capacity, transfers_take=taken)
         self._recorder = Recorder(chunks)
         self._links = LinkMeter(chunks)
         self._rival: Accesses | None = None  # what the last diverging iteration did

@@ -39,8 +39,10 @@ class Planned(NamedTuple):
 class StepPlanner:
     """Plans each steady order of one trace once."""
 
-    def __init__(self, capacity: TierCapacity) -> None:
+    def __init__(self, capacity: TierCapacity, *, transfers_take: float) -> None:
+        """``transfers_take``: as :class:`Machine` has it."""
         self._capacity = capacity
+        self._transfers_take = transfers_take
         self._steps: dict[tuple[tuple[int, int], ...], PlannedStep | None] = {}
 
     def forget(self) -> None:
@@ -78,6 +80,7 @@ class StepPlanner:
                 capacity.host_bytes,
                 capacity.disk_bytes,
                 trace.links,
+                transfers_take=self._transfers_take,
             )
             chosen = choose_plan(iteration, machine)
         except (OutOfBudgetError, ConfigError) as error:
