@@ -63,6 +63,12 @@ class MachineSpeeds:
             raise ConfigError(
                 f"machine {self.name!r}: transfers_take is {self.transfers_take}; it is a share, 0 to 1"
             )
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            budget = getattr(self, name)
+            if budget is not None and not (isinstance(budget, int) and budget >= 0):
+                raise ConfigError(
+                    f"machine {self.name!r}: {name} is {budget!r}; it must be a number of bytes"
+                )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Return the rate for ``dtype``; of the fastest other where it is not known."""

@@ -156,7 +156,14 @@ def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, text: str, what: s
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("memory_bytes_per_second", 0.0), ("matmul_flops", {"fp8": 1.0})]
+    ("field", "value"),
+    [
+        ("memory_bytes_per_second", 0.0),
+        ("matmul_flops", {"fp8": 1.0}),
+        ("device_bytes", float("nan")),
+        ("disk_bytes", -1),
+        ("transfers_take", 2.0),
+    ],
 )
 def test_a_rate_that_no_machine_has_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
