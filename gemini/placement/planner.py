@@ -134,9 +134,9 @@ class _Search:
             return
         search = LocalSearch(self._problem, self._simulator, self._keep, self._lag)
         search.improve(self._effort, (1 + _WORTH_IT) * sum(self._problem.iteration.seconds))
-        if search.seconds < self._seconds:
-            self.name, self.best, self._seconds = f"{self.name} improved", search.hints, search.seconds
-            self.tried.append((self.name, self._seconds))
+        if search.seconds < self._seconds or (self._taken and search.hints != self.best):
+            self.name, self.best = f"{self.name} improved", search.hints
+            self.tried.append((self.name, search.seconds))
 
     def _candidates(self) -> Iterator[tuple[str, Flags, float]]:
         from gemini.placement.retention import round_retention  # brings scipy, which takes a while

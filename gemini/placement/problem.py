@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemini.placement.intervals import Flags, Floats, Intervals, Ints, find_intervals
+from gemini.placement.intervals import NO_RUN, Flags, Floats, Intervals, Ints, find_intervals
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 
@@ -75,6 +75,12 @@ class PlanProblem:
         at = np.searchsorted(self.starts, late, side="right") - 1 - moments
         begun: Ints = np.clip(at, them.begin + 1, them.end)
         return begun
+
+    def moving_seconds(self, keep: Flags) -> float:
+        """Return for how long the links are busy with what is not kept."""
+        runs = np.unique(self.intervals.run[~keep])
+        written = self.run_seconds[runs[runs != NO_RUN]].sum()
+        return float(self.read_seconds[~keep].sum() + written)
 
     def fits(self, keep: Flags) -> bool:
         """Say whether operands and kept chunks stay within the limit at every moment."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gemini.bench.placement_search import transformer
-from gemini.memstats import LINKS, LinkSpeed
+from gemini.bench.placement_traces import TRACES, dram_nvme
+from gemini.memstats import LINKS, LinkSpeed, Trace
 from gemini.placement.effort import Effort
 from gemini.placement.iteration import Iteration
 from gemini.placement.local_search import LocalSearch
 from gemini.placement.machine import Machine
-from gemini.placement.planner import by_density
+from gemini.placement.planner import by_density, choose_plan
 from gemini.placement.problem import PlanProblem
-from gemini.placement.simulator import Simulator
+from gemini.placement.simulator import Simulation, Simulator
 
 _LAYERS = 12
 
@@ -65,3 +68,38 @@ def test_short_waits_are_worth_little_effort() -> None:
     it = problem(0.3)
     assert Effort(it, waiting_seconds=1e-6).left < Effort(it, waiting_seconds=1e-3).left
     assert Effort(it, waiting_seconds=1.0).left == Effort(it, waiting_seconds=2.0).left
+
+
+def on_disk(trace: str, slower: float) -> tuple[Iteration, Machine]:
+    """Return a recorded step whose operators take ``slower`` times as long, half of it on DEVICE."""
+    recorded = Trace.load(TRACES / f"{trace}.json")
+    iteration = Iteration.of_trace(recorded, overlap=True)
+    seconds = tuple(slower * one for one in iteration.seconds)
+    iteration = replace(iteration, seconds=seconds, reserve_bytes=(0,) * iteration.num_moments)
+    return iteration, dram_nvme(iteration, 0.5, recorded.links)
+
+
+def moved(simulation: Simulation) -> int:
+    return sum(simulation.link_bytes.values())
+
+
+def cost(simulation: Simulation, machine: Machine) -> float:
+    return simulation.step_seconds + machine.transfers_take * sum(simulation.link_seconds.values())
+
+
+def test_of_plans_behind_computing_the_one_that_moves_least_is_followed() -> None:
+    iteration, machine = on_disk("gpt2-checkpointed", slower=4.0)
+    opt = Simulator(iteration, machine).run(None)
+    assert opt.step_seconds == pytest.approx(sum(iteration.seconds))
+    plan = choose_plan(iteration, machine).simulation
+    assert plan.step_seconds == pytest.approx(opt.step_seconds)
+    assert moved(plan) < 0.8 * moved(opt)
+
+
+def test_what_transfers_take_from_computing_is_weighed() -> None:
+    iteration, machine = on_disk("gpt2-accumulated", slower=1.0)
+    taking = replace(machine, transfers_take=0.2)
+    free, weighed = (choose_plan(iteration, one).simulation for one in (machine, taking))
+    assert moved(weighed) < 0.95 * moved(free)
+    assert cost(weighed, taking) < cost(free, taking)
+    assert cost(weighed, taking) < cost(Simulator(iteration, machine).run(None), taking)
