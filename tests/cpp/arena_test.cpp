@@ -68,7 +68,7 @@ TEST_P(ArenaWithMover, RandomUseStaysWithinCapacityAndKeepsContents) {
   for (int i = 0; i < 16; ++i)
     windows.push_back(space.create(i % 2 == 0 ? kLarge[i / 2 % 4] : 100000 * (i % 3 + 1)));
   int64_t mapped_bytes = 0;
-  for (int step = 0; step < 1000; ++step) {
+  for (int step = 0; step < 500; ++step) {
     const size_t index = random() % windows.size();
     Window& window = *windows[index];
     if (window.mapped()) {
@@ -132,60 +132,6 @@ TEST(Arena, RecycledBlockBringsItsPagesWithIt) {
   arena.map(*second, false);
   EXPECT_EQ(resident_pages(*second), 8 * kMib / kPageBytes);
   EXPECT_EQ(arena.peak_bytes(), 8 * kMib);
-}
-
-TEST(Arena, WindowsOfOtherSizesGetThePagesInPieces) {
-  WindowSpace space(64 * kMib);
-  Arena arena(16 * kMib);
-  Window* large = space.create(8 * kMib);
-  Window* odd = space.create(5 * kMib);
-  Window* half = space.create(4 * kMib);
-  arena.map(*large, false);
-  fill(*large, 1);
-  arena.unmap(*large, true);
-  arena.map(*odd, false);  // whole huge pages of the block, and a fresh tail
-  EXPECT_EQ(resident_pages(*odd), 4 * kMib / kPageBytes);
-  EXPECT_EQ(arena.parked_bytes(), 4 * kMib);
-  arena.map(*half, false);  // what is left of the block
-  EXPECT_EQ(resident_pages(*half), 4 * kMib / kPageBytes);
-  EXPECT_EQ(arena.parked_bytes(), 0);
-  fill(*odd, 2);
-  fill(*half, 3);
-  EXPECT_TRUE(holds_only(*odd, 2));
-  arena.unmap(*odd, true);
-  arena.unmap(*half, true);
-  arena.map(*large, true);  // both together; the tail goes
-  EXPECT_EQ(resident_pages(*large), 8 * kMib / kPageBytes);
-  EXPECT_TRUE(holds_only(*large, 0));
-  EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
-  EXPECT_EQ(arena.parked_bytes(), 0);
-}
-
-// Where the kernel refuses a move midway, the other pieces and fresh pages are as good.
-TEST(Arena, RefusedPieceIsFresh) {
-  static int num_moves;
-  num_moves = 0;
-  const auto refuse_fourth = [](char* from, char* to, int64_t nbytes, bool keep_source) {
-    return ++num_moves != 4 && pages::move(from, to, nbytes, keep_source);
-  };
-  WindowSpace space(64 * kMib);
-  Arena arena(12 * kMib, refuse_fourth);
-  std::vector<Window*> parts;
-  for (int i = 0; i < 2; ++i) {
-    parts.push_back(space.create(4 * kMib));
-    arena.map(*parts.back(), false);
-    fill(*parts.back(), 1);
-  }
-  for (Window* part : parts) arena.unmap(*part, true);
-  Window* whole = space.create(8 * kMib);
-  arena.map(*whole, true);
-  EXPECT_EQ(num_moves, 4);
-  EXPECT_EQ(resident_pages(*whole), 4 * kMib / kPageBytes);
-  EXPECT_TRUE(holds_only(*whole, 0));
-  EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
-  EXPECT_EQ(arena.parked_bytes(), 0);
-  arena.unmap(*whole, true);
-  EXPECT_EQ(arena.parked_bytes(), 8 * kMib);
 }
 
 TEST(Arena, UnparkedMemoryReturnsToTheSystemAndParkedDoesNot) {
@@ -271,6 +217,60 @@ TEST(Arena, ManySmallWindowsStayWithinTheMapLimit) {
   for (Window* window : windows) ASSERT_NO_THROW(arena.unmap(*window, true));
   for (Window* window : windows) ASSERT_NO_THROW(arena.map(*window, true));
   EXPECT_EQ(arena.mapped_bytes(), kNumWindows * 2 * kPageBytes);
+}
+
+TEST(Arena, WindowsOfOtherSizesGetThePagesInPieces) {
+  WindowSpace space(64 * kMib);
+  Arena arena(16 * kMib);
+  Window* large = space.create(8 * kMib);
+  Window* odd = space.create(5 * kMib);
+  Window* half = space.create(4 * kMib);
+  arena.map(*large, false);
+  fill(*large, 1);
+  arena.unmap(*large, true);
+  arena.map(*odd, false);  // whole huge pages of the block, and a fresh tail
+  EXPECT_EQ(resident_pages(*odd), 4 * kMib / kPageBytes);
+  EXPECT_EQ(arena.parked_bytes(), 4 * kMib);
+  arena.map(*half, false);  // what is left of the block
+  EXPECT_EQ(resident_pages(*half), 4 * kMib / kPageBytes);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+  fill(*odd, 2);
+  fill(*half, 3);
+  EXPECT_TRUE(holds_only(*odd, 2));
+  arena.unmap(*odd, true);
+  arena.unmap(*half, true);
+  arena.map(*large, true);  // both together; the tail goes
+  EXPECT_EQ(resident_pages(*large), 8 * kMib / kPageBytes);
+  EXPECT_TRUE(holds_only(*large, 0));
+  EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+}
+
+// Where the kernel refuses a move midway, the other pieces and fresh pages are as good.
+TEST(Arena, RefusedPieceIsFresh) {
+  static int num_moves;
+  num_moves = 0;
+  const auto refuse_fourth = [](char* from, char* to, int64_t nbytes, bool keep_source) {
+    return ++num_moves != 4 && pages::move(from, to, nbytes, keep_source);
+  };
+  WindowSpace space(64 * kMib);
+  Arena arena(12 * kMib, refuse_fourth);
+  std::vector<Window*> parts;
+  for (int i = 0; i < 2; ++i) {
+    parts.push_back(space.create(4 * kMib));
+    arena.map(*parts.back(), false);
+    fill(*parts.back(), 1);
+  }
+  for (Window* part : parts) arena.unmap(*part, true);
+  Window* whole = space.create(8 * kMib);
+  arena.map(*whole, true);
+  EXPECT_EQ(num_moves, 4);
+  EXPECT_EQ(resident_pages(*whole), 4 * kMib / kPageBytes);
+  EXPECT_TRUE(holds_only(*whole, 0));
+  EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+  arena.unmap(*whole, true);
+  EXPECT_EQ(arena.parked_bytes(), 8 * kMib);
 }
 
 }  // namespace

@@ -139,11 +139,11 @@ def _cut_later(model: GeminiDDP, seen: dict[str, Any]) -> None:
 def _spoil_later(order: Order, seen: dict[str, Any]) -> None:
     """Lose the wire or a rank while the next checkpoint is saved: after the first values were written, or
     when it was published."""
-    write, publish = TensorFile.write, writer.publish
+    lend, publish = TensorFile.lend, writer.publish
     killed = {"first rank killed": 0, "last rank killed": dist.get_world_size() - 1}.get(order.spoil)
 
-    def write_and_lose(*arguments: Any) -> None:
-        write(*arguments)
+    def lend_and_lose(*arguments: Any) -> None:
+        lend(*arguments)
         if killed is None:
             _cut(seen)
         elif killed == dist.get_rank():
@@ -158,7 +158,7 @@ def _spoil_later(order: Order, seen: dict[str, Any]) -> None:
     if order.spoil == "cut when published":
         writer.publish = publish_and_lose
     else:
-        TensorFile.write = write_and_lose  # type: ignore[method-assign]
+        TensorFile.lend = lend_and_lose  # type: ignore[method-assign]
 
 
 def _join(timeout: float) -> None:
