@@ -1,7 +1,5 @@
 #include "transfer/arena.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -23,10 +21,9 @@ int64_t checked_capacity(int64_t capacity_bytes) {
   throw StateError("an arena's capacity cannot be negative, got " + std::to_string(capacity_bytes));
 }
 
-// Cannot fail for a range that is ours; nothing could be done about it where it is called.
-void release_unmoved(const std::vector<Piece>& pieces) noexcept {
+void discard_unmoved(const std::vector<Piece>& pieces) noexcept {
   for (const Piece& piece : pieces) {
-    if (piece.address) (void)::munmap(piece.address, static_cast<size_t>(piece.nbytes));
+    if (piece.address) pages::discard(piece.address, piece.nbytes);
   }
 }
 
@@ -39,7 +36,7 @@ Arena::Arena(int64_t capacity_bytes, pages::Mover mover)
 
 Arena::~Arena() {
   if (!process_.is_owner()) return;  // the child did not inherit the pages: others may be there
-  while (!parked_.empty()) parked_.drop_oldest();
+  parked_.drop_all();
 }
 
 void Arena::map(Window& window, bool zero) {
@@ -73,12 +70,12 @@ void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
   try {
     window.map(pieces, mover_);
   } catch (...) {
-    release_unmoved(pieces);
+    discard_unmoved(pieces);
     ledger_->drop_parked(taken_bytes);
     ledger_->drop_mapped(fresh_bytes);
     throw;
   }
-  release_unmoved(pieces);
+  discard_unmoved(pieces);
   ledger_->unpark(taken_bytes);
   window.ledger_ = ledger_;
 }
@@ -107,7 +104,7 @@ bool Arena::try_park(Window& window) {
   try {
     parked = window.unmap_to(slot, mover_);
   } catch (...) {
-    pages::release(slot, nbytes);
+    pages::discard(slot, nbytes);
     throw;
   }
   if (!parked) {

@@ -67,6 +67,8 @@ void release(char* address, int64_t nbytes) {
   if (::munmap(address, length(nbytes)) != 0) fail("cannot unmap", nbytes, errno);
 }
 
+void discard(char* address, int64_t nbytes) noexcept { (void)::munmap(address, length(nbytes)); }
+
 bool move(char* from, char* to, int64_t nbytes, bool keep_source) noexcept {
 #ifdef __linux__
   const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | (keep_source ? MREMAP_DONTUNMAP : 0);

@@ -19,6 +19,10 @@ void commit_at(char* address, int64_t nbytes);
 // Gives a range and its memory back to the system.
 void release(char* address, int64_t nbytes);
 
+// The same where nothing could be done about a refusal. The kernel refuses only to cut a mapping in
+// two when a process has as many as it may.
+void discard(char* address, int64_t nbytes) noexcept;
+
 // Moves the pages of one range into another range we own, replacing what is there. With
 // `keep_source` the source stays mapped as zero pages, otherwise its addresses are given up.
 // Returns false, having changed nothing, where the kernel cannot do it.

@@ -77,4 +77,12 @@ void ParkedBlocks::drop_oldest() {
   blocks_.erase(blocks_.begin());
 }
 
+void ParkedBlocks::drop_all() noexcept {
+  for (const Block& block : blocks_) {
+    pages::discard(block.address, block.nbytes());
+    ledger_.drop_parked(block.nbytes());
+  }
+  blocks_.clear();
+}
+
 }  // namespace gemini

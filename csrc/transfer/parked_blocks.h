@@ -19,7 +19,7 @@ struct Piece {
 class ParkedBlocks {
  public:
   explicit ParkedBlocks(ArenaLedger& ledger) : ledger_(ledger) {}
-  // Leaves the memory alone; see drop_oldest.
+  // Leaves the memory alone, which a forked child does not have.
   ~ParkedBlocks() = default;
   ParkedBlocks(const ParkedBlocks&) = delete;
   ParkedBlocks& operator=(const ParkedBlocks&) = delete;
@@ -37,7 +37,8 @@ class ParkedBlocks {
 
   // Returns the block that was parked first to the system; there must be one.
   void drop_oldest();
-  [[nodiscard]] bool empty() const noexcept { return blocks_.empty(); }
+  // Returns everything.
+  void drop_all() noexcept;
 
  private:
   struct Block {

@@ -1,7 +1,5 @@
 #include "transfer/window.h"
 
-#include <sys/mman.h>
-
 #include <mutex>
 
 namespace gemini {

@@ -50,8 +50,7 @@ WindowSpace::~WindowSpace() {
   for (const auto& window : windows_) {
     if (window->mapped()) window->ledger_->drop_mapped(window->span_bytes());
   }
-  // Cannot fail for a range that is ours; nothing could be done about it here.
-  (void)::munmap(begin_, static_cast<size_t>(reserved_bytes_));
+  pages::discard(begin_, reserved_bytes_);
 }
 
 Window* WindowSpace::create(int64_t nbytes) {
