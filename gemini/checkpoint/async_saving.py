@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.staging import MEMORY_ALIGN
+from gemini.checkpoint.tensor_file import settled
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
@@ -114,9 +115,7 @@ class _Buffer:
 
     def write(self) -> None:
         """Write everything to its file, and be empty again."""
-        with ExitStack() as stack:
-            for file in {id(extent.file): extent.file for extent, _first, _values in self._parts}.values():
-                stack.callback(file.settle)
+        with settled(extent.file for extent, _first, _values in self._parts):
             for extent, first, values in self._parts:
                 extent.file.lend(extent.tensor, first, values)
         self._parts.clear()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from gemini.checkpoint import contents
-from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
+from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
 from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
@@ -46,9 +45,7 @@ class Block:
 
     def write(self) -> None:
         """Write the values, which are pinned, and which nobody changes until this returns."""
-        with ExitStack() as stack:
-            for file in {id(extent.file): extent.file for extent in self.extents}.values():
-                stack.callback(file.settle)
+        with settled(extent.file for extent in self.extents):
             for extent in self.extents:
                 write = extent.file.lend if extent.in_place else extent.file.write
                 write(extent.tensor, extent.first, extent.read())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,15 @@ class TensorFile:
         assert values.dtype == self._places[name][0].dtype, name
         raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         return raw, self.offset(name, first)
+
+
+@contextmanager
+def settled(files: Iterable[TensorFile]) -> Iterator[None]:
+    """Wait at the end of the block, whatever comes, until nothing that was lent to ``files`` is in use."""
+    with ExitStack() as stack:
+        for file in set(files):
+            stack.callback(file.settle)
+        yield
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Staging) -> list[Part]:
