@@ -40,6 +40,12 @@ class LocalSearch:
         self._run = simulator.begin(self.hints)
         for _ in range(_STEPS_TO_SETTLE):
             self.seconds, self._waits, _ = self._run.step()
+        self._begun = self.seconds + self._taken
+
+    @property
+    def has_improved(self) -> bool:
+        """Whether the plan is better than the one that the search began with."""
+        return self.seconds + self._taken < self._begun
 
     def improve(self, effort: Effort, enough: float) -> None:
         """Try changes until there is no effort left, or the step takes no more than ``enough`` seconds, and

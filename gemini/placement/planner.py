@@ -95,7 +95,7 @@ class _Search:
         self._simulator = simulator
         self.name = OPT
         self.best: Hints | None = None
-        self._seconds = self._cost = float("inf")
+        self._cost = float("inf")
         self._keep: Flags = np.zeros(len(problem.intervals), dtype=bool)
         self._lag = 0.0
         self.tried: list[tuple[str, float]] = [(OPT, opt.step_seconds)]
@@ -134,7 +134,7 @@ class _Search:
             return
         search = LocalSearch(self._problem, self._simulator, self._keep, self._lag)
         search.improve(self._effort, (1 + _WORTH_IT) * sum(self._problem.iteration.seconds))
-        if search.seconds < self._seconds or (self._taken and search.hints != self.best):
+        if search.has_improved:
             self.name, self.best = f"{self.name} improved", search.hints
             self.tried.append((self.name, search.seconds))
 
@@ -172,7 +172,7 @@ class _Search:
             return float("inf")
         cost = seconds + max(self._taken, _MOVING) * moving
         if cost <= self._cost:
-            self.name, self.best, self._seconds, self._cost = name, hints, seconds, cost
+            self.name, self.best, self._cost = name, hints, cost
             self._keep, self._lag = keep, lag
         return seconds
 
