@@ -158,7 +158,8 @@ class _MetaChunks(ChunkManager):
         super().acquire(tensors, traced=traced)
 
     def link_stats(self) -> dict[str, dict[str, float]]:
-        return {link: {"bytes": 0, "seconds": 0.0} for link in ("h2d", "d2h", "disk_read", "disk_write")}
+        nothing = {"bytes": 0, "seconds": 0.0, "shared_seconds": 0.0}
+        return {link: nothing for link in ("h2d", "d2h", "disk_read", "disk_write")}
 
     def _execute(self, actions: Sequence[_C.Action]) -> None:
         """Allocate and drop: there is nothing to map."""
