@@ -38,9 +38,9 @@ def save(
     Call it between steps. Weights (fp32, masters where there are any) are safetensors with a Hugging Face
     index, readable without this library; so are moments, as ranges of flat parameters. Large values are
     written from their chunks, others through 16 MiB of staging; a parameter whose memory is not in the order
-    of rows is held whole for a moment. Only the user can read the files. A failure or a kill leaves the earlier
-    checkpoints. Over several ranks all of them call it, with one directory that all see; each writes what it
-    holds.
+    of rows is held whole for a moment. Only the user can read the files. A failure or a kill leaves the
+    earlier checkpoints. Over several ranks all of them call it, with one directory that all see; each writes
+    what it holds.
 
     Args:
         extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
