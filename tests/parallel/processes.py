@@ -37,11 +37,6 @@ class RanksFailed(AssertionError):
     """A rank raised, died or did not end in time; the message has the traceback of each."""
 
 
-# gloo now and then loses a connection while it makes a group over loopback (pytorch/pytorch#53270),
-# about once in the thousands of groups that the tests make.
-_NOT_MET = "connectFullMesh failed"
-
-
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[Any]:
@@ -55,25 +50,12 @@ def run_on_ranks(
     Raises:
         RanksFailed: see there. The processes of the run are ended; the next run starts new ones.
     """
-    try:
-        return _run(function, args, world_size, timeout, backend)
-    except RanksFailed as error:
-        if _NOT_MET not in str(error):
-            raise
-        print(f"once more, for the ranks did not meet: {error}", file=sys.stderr)
-    return _run(function, args, world_size, timeout, backend)
-
-
-def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float, backend: str
-) -> list[Any]:
     workers = _WORKERS.first(world_size)
     try:
         with tempfile.TemporaryDirectory() as directory:
             store = str(Path(directory, "store"))
             for rank, worker in enumerate(workers):
-                job = _Job(function, args, rank, world_size, store, timeout, backend)
-                worker.send(job)
+                worker.send(_Job(function, args, rank, world_size, store, timeout, backend))
             return _results(workers, timeout)
     except BaseException:
         _WORKERS.close()
@@ -218,6 +200,8 @@ def _group(job: _Job) -> Iterator[None]:
     store = dist.FileStore(job.store, job.world_size)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
     try:
+        # A rank that left before the others have connected to it would take their connections down.
+        dist.barrier()
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
