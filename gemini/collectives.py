@@ -130,23 +130,13 @@ class ProcessGroupPeers(Peers):
         dist.all_gather_object(said, text, group=group)
         return [said[index] for index in self._order]
 
-    def sum_replicas(self, values: torch.Tensor, room: torch.Tensor) -> None:
-        group, copies, own = self._replicas, self._share.replicas, self._share.replica
-        assert group is not None
-        # Each rank adds one part of the values for all copies and sends the others the sum: less than twice
-        # the bytes of the values, for any number of copies.
-        parts = values.tensor_split(copies)
-        mine, size = parts[own], parts[own].numel()
-        others = [copy for copy in range(copies) if copy != own]
-        terms = [room[copy * size : (copy + 1) * size] for copy in range(copies)]
-        self.traffic.replicated += values.nbytes - mine.nbytes + len(others) * mine.nbytes
-        _swap(group, [(copy, parts[copy], terms[copy]) for copy in others])
-        total, terms[own] = terms[own], mine
-        torch.add(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            total.add_(term)
-        mine.copy_(total)
-        _swap(group, [(copy, mine, parts[copy]) for copy in others])
+    def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        group = self._replicas
+        self.traffic.replicated += sum(sent.nbytes for _copy, sent, _got in messages)
+        ways = [dist.P2POp(dist.isend, sent, group=group, group_peer=copy) for copy, sent, _got in messages]
+        ways += [dist.P2POp(dist.irecv, got, group=group, group_peer=copy) for copy, _sent, got in messages]
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self.group, group_src=0)
@@ -158,14 +148,6 @@ class ProcessGroupPeers(Peers):
 
     def largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-
-
-def _swap(group: dist.ProcessGroup, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-    """Send and receive: for each (rank, what it gets, what it sends)."""
-    operations = [dist.P2POp(dist.isend, sent, group=group, group_peer=rank) for rank, sent, _ in messages]
-    operations += [dist.P2POp(dist.irecv, got, group=group, group_peer=rank) for rank, _, got in messages]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
 
 
 class _Works(Transfer):
@@ -274,9 +256,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def join_ranks(backend: str | None = None) -> bool:
+def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> bool:
     """Initialize torch.distributed among the processes that torchrun has started; say whether there are any.
-    ``backend`` as ``init_process_group`` takes it.
+    ``backend`` and ``timeout`` as ``init_process_group`` takes them: how long a rank waits for the others,
+    here and in every collective, before it raises; None: torch's default, half an hour over gloo.
 
     Does nothing where that was done already, or without torchrun. Unlike a plain ``init_process_group`` it is
     safe after a restart: torchrun keeps its store, in which the addresses of dead ranks would be found.
@@ -288,11 +271,14 @@ def join_ranks(backend: str | None = None) -> bool:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not hosted
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not hosted,
+        **({} if timeout is None else {"timeout": timeout}),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
+    dist.init_process_group(backend, timeout=timeout, store=own, rank=rank, world_size=world)
     return True
 
 

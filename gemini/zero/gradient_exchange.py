@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gemini.zero.copies import take_mean_of_copies
 from gemini.zero.gradient import ShardedGradient
 from gemini.zero.parts import FullParts, NarrowParts, Parts
 from gemini.zero.peers import Peers, Transfer
@@ -48,6 +49,7 @@ class GradientExchange:
         if storage.exchange is not None:
             self._room = storage.exchange.tensor
             self._room_tensor = manager.chunks.add_tensor(storage.exchange)
+        self._reduce_dtype = reduce_dtype
         self._parts: Parts = FullParts(peers, self._room)
         if reduce_dtype is not None:
             self._parts = NarrowParts(peers, self._room, reduce_dtype)
@@ -120,7 +122,7 @@ class GradientExchange:
     def _average_replicas(self) -> None:
         """Take the mean of all shards over the copies of the model; one that was equal stays the same, up to
         rounding."""
-        manager, replicas = self._manager, self._peers.share.replicas
+        manager = self._manager
         for index in sorted(self._unequal):
             group = self._groups[index]
             assert group.shard is not None
@@ -131,8 +133,7 @@ class GradientExchange:
                 if not grad.is_shared:
                     grad.value.zero_()
                 grad.is_shared = True
-            self._peers.sum_replicas(group.shard.grad.tensor, self._room)
-            group.shard.grad.tensor.mul_(1.0 / replicas)
+            take_mean_of_copies(self._peers, group.shard.grad.tensor, self._room, self._reduce_dtype)
             manager.chunks.release(own, dirty=True)
             manager.chunks.release((self._room_tensor,), dirty=False)
             manager.chunks.free((self._room_tensor,))

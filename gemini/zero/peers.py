@@ -48,9 +48,9 @@ class Peers(Protocol):
         have for this one, in order of their ranks. This rank's own place in ``parts`` is left undefined."""
         ...
 
-    def sum_replicas(self, values: torch.Tensor, room: torch.Tensor) -> None:
-        """Replace this rank's ``values`` by the sum of what the ranks with this part of other copies have,
-        added in the order of the copies. ``room``, with an element more per copy, is overwritten."""
+    def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Send to and receive from the ranks with this part of other copies: for each (copy, what it gets,
+        where what it sends goes). What one sends has the size of what the other receives."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -124,14 +125,14 @@ def _cut_later(model: GeminiDDP, seen: dict[str, Any]) -> None:
     they are about to take their mean."""
     peers = model.peers
     assert isinstance(peers, ProcessGroupPeers)
-    sum_replicas = peers.sum_replicas
+    swap_copies = peers.swap_copies
 
-    def cut_and_sum(values: Tensor, room: Tensor) -> None:
+    def cut_and_swap(messages: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         _cut(seen)
-        sum_replicas(values, room)
+        swap_copies(messages)
 
     if peers.share.replicas > 1:
-        peers.sum_replicas = cut_and_sum  # type: ignore[method-assign]
+        peers.swap_copies = cut_and_swap  # type: ignore[method-assign]
     else:
         model.module[2].register_full_backward_hook(lambda *_: _cut(seen))
 

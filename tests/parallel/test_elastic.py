@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,32 @@ def test_a_killed_rank_leads_to_a_resume_without_anybody_doing_anything(tmp_path
     assert got == {step: loss for step, loss in want.items() if step < 4}
     fewer = _run(1, tmp_path / "killed", "--steps", "5")
     assert fewer == {4: pytest.approx(want[4], abs=1e-4)}
+
+
+ALONE = """
+from datetime import timedelta
+from torch import distributed as dist
+from gemini.parallel import join_ranks
+try:
+    join_ranks("gloo", timeout=timedelta(seconds=1))
+except dist.DistError as error:
+    print(f"nobody came: {error}")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_waits_for_the_others_no_longer_than_it_is_told(rank: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = str(Path(gemini.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env={**os.environ, "PYTHONPATH": path, **ours},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "nobody came" in done.stdout, done.stdout + done.stderr

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gemini import ConfigError, GeminiDDP
 from gemini.collectives import ProcessGroupPeers
 from gemini.parallel import Booster, GeminiPlugin
+from gemini.zero.copies import take_mean_of_copies
 
 RECIPE = Recipe(clip=0.05)
 
@@ -84,8 +85,8 @@ def test_a_gradient_that_was_averaged_already_is_not_averaged_away() -> None:
             torch.testing.assert_close(mine, want, rtol=0, atol=2e-6)
 
 
-def _traffic() -> dict[str, int]:
-    model, optimizer = wrap(mlp, RECIPE, process_group=mesh())
+def _traffic(reduce_dtype: str | None) -> dict[str, int]:
+    model, optimizer = wrap(mlp, RECIPE, process_group=mesh(), reduce_dtype=reduce_dtype)
     with model:
         train_step(model, optimizer, RECIPE, 0)
         assert model.peers is not None
@@ -96,20 +97,37 @@ def _traffic() -> dict[str, int]:
         return {**sent, "numel": numel}
 
 
-def test_copies_exchange_their_parts_alone() -> None:
-    for sent in run_on_ranks(_traffic, 4):
-        assert sent["reduced"] == 4 * sent["numel"] // 2
+@pytest.mark.parametrize(("reduce_dtype", "itemsize"), [(None, 4), ("bf16", 2)])
+def test_copies_exchange_their_parts_alone(reduce_dtype: str | None, itemsize: int) -> None:
+    for sent in run_on_ranks(_traffic, 4, reduce_dtype):
+        assert sent["reduced"] == itemsize * sent["numel"] // 2
         # Of this rank's half: one half sent to be added, the other half's sum sent back.
-        assert sent["replicated"] == 4 * sent["numel"] // 2
+        assert sent["replicated"] == itemsize * sent["numel"] // 2
 
 
-def _add(values: list[Tensor]) -> Tensor:
-    """Let three copies, each of one rank, add what they have."""
+@pytest.mark.parametrize(("precision", "travels_in"), [(None, "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
+def test_copies_in_16_bits_train_alike_in_any_budget(
+    precision: str | None, travels_in: str, tmp_path: Path
+) -> None:
+    tight = {"device_bytes": "600KiB", "disk_dir": str(tmp_path), "non_model_bytes": 0}
+    options = {"mixed_precision": precision, "reduce_dtype": travels_in}
+    ways = {name: {**way, **options} for name, way in {"all": {}, "DISK": tight}.items()}
+    results = run_on_ranks(_train_all_ways, 4, mlp, RECIPE, ways, timeout=300.0)
+    _, want = train_plain(mlp, RECIPE)
+    _, first = results[0]["all"]
+    assert_near(first, want, tolerance=2e-2)
+    for result in results:
+        for _, weights in result.values():
+            assert_same(weights, first)
+
+
+def _mean(values: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Let three copies, each of one rank, take the mean of what they have."""
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert own is not None
     peers = ProcessGroupPeers(own, dist.group.WORLD, [0, 1, 2])
     mine = values[dist.get_rank()].clone()
-    peers.sum_replicas(mine, torch.full((mine.numel() + 3,), torch.nan))
+    take_mean_of_copies(peers, mine, torch.full((mine.numel() + 3,), torch.nan), dtype)
     return mine
 
 
@@ -117,8 +135,21 @@ def _add(values: list[Tensor]) -> Tensor:
 def test_parts_are_added_in_the_order_of_the_copies(numel: int) -> None:
     torch.manual_seed(numel)
     values = [torch.randn(numel) * 10.0**power for power in (0, 4, -3)]
-    want = values[0] + values[1] + values[2]
-    for got in run_on_ranks(_add, 3, values):
+    want = (values[0] + values[1] + values[2]).mul(1.0 / 3)
+    for got in run_on_ranks(_mean, 3, values, None):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("numel", [2, 6, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_in_16_bits_are_divided_first_and_added_in_fp32(numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(numel)
+    values = [
+        torch.randn(numel) * scale for scale in (15000.0, 1.0, 30000.0)
+    ]  # an fp16 sum would be infinite
+    rounded = [value.mul(1.0 / 3).to(dtype).float() for value in values]
+    want = (rounded[0] + rounded[1] + rounded[2]).to(dtype).float()
+    for got in run_on_ranks(_mean, 3, values, dtype):
         assert torch.equal(got, want)
 
 
