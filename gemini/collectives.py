@@ -20,6 +20,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.zero.peers import Peers, Transfer
 from gemini.zero.share import Share
 
+_STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
 
 
@@ -274,7 +275,7 @@ def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> 
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not hosted,
-        **({} if timeout is None else {"timeout": timeout}),
+        timeout=_STORE_TIMEOUT if timeout is None else timeout,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]

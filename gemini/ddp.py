@@ -130,6 +130,7 @@ class GeminiDDP(nn.Module):
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
+        self.accumulates = False  # within no_sync()
         self._times_given_up = 0
         place_buffers(module, self.device.torch_device, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
@@ -162,7 +163,12 @@ class GeminiDDP(nn.Module):
     # -- training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; floating-point inputs are cast to the compute precision first."""
+        """Run the module; floating-point inputs are cast to the compute precision first.
+
+        Raises:
+            StateError: an update or a load failed half-way, so that weights do not belong together.
+        """
+        self.storage.mixture.refuse("forward")
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
@@ -191,10 +197,14 @@ class GeminiDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
-        nothing."""
+        nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
         sharding = self.manager.sharding
-        with sharding.local_gradients() if sharding is not None else nullcontext():
-            yield
+        before, self.accumulates = self.accumulates, True
+        try:
+            with sharding.local_gradients() if sharding is not None else nullcontext():
+                yield
+        finally:
+            self.accumulates = before
 
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were given up, and how many have arrived: whoever scales them

@@ -14,10 +14,19 @@ from gemini.bench.nvme_settings import STATE_BYTES, Settings
 from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
-from gemini.bench.trainee import Batch, ManagedTrainee, PlainTrainee, model_data_bytes, timed_step
+from gemini.bench.trainee import (
+    Batch,
+    ManagedTrainee,
+    Overlap,
+    PlainTrainee,
+    model_data_bytes,
+    timed_step,
+)
 from gemini.train.model import num_parameters
 
 TIME_RATIO = 1.05
+# When updates run, by the values of GeminiOptimizer's ``overlap``.
+MODES: dict[str, Overlap] = {"updates in backward": "backward", "updates in forward": True}
 _LINKS = ("disk_read", "disk_write")
 
 
@@ -45,6 +54,7 @@ def managed_task(options: dict[str, Any]) -> dict[str, Any]:
     resident = _Resident(settings) if options["compared"] else None
     trainee = ManagedTrainee(
         settings.model,
+        overlap=options["overlap"],
         device_bytes=options["device_bytes"],
         host_bytes=0,
         non_model_bytes=0,
@@ -79,15 +89,18 @@ def managed_task(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def managed_options(
-    session: Session, settings: Settings, device_bytes: int, *, compared: bool
+    session: Session, settings: Settings, device_bytes: int, *, compared: bool, overlap: Overlap = True
 ) -> dict[str, Any]:
     """Return what ``managed_task`` gets."""
     directory = os.fspath(session.disk_dir)
-    return settings.to_options(device_bytes=device_bytes, directory=directory, compared=compared)
+    return settings.to_options(
+        device_bytes=device_bytes, directory=directory, compared=compared, overlap=overlap
+    )
 
 
 def run(session: Session, settings: Settings) -> CaseResult:
-    """Time resident and managed training in turns, in one process: processors drift more than a target.
+    """Time resident and managed training in turns, in one process: processors drift more than a target. Each
+    way to run updates has processes of its own.
 
     DEVICE holds parameters and gradients and has room for some states, not for all: those go to DISK. What
     the model computes with is not counted there.
@@ -95,18 +108,22 @@ def run(session: Session, settings: Settings) -> CaseResult:
     settings = settings.quick() if session.quick else settings
     device_bytes = int((0.5 + settings.room_share) * model_data_bytes(settings.model))
     require_disk("managed", session, 4 * STATE_BYTES * num_parameters(settings.model))
-    rounds = []
+    rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for number in range(settings.rounds):
-        session.progress(f"managed: resident, and states on DISK, round {number + 1} of {settings.rounds}")
-        options = managed_options(session, settings, device_bytes, compared=True)
-        run = session.run("nvme_managed.train", options, sample_seconds=TIMING_SAMPLE_SECONDS)
-        rounds.append(run.data())
+        for mode, overlap in MODES.items():
+            session.progress(
+                f"managed: resident and on DISK, {mode}, round {number + 1} of {settings.rounds}"
+            )
+            options = managed_options(session, settings, device_bytes, compared=True, overlap=overlap)
+            run = session.run("nvme_managed.train", options, sample_seconds=TIMING_SAMPLE_SECONDS)
+            rounds[mode].append(run.data())
     measured = {"rounds": rounds, "device_bytes": device_bytes}
-    return CaseResult(rows(rounds), settings.to_options()["settings"], measured)
+    table = [row for mode, found in rounds.items() for row in rows(mode, found)]
+    return CaseResult(table, settings.to_options()["settings"], measured)
 
 
-def rows(rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return times, and each block's step over the longer of computing and moving its bytes."""
+def rows(mode: str, rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return times of a mode, and each block's step over the longer of computing and moving its bytes."""
     floors, ratios, computes = [], [], []
     for found in rounds:
         for block in found["blocks"]:
@@ -119,22 +136,22 @@ def rows(rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
     blocks = [block for found in rounds for block in found["blocks"]]
     rates = [found["bare_bytes"] / bare_seconds(block) / 1e9 for found in rounds for block in found["blocks"]]
     return [
-        spread_row("computing: step with everything resident", Spread.of(computes), "s"),
-        spread_row("states on DISK: step", Spread.of([median_of([b], "whole") for b in blocks]), "s"),
+        spread_row(f"{mode}: computing, a step with everything resident", Spread.of(computes), "s"),
+        spread_row(f"{mode}: step", Spread.of([median_of([b], "whole") for b in blocks]), "s"),
         *(
-            spread_row(
-                f"states on DISK: {what} per step", Spread.of([b["per_step"][link] for b in blocks]), "bytes"
-            )
+            spread_row(f"{mode}: {what} per step", Spread.of([b["per_step"][link] for b in blocks]), "bytes")
             for link, what in zip(_LINKS, ("read", "written"), strict=True)
         ),
         spread_row(
-            "states on DISK: stalled per step",
+            f"{mode}: stalled per step",
             Spread.of([b["per_step"]["stall_seconds"] for b in blocks]),
             "s",
         ),
-        spread_row("bare disk", Spread.of(rates), "GB/s"),
-        spread_row("I/O floor: bytes moved at the bare disk's speed", Spread.of(floors), "s"),
-        spread_row("step / max(computing, I/O floor), per block", Spread.of(ratios), "x", TIME_RATIO),
+        spread_row(f"{mode}: bare disk", Spread.of(rates), "GB/s"),
+        spread_row(f"{mode}: I/O floor, bytes moved at the bare disk's speed", Spread.of(floors), "s"),
+        spread_row(
+            f"{mode}: step / max(computing, I/O floor), per block", Spread.of(ratios), "x", TIME_RATIO
+        ),
     ]
 
 

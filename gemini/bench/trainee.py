@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ _LEARNING_RATE = 1e-4
 GPT2_124M = GPTConfig(vocab=50257, layers=12, hidden=768, heads=12, seq=1024)
 
 Batch = tuple[Tensor, Tensor]
+Overlap = bool | Literal["backward"]
 
 
 def model_data_bytes(config: GPTConfig) -> int:
@@ -99,7 +100,7 @@ class ManagedTrainee:
     """
 
     def __init__(
-        self, config: GPTConfig, *, overlap: bool = True, max_norm: float = 0.0, **budgets: Any
+        self, config: GPTConfig, *, overlap: Overlap = True, max_norm: float = 0.0, **budgets: Any
     ) -> None:
         torch.manual_seed(_SEED)
         with init_on("meta"):

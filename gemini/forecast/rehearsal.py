@@ -6,7 +6,7 @@ is recorded is what a real step would record. Only memory, transfers and kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -36,7 +36,7 @@ from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
 from gemini.optim.kernels import AdamStep, Row
 from gemini.placement import TierCapacity
-from gemini.runtime import GeminiManager, ModelStorage
+from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
 from gemini.runtime.adopt import manage
 from gemini.runtime.build import Blueprint
 from gemini.runtime.config import GeminiConfig
@@ -246,8 +246,8 @@ class _RehearsedOptimizer(GeminiOptimizer):
         visit_gradients(self.model.storage, self.model.manager, lambda _slot, grad: torch.isfinite(grad))
         return True
 
-    def _chunk_updates(self) -> list[ChunkUpdate]:
-        updates = super()._chunk_updates()
+    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
+        updates = super()._chunk_updates(groups)
         for update in updates:
             assert isinstance(update, _RehearsedUpdate)
             update.meter = self._meter

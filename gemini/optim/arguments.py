@@ -6,6 +6,9 @@ import torch
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
+from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.kernels import has_cuda_kernel
+from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 
 
@@ -16,7 +19,35 @@ def checked_max_norm(max_norm: float) -> float:
     return max_norm
 
 
-def check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
+def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP, gpu_margin_mem_ratio: float) -> None:
+    """Raise ConfigError where ``optim`` cannot update the chunks of ``model``."""
+    if gpu_margin_mem_ratio != 0.0:
+        raise ConfigError(
+            f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: optimizer states stay on DEVICE where "
+            "there is room, without a share of their own; leave it at 0 and raise device_bytes instead"
+        )
+    if not isinstance(optim, CPUAdam):
+        raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
+    _check_parameters(optim, model)
+    if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
+        raise ConfigError(
+            "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
+            "nvcc is on PATH (`gemini check` says how)"
+        )
+    if optim.disk_fraction > 0 and model.manager.chunks.budgets.disk_dir is None:
+        raise ConfigError(
+            "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
+            "device_bytes=...) to GeminiDDP "
+            "instead of nvme_offload_fraction to the optimizer"
+        )
+    if optim.state_format != StateFormat():
+        raise ConfigError(
+            "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
+            "master_remainders to the optimizer"
+        )
+
+
+def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
     """Raise ConfigError where ``model`` is none that is managed, or does not manage a parameter of
     ``optim``."""
     if not isinstance(model, GeminiDDP):
@@ -29,3 +60,19 @@ def check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
                     f"the model does not manage; "
                     "build the optimizer from the wrapped model's parameters"
                 )
+
+
+def check_mode(overlap: bool | str, *, clips: bool, scales: bool, ranks: int) -> None:
+    """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
+    if overlap in (True, False):
+        return
+    if overlap != "backward":
+        raise ConfigError(f"overlap={overlap!r} is unknown; choose True, False or 'backward'")
+    reasons = {
+        "max_norm=: the norm is known when all gradients are": clips,
+        "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
+        "several ranks": ranks > 1,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"overlap='backward' does not go with {reason}; choose overlap=True")

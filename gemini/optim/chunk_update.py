@@ -37,6 +37,11 @@ class Completeness:
         """Whether the states were loaded since, and weights are to be."""
         return not self._states and bool(self._weights.reason)
 
+    def begin(self, broken: str) -> None:
+        """Count as ``broken`` until :meth:`clear`."""
+        self._weights.begin(broken)
+        self._states = broken
+
     @contextmanager
     def change(self, broken: str = _HALF_UPDATED) -> Iterator[None]:
         """Count as ``broken`` during the block, which changes weights and states, and, where it raises, from
@@ -55,7 +60,7 @@ class Completeness:
         self._states = ""
 
     def clear(self) -> None:
-        """Weights and states were loaded."""
+        """Weights and states belong together: they were loaded, or what was begun is done."""
         self._states = ""
         self._weights.clear()
 

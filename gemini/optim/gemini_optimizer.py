@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
-from gemini.optim.arguments import check_parameters, checked_max_norm
+from gemini.optim.arguments import check_mode, check_optimizer, checked_max_norm
+from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
 from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, has_cuda_kernel
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import checked_state, export_state, import_state
-from gemini.optim.state_format import StateFormat
 from gemini.rank import rank_of
-from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
 
@@ -41,8 +41,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
         gpu_margin_mem_ratio: must be 0: placement decides what stays on DEVICE, optimizer states included.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
-            the model sees the same bits either way. Where all model data fits DEVICE, both values do the
-            same (docs/notes/overlap.md).
+            the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
+            the gradients of the chunk are complete, and gives them up; :meth:`step` has to follow, and
+            nothing may be clipped. Where all model data fits DEVICE, all values do the same
+            (docs/notes/overlap.md).
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
@@ -65,61 +67,59 @@ class GeminiOptimizer(torch.optim.Optimizer):
         hysteresis: int = 2,
         max_scale: float = 2**32,
         gpu_margin_mem_ratio: float = 0.0,
-        overlap: bool = True,
+        overlap: bool | Literal["backward"] = True,
     ) -> None:
-        if gpu_margin_mem_ratio != 0.0:
-            raise ConfigError(
-                f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: optimizer states stay on DEVICE where "
-                "there is room, without a share of their own; leave it at 0 and raise device_bytes instead"
-            )
-        if not isinstance(optim, CPUAdam):
-            raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
-        check_parameters(optim, model)
-        if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
-            raise ConfigError(
-                "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
-                "nvcc is on PATH (`gemini check` says how)"
-            )
-        if optim.disk_fraction > 0 and model.manager.chunks.budgets.disk_dir is None:
-            raise ConfigError(
-                "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
-                "device_bytes=...) to GeminiDDP "
-                "instead of nvme_offload_fraction to the optimizer"
-            )
-        if optim.state_format != StateFormat():
-            raise ConfigError(
-                "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
-                "master_remainders to the optimizer"
-            )
+        check_optimizer(optim, model, gpu_margin_mem_ratio)
+        fp16 = model.config.precision == torch.float16
+        check_mode(overlap, clips=max_norm != 0, scales=fp16, ranks=model.peers is not None)
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
-        self._join_others()
         self.overlap = overlap
+        self._join_others()
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
-        fp16 = model.config.precision == torch.float16
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self.loss_scale = LossScale(scale) if fp16 else None
+        self._orders = {id(group): order for order, group in enumerate(model.storage.trainable_groups())}
         self._scale = GradScale()
         self._clipped = False
         self._clipped_at = model.gradient_state()
         self._overflowed = False  # seen before a clamp hid it
         self._completeness = Completeness(model.storage.mixture)
+        self._in_backward: BackwardUpdates | None = None
+        model.manager.expect_updates(in_backward=overlap == "backward")
+        if overlap == "backward":
+            self._in_backward = BackwardUpdates(
+                model.manager, self.slots, self._start_update, self._completeness
+            )
 
     # -- one iteration ---------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of ``loss``, scaled under fp16."""
+        """Compute gradients of ``loss``, scaled under fp16.
+
+        With ``overlap="backward"`` parameters are updated meanwhile, unless under ``model.no_sync()``. Where
+        it raises then, or Ctrl-C ends it, a checkpoint has to be loaded before going on.
+
+        Raises:
+            StateError: with ``overlap="backward"``: step() has not followed the backward pass before.
+        """
         if self.loss_scale is not None:
             self.model.backward_scaled(loss, self.loss_scale.scale)
+        elif self._in_backward is not None:
+            self.require_complete("backward")
+            with self._in_backward.backward_pass(last=not self.model.accumulates):
+                self.model.backward(loss)
         else:
             self.model.backward(loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients, but for those that another optimizer of the model updates."""
+        if self._in_backward is not None:
+            self._in_backward.refuse("zero_grad")
         self._give_up_gradients(set_to_none=set_to_none)
         self._forget_scale()
 
@@ -170,13 +170,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.require_complete("step")
+        if self._in_backward is None or not self._in_backward.wait_for_step:
+            self.require_complete("step")
         self._finish_gradients()
         self._check_clipping()
         if self.max_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.max_norm)
         overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
-        if not overflowed:
+        if self._in_backward is not None:
+            self._in_backward.finish(self._update)
+        elif not overflowed:
             self._update()
         self._give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
@@ -219,6 +222,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def require_complete(self, doing: str) -> None:
         """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
         it, others do not."""
+        if self._in_backward is not None:
+            self._in_backward.refuse(doing)
         if not self._completeness.broken:
             self.model.manager.run_pending()
         if self._completeness.broken:
@@ -260,6 +265,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
                 "put the parameters into groups of one optimizer"
             )
+        if several and "backward" in [self.overlap, *(each.overlap for each in self.model.optimizers)]:
+            raise ConfigError(
+                "with overlap='backward' one optimizer updates a model: a backward pass makes the gradients "
+                "of all its parameters; put the parameters into groups of one optimizer"
+            )
         self.model.optimizers.add(self)
 
     @property
@@ -277,6 +287,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _start_clipping(self) -> None:
         """Take the loss scale out of gradients that are clipped for the first time."""
+        if self._in_backward is not None:
+            raise ConfigError(
+                "with overlap='backward' there is nothing left to clip: gradients are used up while backward "
+                "goes on; choose overlap=True"
+            )
         self._finish_gradients()
         self._check_clipping()
         if not self._clipped:
@@ -322,65 +337,48 @@ class GeminiOptimizer(torch.optim.Optimizer):
         manager = self.model.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
-        updates = self._chunk_updates()
+        updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
         with self._completeness.change():
             self.steps.update(updated)
-            if self.overlap and manager.may_put_off:
-                manager.put_off(updates)
+            if self.overlap and self._in_backward is None and manager.may_put_off:
+                manager.pending.add(updates)
                 for slot in updated:
                     slot.trainable_grad.retire_aliases()
             else:
                 manager.phase = OPTIMIZER
                 for update in updates:
                     update.run_now()
-        # As torch's optimizers do, so that a backward pass over an older graph is refused.
-        with torch._C.DisableTorchFunctionSubclass():
-            increment_version(
-                [p for group in self.param_groups for p in group["params"] if p._slot in updated]
-            )
+        self._note_written(updated)
 
-    def _chunk_updates(self) -> list[ChunkUpdate]:
-        """Return the updates of this step in forward order. Changes nothing."""
+    def _start_update(self, group: ChunkGroup) -> ChunkUpdate | None:
+        """Return the update of what has a gradient in ``group``, None where nothing has; count it as made."""
+        updates = self._chunk_updates([group])
+        for update in updates:
+            self.steps.update({slot: step.number for slot, step in update.steps.items()})
+            self._note_written(update.steps)
+        return updates[0] if updates else None
+
+    def _note_written(self, slots: Collection[ManagedSlot]) -> None:
+        """As torch's optimizers do, so that a backward pass over an older graph is refused."""
+        with torch._C.DisableTorchFunctionSubclass():
+            increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
+
+    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
+        """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale = self._unscaled()
         hypers: dict[ManagedSlot, AdamHyper] = {}
         for settings in self.param_groups:
             hyper = AdamHyper.from_group(settings)
             hypers.update((param._slot, hyper) for param in settings["params"])
         updates = []
-        for order, group in enumerate(self.model.storage.trainable_groups()):
+        for group in groups:
             steps = {
                 slot: AdamStep(hypers[slot], self.steps.get(slot, 0) + 1, scale)
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }
             if steps:
+                order = self._orders[id(group)]
                 updates.append(self.update_type(self.model.manager, group, order, steps, self._completeness))
         return updates
-
-
-class GeminiAdamOptimizer(GeminiOptimizer):
-    """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
-    max_norm=1.0)``."""
-
-    _OWN = frozenset(
-        [
-            "max_norm",
-            "norm_type",
-            "initial_scale",
-            "min_scale",
-            "growth_factor",
-            "backoff_factor",
-            "growth_interval",
-            "hysteresis",
-            "max_scale",
-            "gpu_margin_mem_ratio",
-            "overlap",
-        ]
-    )
-
-    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
-        """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
-        own = {name: defaults.pop(name) for name in list(defaults) if name in self._OWN}
-        params = [param for param in model.parameters() if param.requires_grad]
-        super().__init__(HybridAdam(params, **defaults), model, **own)

@@ -299,5 +299,9 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
         grad = param.grad
         param.grad = None
     if grad is not None:
+        gradient = slot.trainable_grad
         with torch.no_grad():
-            slot.trainable_grad.collect(grad)
+            gradient.collect(grad)
+            del grad
+            if gradient.on_arrival is not None:
+                gradient.on_arrival()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import StepObserver
-from gemini.runtime.pending import PendingUpdate, PendingUpdates
+from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.recorder import Moment
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
@@ -165,19 +165,17 @@ class GeminiManager:
 
     @property
     def may_put_off(self) -> bool:
-        """Whether the updates of the step under way may wait until their chunks are needed.
+        """Whether the updates of the step under way may run elsewhere than at its end.
 
         Not in warmup, nor outside a recorded step: nothing says when that is. Not where all model data fits:
         there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.
         """
-        size = self.context.size
-        room = self._order.room_bytes
-        recorded = self._following is self._order and not self.is_warmup
-        return recorded and size.working_set_bytes <= room < size.total_bytes
+        return self._following is self._order and self._order.moves_updates
 
-    def put_off(self, updates: Sequence[PendingUpdate]) -> None:
-        """Run each of ``updates`` right before a tensor of its group is used for the first time."""
-        self.pending.add(updates)
+    def expect_updates(self, *, in_backward: bool) -> None:
+        """Say where updates run from now on if they need not run at the end of their step: behind the last
+        gradient of their chunk group, or before its next use."""
+        self._order.updates_in_backward = in_backward
 
     def run_due(self, tensors: TensorIds) -> None:
         """Run the pending updates that have to come before any use of ``tensors``.

@@ -12,6 +12,8 @@ from gemini.runtime.param import TensorRef, as_managed
 from gemini.runtime.tensor_mgr import TensorState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gemini.runtime.gemini_mgr import GeminiManager
 
 
@@ -41,11 +43,12 @@ class SlotGradient:
     update only.
     """
 
-    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "ref", "view")
+    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "on_arrival", "ref", "view")
 
     def __init__(self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor) -> None:
         self.ref = TensorRef(manager, tensor)
         self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
+        self.on_arrival: Callable[[], None] | None = None  # called when backward has made one, which is here
         self._name = name
         self._manager = manager
         self._in_chunk = False

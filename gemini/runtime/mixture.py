@@ -20,6 +20,10 @@ class Mixture:
         self.reason = ""
         self._left: Set[str] | None = None  # what is to be loaded yet; None: everything
 
+    def begin(self, reason: str) -> None:
+        """Count as a mixture for ``reason`` until :meth:`clear`."""
+        self.reason, self._left = reason, None
+
     @contextmanager
     def change(self, reason: str) -> Iterator[None]:
         """Count as a mixture for ``reason`` during the block and, where it raises, from then on."""
@@ -43,7 +47,7 @@ class Mixture:
             self.clear()
 
     def clear(self) -> None:
-        """Everything was loaded."""
+        """Everything was loaded, or what was begun is done."""
         self.reason, self._left = "", None
 
     def refuse(self, doing: str) -> None:

@@ -2,7 +2,8 @@
 
 A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
 put off, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
-before the first use of each chunk group the pending update of that group (docs/notes/overlap.md).
+before the first use of each chunk group the pending update of that group; or, where they run in backward,
+behind the last gradient of each group its update (docs/notes/overlap.md).
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gemini.chunk import ChunkManager
+from gemini.chunk import ChunkKind, ChunkManager
 from gemini.memstats import Trace
+from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
-from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.phases import BACKWARD, OPTIMIZER
 from gemini.runtime.planned import Place, Planned
 from gemini.runtime.promised import PromisedStep
 from gemini.runtime.recorder import Accesses, Moment, Recorded
@@ -34,6 +36,7 @@ class StepOrder(Learned):
     def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
         """Start in warmup, or with the plan made from ``memstats`` when that is of a step with this
         layout."""
+        self.updates_in_backward = False  # as far as they may be moved at all
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
         self._late: set[int] = set()  # moments of the log that belong to the step before
         self._updates_inside = True  # whether steps end with their own update
@@ -44,6 +47,13 @@ class StepOrder(Learned):
         super().__init__("train", chunks, context, memstats)
         self.enforce()
         self.expect(())
+
+    @property
+    def moves_updates(self) -> bool:
+        """Whether updates need not run at the end of their step: its order is known, there are transfers to
+        hide, and the largest update has room beside the non-model memory of the worst period."""
+        size = self._context.size
+        return self.trace is not None and size.working_set_bytes <= self.room_bytes < size.total_bytes
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -142,12 +152,13 @@ class StepOrder(Learned):
             )
 
     def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> Planned:
-        key = (tuple((update.order, update.accesses) for update in pending), first, self._updates_inside)
+        early = self.updates_in_backward and self.moves_updates
+        key = (tuple((u.order, u.accesses) for u in pending), first, self._updates_inside, early)
         found = self._schedules.get(key)
         if found is None:
             if len(self._schedules) == _SCHEDULES_KEPT:
                 self._schedules.clear()
-            places = place_updates(trace, pending, first=first, inside=self._updates_inside)
+            places = place_updates(trace, pending, first=first, inside=self._updates_inside, early=early)
             found = self.schedule_of(trace, places, steady=not first)
             self._schedules[key] = found
         if found.step is not None:
@@ -157,7 +168,7 @@ class StepOrder(Learned):
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it
         repeats. ``own`` are the moments that belong to the step itself."""
-        recorded = _with_pending(own, pending, trace)
+        recorded = _with_pending(own.moments(_program_order(own, trace)), pending, trace)
         if recorded.accesses == trace.accesses:
             return  # only the updates came at another time
         same = _core(trace.accesses, trace.phases) == _core(recorded.accesses, recorded.phases)
@@ -170,13 +181,14 @@ class StepOrder(Learned):
 
 
 def place_updates(
-    trace: Trace, pending: Sequence[PendingUpdate], *, first: bool, inside: bool
+    trace: Trace, pending: Sequence[PendingUpdate], *, first: bool, inside: bool, early: bool = False
 ) -> list[Place]:
     """Return the moments of a step.
 
     A pending update comes before the first moment that uses a chunk of its group, all of them at the
-    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with. Before the
-    first moment of the trace lies its last period: the iteration repeats.
+    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with, or,
+    ``early``, has each part of it behind the last moment of backward that uses a gradient of its group.
+    Before the first moment of the trace lies its last period: the iteration repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
     updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
@@ -191,17 +203,50 @@ def place_updates(
             accesses = left.pop(order).accesses
             places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
 
+    behind = _last_gradients(trace) if early and inside else {}
     if first:
         place(list(left))
     for moment in core:
         needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting}
         place(sorted(needed & left.keys()))
         places.append(Place(trace.accesses[moment], moment, moment))
+        places += [Place(trace.accesses[index], moment, index) for index in behind.get(moment, ())]
         period = moment
     place(list(left))
     if inside:
-        places += [Place(trace.accesses[index], index, index) for index in updates]
+        done = {index for indices in behind.values() for index in indices}
+        places += [Place(trace.accesses[index], index, index) for index in updates if index not in done]
     return places
+
+
+def _last_gradients(trace: Trace) -> dict[int, list[int]]:
+    """Return the moments of updates, by the last moment of backward that uses a gradient of theirs."""
+    found: dict[int, list[int]] = {}
+    for moments in update_groups(trace):
+        used = {
+            chunk for chunk in trace.accesses[moments[0]] if trace.chunk_kinds[chunk] == ChunkKind.GRAD.value
+        }
+        last = max(
+            (
+                moment
+                for moment, phase in enumerate(trace.phases)
+                if phase == BACKWARD and not used.isdisjoint(trace.accesses[moment])
+            ),
+            default=None,
+        )
+        if last is not None:
+            found.setdefault(last, []).extend(moments)
+    return found
+
+
+def _program_order(own: Recorded, trace: Trace) -> list[int]:
+    """Return the moments of a step, those of its updates at the end and as ``trace`` has them."""
+    places = {
+        chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER
+    }
+    updates = [index for index, phase in enumerate(own.phases) if phase == OPTIMIZER]
+    updates.sort(key=lambda index: places.get(own.accesses[index], len(trace.phases)))
+    return [index for index, phase in enumerate(own.phases) if phase != OPTIMIZER] + updates
 
 
 def _core(accesses: Accesses, phases: Sequence[str]) -> list[tuple[int, ...]]:

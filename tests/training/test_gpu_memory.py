@@ -67,12 +67,15 @@ def state_of(model: nn.Module, gpu: ComputeDevice) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.parametrize("overlap", [True, "backward"])
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_placement_never_changes_the_numbers(gpu: ComputeDevice, budget: str, tmp_path: Path) -> None:
+def test_placement_never_changes_the_numbers(
+    gpu: ComputeDevice, budget: str, overlap: Any, tmp_path: Path
+) -> None:
     plain = network().to(gpu.torch_device)
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
     with GpuModel(network(), **options(gpu, budget, tmp_path)) as model:
-        assert train(model, optimizer_of(model), gpu.torch_device) == want
+        assert train(model, optimizer_of(model, overlap=overlap), gpu.torch_device) == want
         assert_same_state(state_of(model, gpu), state_of(plain, gpu))
         assert_within_budgets(model.stats())
         assert (moved_bytes(model.stats()) > 0) == (budget != "everything")

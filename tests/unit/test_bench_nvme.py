@@ -144,7 +144,7 @@ def test_managed_is_judged_by_the_longer_of_computing_and_moving(
 ) -> None:
     per_step = {"disk_read": moved_bytes / 2, "disk_write": moved_bytes / 2, "stall_seconds": 0.0}
     found = blocks(step, per_step=per_step, beside_seconds=[2.4, 2.6])
-    assert list(judged(nvme_managed.rows([found])).values()) == [met]
+    assert list(judged(nvme_managed.rows("updates in backward", [found])).values()) == [met]
 
 
 def test_alldisk_is_judged_by_the_faster_and_the_smaller_of_deepspeeds() -> None:

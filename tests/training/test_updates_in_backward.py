@@ -1,0 +1,303 @@
+"""``overlap="backward"``: chunks are updated while backward goes on; the bits stay those of the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_overlap_faults import failing_acquire
+from test_sequences import Core
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
+from training_harness import (
+    KIB,
+    Outcome,
+    Recipe,
+    assert_identical,
+    assert_same_state,
+    assert_within_budgets,
+    managed_step,
+    moved_bytes,
+    seeded,
+    tight,
+    train_plain,
+)
+from training_models import Around, TinyGPT, gpt_loss, square_loss
+
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, checkpoint
+from gemini.runtime import TensorState
+
+RECIPE = Recipe(steps=8)
+
+
+def adam(model: GeminiDDP, overlap: Any = "backward", **options: Any) -> GeminiOptimizer:
+    return GeminiOptimizer(CPUAdam(model.parameters(), **RECIPE.adam), model, overlap=overlap, **options)
+
+
+def train(
+    model: GeminiDDP, loss_fn: Callable[..., Any], recipe: Recipe, overlap: Any = "backward"
+) -> Outcome:
+    with model:
+        optimizer = adam(model, overlap)
+        losses = []
+        for step in range(recipe.steps):
+            losses += managed_step(model, optimizer, loss_fn, recipe, step)
+        assert not model.manager.chunks.table.diverged()
+        stats = model.stats()
+        return Outcome(losses, {key: value.clone() for key, value in model.state_dict().items()}, stats)
+
+
+def small(place: Path, device_kib: int = 40, **options: Any) -> GeminiDDP:
+    return GeminiDDP(seeded(lambda: Around(Core())), **tight(place, device_kib * KIB), **options)
+
+
+def one_step(model: GeminiDDP, optimizer: GeminiOptimizer, index: int) -> float:
+    loss = square_loss(model, index)
+    optimizer.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("device_kib", [160, 300, 500, 8192])
+def test_bits_are_those_of_plain_training(
+    tmp_path: Path, device_kib: int, precision: str | None, accumulate: int
+) -> None:
+    recipe = replace(RECIPE, precision=precision, accumulate=accumulate, no_sync=True)
+    want = train_plain(seeded(TinyGPT), gpt_loss, recipe)
+    model = GeminiDDP(seeded(TinyGPT), **tight(tmp_path, device_kib * KIB), mixed_precision=precision)
+    got = train(model, gpt_loss, recipe)
+    assert_identical(got, want)
+    assert_within_budgets(got.stats)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_bits_are_the_same_with_recomputation(tmp_path: Path, checkpointing: str, policy: str) -> None:
+    want = train_plain(seeded(lambda: TinyGPT(checkpointing)), gpt_loss, RECIPE)
+    model = GeminiDDP(
+        seeded(lambda: TinyGPT(checkpointing)), placement_policy=policy, **tight(tmp_path, 300 * KIB)
+    )
+    assert_identical(train(model, gpt_loss, RECIPE), want)
+
+
+def gradient_bytes(model: GeminiDDP) -> int:
+    """Return the bytes of gradients that exist, on any tier."""
+    slots = [slot for slot in model.storage.slots.values() if slot.grad is not None]
+    there = [
+        slot for slot in slots if model.manager.tensors.state(slot.grad.update_tensor) != TensorState.FREE
+    ]
+    return sum(4 * (slot.stop - slot.start) for slot in there)
+
+
+def gradients_and_moved(place: Path, overlap: Any) -> tuple[int, int]:
+    """Return the most bytes of gradients that were there in a step, and the bytes that four steps moved."""
+    with GeminiDDP(seeded(TinyGPT), **tight(place, 300 * KIB)) as model:
+        seen = [0]
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: seen.append(gradient_bytes(model)))
+        optimizer = adam(model, overlap)
+        before = 0
+        for index in range(10):
+            if index == 6:
+                before = moved_bytes(model.stats())
+                seen.clear()
+            optimizer.backward(gpt_loss(model, index))
+            optimizer.step()
+        assert model.plan().step is not None
+        return max(seen), moved_bytes(model.stats()) - before
+
+
+def test_gradients_are_never_all_there_and_less_is_moved(tmp_path: Path) -> None:
+    all_there, moved = gradients_and_moved(tmp_path, True)
+    most, moved_in_backward = gradients_and_moved(tmp_path, "backward")
+    assert most < all_there / 3
+    assert moved_in_backward < 0.8 * moved
+
+
+def test_layers_that_come_and_go_train_as_ever(tmp_path: Path) -> None:
+    sides = [small(tmp_path), small(tmp_path)]
+    optimizers = [adam(sides[0]), adam(sides[1], False)]
+    for index in range(12):
+        losses = []
+        for model, optimizer in zip(sides, optimizers, strict=True):
+            model.module.core.skip = index % 3 == 2
+            losses.append(one_step(model, optimizer, index))
+        assert losses[0] == losses[1]
+    assert_same_state(sides[0].state_dict(), sides[1].state_dict())
+    for model in sides:
+        model.close()
+
+
+def test_frozen_parameters_stay_and_other_optimizers_may_follow(tmp_path: Path) -> None:
+    sides = [small(tmp_path), small(tmp_path)]
+    for model in sides:
+        model.module.core.layers[1].weight.requires_grad_(False)
+    losses = []
+    for model, orders in zip(sides, [("backward", False, True, "backward"), (False,) * 4], strict=True):
+        found = []
+        state = None
+        for index, overlap in enumerate(orders):
+            optimizer = adam(model, overlap)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            found += [one_step(model, optimizer, 4 * index + turn) for turn in range(4)]
+            assert not model.manager.chunks.table.diverged()
+            state = optimizer.state_dict()
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert_same_state(sides[0].state_dict(), sides[1].state_dict())
+    for model in sides:
+        model.close()
+
+
+def test_plain_backward_leaves_updates_to_step(tmp_path: Path) -> None:
+    sides = [small(tmp_path), small(tmp_path)]
+    optimizers = [adam(sides[0]), adam(sides[1], False)]
+    for index in range(8):
+        losses = []
+        for model, optimizer in zip(sides, optimizers, strict=True):
+            loss = square_loss(model, index)
+            loss.backward() if index % 3 else optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert_same_state(sides[0].state_dict(), sides[1].state_dict())
+    for model in sides:
+        model.close()
+
+
+class Twice(nn.Module):
+    """A layer in two recomputed segments: with reentrant recomputation it gets two gradients in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.between, self.times = nn.Linear(32, 32), nn.Linear(32, 32), 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run both."""
+        for _ in range(self.times):
+            x = recomputed(self.shared, self.between(x), use_reentrant=True)
+        return x
+
+
+def test_several_gradients_in_a_pass_are_waited_for(tmp_path: Path) -> None:
+    want = train_plain(seeded(lambda: Around(Twice())), square_loss, RECIPE)
+    model = GeminiDDP(seeded(lambda: Around(Twice())), **tight(tmp_path, 40 * KIB))
+    assert_identical(train(model, square_loss, RECIPE), want)
+
+
+def test_a_gradient_behind_its_update_is_refused_not_lost(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(lambda: Around(Twice())), **tight(tmp_path, 40 * KIB)) as model:
+        optimizer = adam(model)
+        model.module.core.times = 1
+        for index in range(4):
+            one_step(model, optimizer, index)
+        model.module.core.times = 2
+        with pytest.raises(StateError, match=r"core\.shared.*got another gradient"):
+            optimizer.backward(square_loss(model, 4))
+        with pytest.raises(StateError, match="load a checkpoint"):
+            optimizer.step()
+
+
+def test_step_has_to_follow(tmp_path: Path) -> None:
+    with small(tmp_path) as model:
+        optimizer = adam(model)
+        for index in range(3):
+            one_step(model, optimizer, index)
+        optimizer.backward(square_loss(model, 3))
+        for refused in (
+            lambda: optimizer.backward(square_loss(model, 4)),
+            optimizer.zero_grad,
+            optimizer.state_dict,
+            model.state_dict,
+            lambda: checkpoint.save(tmp_path / "out", model, optimizer),
+            lambda: square_loss(model, 4),
+        ):
+            with pytest.raises(StateError, match=r"step\(\)"):
+                refused()
+        optimizer.step()
+        one_step(model, optimizer, 4)
+
+
+def test_nothing_can_be_clipped(tmp_path: Path) -> None:
+    with small(tmp_path) as model:
+        with pytest.raises(ConfigError, match="max_norm"):
+            adam(model, max_norm=1.0)
+        with pytest.raises(ConfigError, match="unknown"):
+            adam(model, "forward")
+        optimizer = adam(model)
+        optimizer.backward(square_loss(model, 0))
+        with pytest.raises(ConfigError, match="nothing left to clip"):
+            optimizer.clip_grad_by_norm(1.0)
+        with pytest.raises(ConfigError, match="nothing left to clip"):
+            optimizer.clip_grad_by_value(1.0)
+    with small(tmp_path, mixed_precision="fp16") as model, pytest.raises(ConfigError, match="fp16"):
+        adam(model)
+    with small(tmp_path) as model:
+        halves = list(model.parameters())[:2], list(model.parameters())[2:]
+        _first = GeminiOptimizer(CPUAdam(halves[0]), model)
+        with pytest.raises(ConfigError, match="one optimizer"):
+            GeminiOptimizer(CPUAdam(halves[1]), model, overlap="backward")
+
+
+@pytest.mark.parametrize("fails_at", range(1, 40, 3))
+def test_what_fails_in_backward_is_done_by_step_or_refused(tmp_path: Path, fails_at: int) -> None:
+    want, model = small(tmp_path), small(tmp_path)
+    barrier, optimizer = adam(want, False), adam(model)
+    for index in range(4):
+        one_step(want, barrier, index)
+        one_step(model, optimizer, index)
+    place = tmp_path / "out"
+    checkpoint.save(place, model, optimizer)
+    failed = False
+    with failing_acquire(model, fails_at):
+        try:
+            one_step(model, optimizer, 4)
+        except OSError:
+            failed = True
+    if failed:
+        if optimizer.incomplete:
+            checkpoint.load(place, model, optimizer)
+        else:
+            optimizer.zero_grad()
+        one_step(model, optimizer, 4)
+    one_step(want, barrier, 4)
+    for index in range(5, 8):
+        assert one_step(model, optimizer, index) == one_step(want, barrier, index)
+    assert_same_state(model.state_dict(), want.state_dict())
+    model.close()
+    want.close()
+
+
+def test_an_exception_in_backward_needs_a_checkpoint(tmp_path: Path) -> None:
+    want, model = small(tmp_path), small(tmp_path)
+    barrier, optimizer = adam(want, False), adam(model)
+    for index in range(4):
+        one_step(want, barrier, index)
+        one_step(model, optimizer, index)
+    checkpoint.save(tmp_path / "out", model, optimizer)
+
+    def interrupt(_grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.randn(6, 32, requires_grad=True)
+    x.register_hook(interrupt)  # the last gradient of all
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.backward(model(x).square().mean())
+    for refused in (optimizer.step, lambda: optimizer.backward(square_loss(model, 4)), lambda: model(x)):
+        with pytest.raises(StateError, match="load a checkpoint"):
+            refused()
+    checkpoint.load(tmp_path / "out", model, optimizer)
+    square_loss(model, 4).backward()  # not one that updates
+    optimizer.zero_grad()
+    for index in range(4, 7):
+        assert one_step(model, optimizer, index) == one_step(want, barrier, index)
+    assert_same_state(model.state_dict(), want.state_dict())
+    model.close()
+    want.close()
