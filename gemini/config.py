@@ -28,14 +28,20 @@ def parse_bytes(value: int | str | None, *, name: str = "size") -> int | None:
     if isinstance(value, int):
         if value < 0:
             raise ConfigError(f"{name} is {value}; a number of bytes cannot be negative")
-        return value
+        return _checked(value, name)
     match = _SIZE.fullmatch(value.strip().lower())
     factor = _FACTORS.get(match["unit"] or "b") if match else None
     if match is None or factor is None:
         raise ConfigError(
             f"{name} is {value!r}; write it as '512MiB', '4GiB', '1.5GB' or plain bytes, not negative"
         )
-    return int(Decimal(match["number"]) * factor)
+    return _checked(int(Decimal(match["number"]) * factor), name)
+
+
+def _checked(nbytes: int, name: str) -> int:
+    if nbytes >= 2**62:
+        raise ConfigError(f"{name} is {nbytes} bytes; no machine has that much")
+    return nbytes
 
 
 def format_bytes(nbytes: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import rng
+from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
@@ -68,6 +69,7 @@ def save_async(
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
+    check_managed(model, optimizer)
     if model.device.has_own_memory:
         raise ConfigError(
             f"save_async is for models on the CPU in this release, not on {model.device.name}; use save()"

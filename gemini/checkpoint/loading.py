@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents, rng
+from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
@@ -51,6 +52,7 @@ def load(
     Where a rank raises, all do: the others a CheckpointError that names it and says why. After a load that
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
+    check_managed(model, optimizer)
     rank = rank_of(model)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
     try:

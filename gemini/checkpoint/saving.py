@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents, plain_data, rng
+from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.writer import new_checkpoint
@@ -54,6 +55,7 @@ def save(
         CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state holds
             objects that cannot be saved, or another process is saving in ``directory``.
     """
+    check_managed(model, optimizer)
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model)
     manifest = prepare(rank, model, optimizer, scheduler, extra)

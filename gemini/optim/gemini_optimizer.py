@@ -129,6 +129,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Same numbers as ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. The factor is applied inside the
         update, not written to the gradients.
         """
+        checked_max_norm(max_norm)
         self._start_clipping()
         norm = self._global_norm(norm_type or self.norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -137,6 +138,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        if not clip_value >= 0:
+            raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
         self._start_clipping()
         if self.loss_scale is not None:
             self._overflowed |= not self._all_finite()

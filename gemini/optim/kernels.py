@@ -71,14 +71,16 @@ class AdamHyper:
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamHyper:
         """Read an optimizer's parameter group; one-element tensors count as numbers."""
-        betas = tuple(float(beta) for beta in group["betas"])
+        try:
+            numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+            betas = tuple(float(beta) for beta in group["betas"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"lr, eps, weight_decay and two betas must be numbers: {error}") from None
         if len(betas) != 2:
             raise ConfigError(f"betas are {betas!r}; they must be two numbers in [0, 1)")
         return cls(
-            lr=float(group["lr"]),
+            **numbers,
             betas=(betas[0], betas[1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
             bias_correction=bool(group["bias_correction"]),
             adamw_mode=bool(group["adamw_mode"]),
         )

@@ -80,6 +80,11 @@ class CheckedState:
 
 def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> CheckedState:
     """Return what :func:`export_state` or a torch Adam returned. Raises ConfigError; changes nothing."""
+    missing = [key for key in ("param_groups", "state") if key not in state_dict]
+    if missing:
+        raise ConfigError(
+            f"the state has no {' and no '.join(missing)}; give what optimizer.state_dict() returned"
+        )
     groups = _checked_groups(optimizer, state_dict["param_groups"])
     slots = _slots_in_order(optimizer)
     keys = [key for group in groups for key in group["params"]]

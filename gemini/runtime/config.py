@@ -94,11 +94,11 @@ class GeminiConfig:
             raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown; choose None, 'bf16' or 'fp16'")
         config = cls(
             precision=_PRECISIONS[mixed_precision],
-            device_bytes=parse_bytes(device_bytes),
-            host_bytes=parse_bytes(host_bytes),
-            disk_bytes=parse_bytes(disk_bytes),
-            non_model_bytes=parse_bytes(non_model_bytes),
-            gather_bytes=parse_bytes(gather_bytes),
+            device_bytes=parse_bytes(device_bytes, name="device_bytes"),
+            host_bytes=parse_bytes(host_bytes, name="host_bytes"),
+            disk_bytes=parse_bytes(disk_bytes, name="disk_bytes"),
+            non_model_bytes=parse_bytes(non_model_bytes, name="non_model_bytes"),
+            gather_bytes=parse_bytes(gather_bytes, name="gather_bytes"),
             reduce_dtype=_PRECISIONS[reduce_dtype],
             **options,  # type: ignore[arg-type]
         )

@@ -182,3 +182,25 @@ def test_overlap_never_changes_the_numbers_and_gpu_memory_is_refused(tmp_path: P
             assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
     with GeminiDDP(build()) as model, pytest.raises(ConfigError, match="gpu_margin_mem_ratio"):
         GeminiOptimizer(CPUAdam(model.parameters()), model, gpu_margin_mem_ratio=0.5)
+
+
+def test_what_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    with GeminiDDP(build()) as model:
+        optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
+        plain = torch.optim.Adam(build().parameters())
+        wrong: list[Any] = [
+            (lambda: checkpoint.save(tmp_path, model.module, optimizer), "model is a .*, not a GeminiDDP"),
+            (lambda: checkpoint.load(tmp_path, model.module, optimizer), "model is a .*, not a GeminiDDP"),
+            (lambda: checkpoint.save_async(tmp_path, model.module, optimizer), "not a GeminiDDP"),
+            (lambda: checkpoint.save(tmp_path, model, plain), "optimizer is a Adam, not a GeminiOptimizer"),
+            (lambda: optimizer.load_state_dict({}), "the state has no param_groups"),
+            (lambda: optimizer.clip_grad_by_norm(-1.0), "max_norm is -1"),
+            (lambda: optimizer.clip_grad_by_value(float("nan")), "clip_value is nan"),
+            (lambda: CPUAdam(build().parameters(), lr="fast"), "lr, eps, weight_decay"),
+            (lambda: GeminiDDP(build(), device_bytes=2**70), "device_bytes is .* no machine has that much"),
+        ]
+        with GeminiDDP(build()) as other:
+            wrong.append((lambda: checkpoint.save(tmp_path, other, optimizer), "updates another model"))
+            for call, message in wrong:
+                with pytest.raises(ConfigError, match=message):
+                    call()
