@@ -214,6 +214,7 @@ class GeminiDDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it."""
+        self.manager.lock.refuse_all()
         self._times_given_up += 1
         self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
         for param in self.module.parameters():

@@ -62,7 +62,7 @@ def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
                 )
 
 
-def check_mode(overlap: bool | str, *, clips: bool, scales: bool, ranks: int) -> None:
+def check_mode(overlap: bool | str, *, clips: bool, scales: bool, several_ranks: bool) -> None:
     """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
     if overlap in (True, False):
         return
@@ -71,7 +71,7 @@ def check_mode(overlap: bool | str, *, clips: bool, scales: bool, ranks: int) ->
     reasons = {
         "max_norm=: the norm is known when all gradients are": clips,
         "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
-        "several ranks": ranks > 1,
+        "several ranks": several_ranks,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -71,7 +71,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_optimizer(optim, model, gpu_margin_mem_ratio)
         fp16 = model.config.precision == torch.float16
-        check_mode(overlap, clips=max_norm != 0, scales=fp16, ranks=model.peers is not None)
+        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
         self.overlap = overlap
@@ -90,11 +90,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._overflowed = False  # seen before a clamp hid it
         self._completeness = Completeness(model.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
-        model.manager.expect_updates(in_backward=overlap == "backward")
         if overlap == "backward":
             self._in_backward = BackwardUpdates(
-                model.manager, self.slots, self._start_update, self._completeness
+                model.manager, model.storage, self._start_update, self._completeness
             )
+        model.manager.backward_updates = self._in_backward
+        model.manager.order.updates_in_backward = self._in_backward is not None
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -105,7 +106,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         it raises then, or Ctrl-C ends it, a checkpoint has to be loaded before going on.
 
         Raises:
-            StateError: with ``overlap="backward"``: step() has not followed the backward pass before.
+            StateError: with ``overlap="backward"``: step() has not followed the backward pass before, or a
+                parameter that was updated is used again.
         """
         if self.loss_scale is not None:
             self.model.backward_scaled(loss, self.loss_scale.scale)
@@ -118,8 +120,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients, but for those that another optimizer of the model updates."""
-        if self._in_backward is not None:
-            self._in_backward.refuse("zero_grad")
+        self.model.manager.lock.refuse_all()
         self._give_up_gradients(set_to_none=set_to_none)
         self._forget_scale()
 
@@ -173,7 +174,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_backward is None or not self._in_backward.wait_for_step:
+        if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
         self._finish_gradients()
         self._check_clipping()
@@ -181,7 +182,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.clip_grad_by_norm(self.max_norm)
         overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
         if self._in_backward is not None:
-            self._in_backward.finish(self._update)
+            self._in_backward.finish(self._update, self._hypers())
         elif not overflowed:
             self._update()
         self._give_up_gradients(set_to_none=True)
@@ -212,6 +213,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             ConfigError: groups or shapes do not match; nothing was changed.
             CheckpointError: it failed on another rank.
         """
+        self.model.manager.lock.refuse_all()
         rank = rank_of(self.model)
         loaded = rank.together(lambda: checked_state(self, state_dict))
         with self._completeness.load_states():
@@ -225,8 +227,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def require_complete(self, doing: str) -> None:
         """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
         it, others do not."""
-        if self._in_backward is not None:
-            self._in_backward.refuse(doing)
+        self.model.manager.lock.refuse_all()
         if not self._completeness.broken:
             self.model.manager.run_pending()
         if self._completeness.broken:
@@ -240,8 +241,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @property
     def incomplete(self) -> str:
-        """Return what failed half-way, so that values do not belong together; nothing where they do."""
-        return self._completeness.broken
+        """Return what failed half-way, so that values do not belong together; nothing where they do, or where
+        step() comes next to complete them."""
+        awaits_step = self._in_backward is not None and self._in_backward.awaits_step
+        return "" if awaits_step else self._completeness.broken
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -367,13 +370,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
-    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
-        """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
-        scale = self._unscaled()
-        hypers: dict[ManagedSlot, AdamHyper] = {}
+    def _hypers(self) -> dict[ManagedSlot, AdamHyper]:
+        found: dict[ManagedSlot, AdamHyper] = {}
         for settings in self.param_groups:
             hyper = AdamHyper.from_group(settings)
-            hypers.update((param._slot, hyper) for param in settings["params"])
+            found.update((param._slot, hyper) for param in settings["params"])
+        return found
+
+    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
+        """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
+        scale, hypers = self._unscaled(), self._hypers()
         updates = []
         for group in groups:
             steps = {

@@ -298,10 +298,11 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
         param.grad = None
+        is_watched = len(param._post_accumulate_grad_hooks or ()) > 1
     if grad is not None:
-        gradient = slot.trainable_grad
+        manager = slot.param_ref.manager
         with torch.no_grad():
-            gradient.collect(grad)
+            slot.trainable_grad.collect(grad)
             del grad
-            if gradient.on_arrival is not None:
-                gradient.on_arrival()
+            if manager.backward_updates is not None:
+                manager.backward_updates.note(slot, is_watched=is_watched)

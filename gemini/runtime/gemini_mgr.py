@@ -17,6 +17,7 @@ from gemini.runtime import living, unusable
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
+from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import StepObserver
 from gemini.runtime.pending import PendingUpdates
@@ -29,6 +30,7 @@ from gemini.runtime.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.written import WrittenTensors
 
 if TYPE_CHECKING:
+    from gemini.optim.backward_updates import BackwardUpdates
     from gemini.runtime.activations import ActivationOffload
     from gemini.runtime.param import TensorRef
     from gemini.zero.sharding import Sharding
@@ -50,12 +52,15 @@ class GeminiManager:
         self.context = context
         self.step = 0
         self.phase = FORWARD
-        self._order = StepOrder(chunks, context, memstats)
+        self.order = StepOrder(chunks, context, memstats)
         self._evaluations = EvalOrder(chunks, context, memstats)
         self._in_step = False
         self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
         self.pending = PendingUpdates()
         self._due = self.pending.by_tensor  # one look per PreOp
+        self.lock = TensorLock()
+        self._locked = self.lock.tensors
+        self.backward_updates: BackwardUpdates | None = None  # is told of each gradient
         self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
         self.activations: ActivationOffload | None = None
@@ -75,7 +80,7 @@ class GeminiManager:
         """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing.
 
         Raises:
-            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; nothing is pinned.
+            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
         if _C.stray_count() != STRAYS.reported:
@@ -84,6 +89,8 @@ class GeminiManager:
             self.backward_pins.settle()
         if self.activations is not None:
             self._settle_activations()
+        if self._locked:
+            self.lock.refuse(tensors)
         if self._due:
             self.run_due(tensors)
         if self.sharding is not None:
@@ -125,17 +132,17 @@ class GeminiManager:
         """Do as :meth:`operator` for a pending update: it waits for none, and counts to the step before."""
         self.backward_pins.settle()
         self._settle_activations()
-        tracing = self._following is self._order
+        tracing = self._following is self.order
         if tracing:
             try:
-                self._order.pre_op(tensors, OPTIMIZER)
+                self.order.pre_op(tensors, OPTIMIZER)
             except BaseException:
                 self._abandon()
                 raise
         else:
             self.chunks.acquire(tensors, traced=False)
         try:
-            self._order.note_late(traced=tracing)
+            self.order.note_late(traced=tracing)
             yield
         finally:
             self._post_ops(tensors, dirty)
@@ -158,7 +165,7 @@ class GeminiManager:
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
-        self._order.name_parameters(names)
+        self.order.name_parameters(names)
         self._evaluations.name_parameters(names)
 
     # -- updates that wait -------------------------------------------------------------------------
@@ -170,12 +177,7 @@ class GeminiManager:
         Not in warmup, nor outside a recorded step: nothing says when that is. Not where all model data fits:
         there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.
         """
-        return self._following is self._order and self._order.moves_updates
-
-    def expect_updates(self, *, in_backward: bool) -> None:
-        """Say where updates run from now on if they need not run at the end of their step: behind the last
-        gradient of their chunk group, or before its next use."""
-        self._order.updates_in_backward = in_backward
+        return self._following is self.order and self.order.moves_updates
 
     def run_due(self, tensors: TensorIds) -> None:
         """Run the pending updates that have to come before any use of ``tensors``.
@@ -191,40 +193,41 @@ class GeminiManager:
             self.pending.remove(update)
 
     def run_pending(self) -> None:
-        """Run every pending update now. Raises as :meth:`run_due`."""
+        """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+        self.lock.refuse_all()
         if not self.pending:
             return
         outside = not self._in_step
         if outside:
-            self._order.expect(self.pending.all(), first=True)
-            self._following = None if self.is_warmup else self._order
+            self.order.expect(self.pending.all(), first=True)
+            self._following = None if self.is_warmup else self.order
         try:
             self.run_due(list(self._due))
         finally:
             if outside:
                 self._following = None
-                self._order.expect(self.pending.all())
+                self.order.expect(self.pending.all())
 
     # -- steps -----------------------------------------------------------------------------------
 
     @property
     def is_warmup(self) -> bool:
         """Whether no iteration has been recorded yet."""
-        return self._order.trace is None
+        return self.order.trace is None
 
     @property
     def plan(self) -> PlacementPlan:
         """The plan in force."""
-        return self._order.plan
+        return self.order.plan
 
     def report(self) -> PlanReport:
         """Return the plans in force, and what steps take at the pace of the last ones."""
-        return PlanReport(self._order.plan, self._order.planned())
+        return PlanReport(self.order.plan, self.order.planned())
 
     @property
     def trace(self) -> Trace | None:
         """The recorded step that the plan was made from."""
-        return self._order.trace
+        return self.order.trace
 
     @property
     def eval_trace(self) -> Trace | None:
@@ -249,11 +252,11 @@ class GeminiManager:
                 self._abandon()
             if self.observer is not None:
                 self.observer.step_begins(self.step + 1)
-            self._order.begin(self.pending.all())
+            self.order.begin(self.pending.all())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
             self._in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
-        self._following = self._order if training and self._in_step else None
+        self._following = self.order if training and self._in_step else None
         self.phase = FORWARD
         try:
             yield
@@ -273,7 +276,7 @@ class GeminiManager:
         evaluations = self._evaluations
         try:
             self._following, self.phase = evaluations, FORWARD
-            evaluations.begin(self._order.room_bytes)
+            evaluations.begin(self.order.room_bytes)
             if self.sharding is None:
                 yield
             else:
@@ -316,7 +319,7 @@ class GeminiManager:
             self._following = None
             on_trace = not self.is_warmup and not self.chunks.table.diverged()
             try:
-                self._order.end(self.pending.all())
+                self.order.end(self.pending.all())
             finally:
                 self.chunks.end_step()
                 self._end_activations(on_trace=on_trace)
@@ -340,7 +343,7 @@ class GeminiManager:
 
     def timeline(self) -> list[Moment]:
         """Return the fill of the tiers at each moment of the last step, without updates still pending."""
-        return self._order.timeline
+        return self.order.timeline
 
     def close(self, *, run_pending: bool = True) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError.
@@ -348,6 +351,7 @@ class GeminiManager:
         Raises:
             OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
         """
+        self.lock.open()
         try:
             if self.sharding is not None:
                 self.sharding.abandon_transfers()
@@ -359,7 +363,7 @@ class GeminiManager:
             self.pending.clear()
             self.resident = self._in_step = False
             self._following = None
-            self._order.close()
+            self.order.close()
             self._evaluations.close()
             self.pre_op = unusable.closed  # type: ignore[method-assign]
             self.chunks.close()
@@ -374,7 +378,7 @@ class GeminiManager:
         activations = self.activations
         if activations is not None and activations.end_step(on_trace=on_trace):
             self.run_pending()
-            self._order.record_again()
+            self.order.record_again()
             return
         may_be_resident = (activations is None or activations.keeps_all) and self.observer is None
         resident = may_be_resident and not self.pending and self._fits_for_good()
@@ -385,12 +389,12 @@ class GeminiManager:
         following, self._following = self._following, None
         if following is self._evaluations:
             self._evaluations.abandon()
-            self._order.resume(self.pending.all())
+            self.order.resume(self.pending.all())
         else:
             self._in_step = False
-            self._order.abandon()
+            self.order.abandon()
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
-        fits = self.context.size.total_bytes <= self._order.room_bytes
+        fits = self.context.size.total_bytes <= self.order.room_bytes
         return fits and self.sharding is None and self.chunks.all_on_device()

@@ -12,8 +12,6 @@ from gemini.runtime.param import TensorRef, as_managed
 from gemini.runtime.tensor_mgr import TensorState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gemini.runtime.gemini_mgr import GeminiManager
 
 
@@ -43,12 +41,11 @@ class SlotGradient:
     update only.
     """
 
-    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "on_arrival", "ref", "view")
+    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "ref", "view")
 
     def __init__(self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor) -> None:
         self.ref = TensorRef(manager, tensor)
         self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
-        self.on_arrival: Callable[[], None] | None = None  # called when backward has made one, which is here
         self._name = name
         self._manager = manager
         self._in_chunk = False
@@ -119,7 +116,8 @@ class SlotGradient:
 
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
-        up."""
+        up. Raises StateError where backward has used it up already."""
+        self._manager.lock.refuse(self.ref.tensors)
         if self._loose is not None:
             return self._loose
         if not self._in_chunk or self._is_taken:
@@ -133,7 +131,9 @@ class SlotGradient:
 
         Raises:
             ConfigError: it is not like the parameter; the gradient is as before.
+            StateError: backward has used it up already.
         """
+        self._manager.lock.refuse(self.ref.tensors)
         if grad is None:
             self.free()
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gemini.chunk import ChunkKind, ChunkManager
 from gemini.memstats import Trace
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 _SCHEDULES_KEPT = 8
 
 
+class EarlyUpdate(NamedTuple):
+    """The moments of an update, and the moment of backward behind which they may run."""
+
+    behind: int
+    moments: tuple[int, ...]
+
+
 class StepOrder(Learned):
     """Records steps, keeps the trace and the plan made from it, and tells the chunk table what comes next."""
 
@@ -38,6 +46,8 @@ class StepOrder(Learned):
         layout."""
         self.updates_in_backward = False  # as far as they may be moved at all
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
+        self._early: dict[int, EarlyUpdate] = {}  # in the trace, by the chunk of their gradients
+        self._inside: set[int] = set()  # chunks of gradients whose updates do not run early
         self._late: set[int] = set()  # moments of the log that belong to the step before
         self._updates_inside = True  # whether steps end with their own update
         self._schedules: dict[object, Planned] = {}
@@ -54,6 +64,15 @@ class StepOrder(Learned):
         hide, and the largest update has room beside the non-model memory of the worst period."""
         size = self._context.size
         return self.trace is not None and size.working_set_bytes <= self.room_bytes < size.total_bytes
+
+    def is_early(self, gradient: int) -> bool:
+        """Whether the update that uses up chunk ``gradient`` may run in backward, behind its last moment."""
+        return self.updates_in_backward and self.moves_updates and gradient in self._early
+
+    def keep_inside(self, gradient: int) -> None:
+        """Expect the update that uses up chunk ``gradient`` at the end of its step from the next one on."""
+        self._inside.add(gradient)
+        self._early.pop(gradient, None)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -138,6 +157,9 @@ class StepOrder(Learned):
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         self._forget_plans()
         super()._adopt(trace, timed=timed)
+        self._early = {
+            chunk: update for chunk, update in early_updates(trace).items() if chunk not in self._inside
+        }
         context = self._context
         peak = max(self.plan.reserve_bytes, default=0)
         if peak + context.size.working_set_bytes > context.capacity.device_bytes:
@@ -152,7 +174,7 @@ class StepOrder(Learned):
             )
 
     def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> Planned:
-        early = self.updates_in_backward and self.moves_updates
+        early = tuple(self._early.values()) if self.updates_in_backward and self.moves_updates else ()
         key = (tuple((u.order, u.accesses) for u in pending), first, self._updates_inside, early)
         found = self._schedules.get(key)
         if found is None:
@@ -181,14 +203,19 @@ class StepOrder(Learned):
 
 
 def place_updates(
-    trace: Trace, pending: Sequence[PendingUpdate], *, first: bool, inside: bool, early: bool = False
+    trace: Trace,
+    pending: Sequence[PendingUpdate],
+    *,
+    first: bool,
+    inside: bool,
+    early: Sequence[EarlyUpdate] = (),
 ) -> list[Place]:
     """Return the moments of a step.
 
     A pending update comes before the first moment that uses a chunk of its group, all of them at the
-    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with, or,
-    ``early``, has each part of it behind the last moment of backward that uses a gradient of its group.
-    Before the first moment of the trace lies its last period: the iteration repeats.
+    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with, but for
+    those parts that run ``early``. Before the first moment of the trace lies its last period: the iteration
+    repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
     updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
@@ -203,7 +230,9 @@ def place_updates(
             accesses = left.pop(order).accesses
             places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
 
-    behind = _last_gradients(trace) if early and inside else {}
+    behind: dict[int, list[int]] = {}
+    for update in early if inside else ():
+        behind.setdefault(update.behind, []).extend(update.moments)
     if first:
         place(list(left))
     for moment in core:
@@ -214,28 +243,30 @@ def place_updates(
         period = moment
     place(list(left))
     if inside:
-        done = {index for indices in behind.values() for index in indices}
+        done = {index for update in early for index in update.moments}
         places += [Place(trace.accesses[index], index, index) for index in updates if index not in done]
     return places
 
 
-def _last_gradients(trace: Trace) -> dict[int, list[int]]:
-    """Return the moments of updates, by the last moment of backward that uses a gradient of theirs."""
-    found: dict[int, list[int]] = {}
+def early_updates(trace: Trace) -> dict[int, EarlyUpdate]:
+    """Return the updates that may run in backward, by the chunk of their gradients: those of groups whose
+    parameters nothing uses behind the last moment that uses their gradients."""
+    last = {
+        chunk: moment
+        for moment, phase in enumerate(trace.phases)
+        if phase == BACKWARD
+        for chunk in trace.accesses[moment]
+    }
+    found = {}
     for moments in update_groups(trace):
-        used = {
-            chunk for chunk in trace.accesses[moments[0]] if trace.chunk_kinds[chunk] == ChunkKind.GRAD.value
-        }
-        last = max(
-            (
-                moment
-                for moment, phase in enumerate(trace.phases)
-                if phase == BACKWARD and not used.isdisjoint(trace.accesses[moment])
-            ),
-            default=None,
-        )
-        if last is not None:
-            found.setdefault(last, []).extend(moments)
+        used = {chunk for moment in moments for chunk in trace.accesses[moment]}
+        grads = [chunk for chunk in used if trace.chunk_kinds[chunk] == ChunkKind.GRAD.value]
+        if (
+            len(grads) == 1
+            and grads[0] in last
+            and max(last.get(chunk, -1) for chunk in used) == last[grads[0]]
+        ):
+            found[grads[0]] = EarlyUpdate(last[grads[0]], tuple(moments))
     return found
 
 

@@ -99,3 +99,13 @@ def test_fp16_gradients_need_the_loss_scale() -> None:
         GeminiDDP(mlp(), reduce_dtype="int8")
     with pytest.raises(ConfigError, match="both given"):
         GeminiDDP(mlp(), reduce_dtype="bf16", config=GeminiConfig())
+
+
+def _backward_updates() -> None:
+    model = GeminiDDP(mlp())
+    with model, pytest.raises(ConfigError, match="several ranks"):
+        GeminiOptimizer(CPUAdam(model.parameters()), model, overlap="backward")
+
+
+def test_updates_in_backward_are_for_one_rank() -> None:
+    run_on_ranks(_backward_updates, 2)

@@ -154,7 +154,7 @@ def test_the_plan_is_made_of_the_warmup_and_once_more_of_its_final_times(
 def test_the_times_are_those_of_the_iteration_in_the_middle(tmp_path: Path) -> None:
     with GeminiDDP(seeded(TinyGPT), **tight(tmp_path)) as model:
         managed_step(model, managed_optimizer(model), gpt_loss, Recipe(), 0)
-        order, trace = model.manager._order, model.memstats()
+        order, trace = model.manager.order, model.memstats()
         for seconds in (9.0, 1.0, 2.0):
             assert not order.timed
             order.complete(replace(trace, seconds=(seconds,) * trace.num_moments))
