@@ -94,7 +94,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._in_backward = BackwardUpdates(
                 model.manager, model.storage, self._start_update, self._completeness
             )
-        model.manager.backward_updates = self._in_backward
+        model.manager.watcher = self._in_backward
         model.manager.order.updates_in_backward = self._in_backward is not None
 
     # -- one iteration ---------------------------------------------------------------------------

@@ -304,5 +304,5 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
         with torch.no_grad():
             slot.trainable_grad.collect(grad)
             del grad
-            if manager.backward_updates is not None:
-                manager.backward_updates.note(slot, is_watched=is_watched)
+            if manager.watcher is not None:
+                manager.watcher.note(slot, is_watched=is_watched)

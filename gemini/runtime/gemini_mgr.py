@@ -19,7 +19,7 @@ from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
-from gemini.runtime.observer import StepObserver
+from gemini.runtime.observer import GradientWatcher, StepObserver
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.recorder import Moment
@@ -30,7 +30,6 @@ from gemini.runtime.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.written import WrittenTensors
 
 if TYPE_CHECKING:
-    from gemini.optim.backward_updates import BackwardUpdates
     from gemini.runtime.activations import ActivationOffload
     from gemini.runtime.param import TensorRef
     from gemini.zero.sharding import Sharding
@@ -60,7 +59,7 @@ class GeminiManager:
         self._due = self.pending.by_tensor  # one look per PreOp
         self.lock = TensorLock()
         self._locked = self.lock.tensors
-        self.backward_updates: BackwardUpdates | None = None  # is told of each gradient
+        self.watcher: GradientWatcher | None = None
         self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
         self.activations: ActivationOffload | None = None
