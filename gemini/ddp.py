@@ -166,8 +166,10 @@ class GeminiDDP(nn.Module):
         """Run the module; floating-point inputs are cast to the compute precision first.
 
         Raises:
-            StateError: an update or a load failed half-way, so that weights do not belong together.
+            StateError: an update or a load failed half-way, so that weights do not belong together, or an
+                optimizer that updates in backward awaits its step().
         """
+        self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
         precision = self.config.precision
         if precision is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, Any]:
     """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
+    model.manager.lock.refuse_all()
     model.storage.mixture.refuse("state_dict")
     model.manager.run_pending()
     state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from training_harness import KIB, assert_same_state, assert_within_budgets, seed
 from training_models import Around, square_loss
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, checkpoint
+
+
+@contextmanager
+def before_step(place: Path) -> Iterator[tuple[GeminiDDP, GeminiOptimizer]]:
+    """Yield a model and its optimizer after three steps and the backward pass of the fourth."""
+    with small(place) as model:
+        optimizer = adam(model)
+        for index in range(3):
+            one_step(model, optimizer, index)
+        optimizer.backward(square_loss(model, 3))
+        yield model, optimizer
 
 
 def test_a_gradient_behind_its_update_is_refused_not_lost(tmp_path: Path) -> None:
@@ -34,11 +46,7 @@ def test_a_gradient_behind_its_update_is_refused_not_lost(tmp_path: Path) -> Non
 
 
 def test_step_has_to_follow(tmp_path: Path) -> None:
-    with small(tmp_path) as model:
-        optimizer = adam(model)
-        for index in range(3):
-            one_step(model, optimizer, index)
-        optimizer.backward(square_loss(model, 3))
+    with before_step(tmp_path) as (model, optimizer):
         for refused in (
             lambda: optimizer.backward(square_loss(model, 4)),
             optimizer.zero_grad,
@@ -47,18 +55,14 @@ def test_step_has_to_follow(tmp_path: Path) -> None:
             lambda: checkpoint.save(tmp_path / "out", model, optimizer),
             lambda: square_loss(model, 4),
         ):
-            with pytest.raises(StateError, match=r"step\(\)"):
+            with pytest.raises(StateError, match=r"call step\(\) next"):
                 refused()
         optimizer.step()
         one_step(model, optimizer, 4)
 
 
 def test_what_a_program_does_in_between_is_refused_not_lost(tmp_path: Path) -> None:
-    with small(tmp_path) as model:
-        optimizer = adam(model)
-        for index in range(3):
-            one_step(model, optimizer, index)
-        optimizer.backward(square_loss(model, 3))
+    with before_step(tmp_path) as (model, optimizer):
         weight = model.module.core.layers[0].weight
         state = {key: torch.zeros_like(value) for key, value in Around(Core()).state_dict().items()}
         refused: list[Callable[[], Any]] = [

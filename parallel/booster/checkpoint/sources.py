@@ -75,6 +75,7 @@ def model_contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _managed_contents(model: GeminiDDP) -> ModelContents:
+    model.manager.lock.refuse_all()
     model.storage.mixture.refuse("save_model")
     model.manager.run_pending()
     model.manager.recover()  # an operator that raised may have left chunks pinned
