@@ -14,14 +14,8 @@ from gemini.bench.nvme_settings import STATE_BYTES, Settings
 from gemini.bench.paired import Spread, spread_row
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
-from gemini.bench.trainee import (
-    Batch,
-    ManagedTrainee,
-    Overlap,
-    PlainTrainee,
-    model_data_bytes,
-    timed_step,
-)
+from gemini.bench.trainee import Batch, ManagedTrainee, PlainTrainee, model_data_bytes, timed_step
+from gemini.optim.arguments import Overlap
 from gemini.train.model import num_parameters
 
 TIME_RATIO = 1.05

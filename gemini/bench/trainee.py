@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim import CPUAdam, GeminiOptimizer
+from gemini.optim.arguments import Overlap
 from gemini.runtime import init_on
 from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
 
@@ -24,7 +25,6 @@ _LEARNING_RATE = 1e-4
 GPT2_124M = GPTConfig(vocab=50257, layers=12, hidden=768, heads=12, seq=1024)
 
 Batch = tuple[Tensor, Tensor]
-Overlap = bool | Literal["backward"]
 
 
 def model_data_bytes(config: GPTConfig) -> int:

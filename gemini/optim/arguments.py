@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from gemini.ddp import GeminiDDP
@@ -10,6 +12,8 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
+
+Overlap = bool | Literal["backward"]  # of GeminiOptimizer: where updates run
 
 
 def checked_max_norm(max_norm: float) -> float:
@@ -62,7 +66,7 @@ def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
                 )
 
 
-def check_mode(overlap: bool | str, *, clips: bool, scales: bool, several_ranks: bool) -> None:
+def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bool) -> None:
     """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
     if overlap in (True, False):
         return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
-from gemini.optim.arguments import check_mode, check_optimizer, checked_max_norm
+from gemini.optim.arguments import Overlap, check_mode, check_optimizer, checked_max_norm
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
@@ -67,7 +67,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         hysteresis: int = 2,
         max_scale: float = 2**32,
         gpu_margin_mem_ratio: float = 0.0,
-        overlap: bool | Literal["backward"] = True,
+        overlap: Overlap = True,
     ) -> None:
         check_optimizer(optim, model, gpu_margin_mem_ratio)
         fp16 = model.config.precision == torch.float16
