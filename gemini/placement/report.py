@@ -15,6 +15,7 @@ from gemini.placement.machine import Machine
 from gemini.placement.plan import PlacementPlan
 from gemini.placement.planner import OPT, ChosenPlan
 from gemini.placement.promise import Pace, Promise
+from gemini.placement.recompute import RecomputeReport
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ class PlanReport:
     """What a model does with its tiers. ``str()`` of it is for people.
 
     ``placement``: limits in force. ``step``: the planned step; None before the first step was recorded, where
-    everything fits DEVICE, and under policies that follow the order alone.
+    everything fits DEVICE, and under policies that follow the order alone. ``recompute``: of blocks; None
+    where none was asked for.
     """
 
     placement: PlacementPlan
     step: PlannedStep | None
+    recompute: RecomputeReport | None = None
 
     @property
     def kinds(self) -> tuple[KindShare, ...]:
@@ -78,6 +81,8 @@ class PlanReport:
         reserve = max(self.placement.reserve_bytes, default=0)
         less = format_bytes(reserve)
         yield f"DEVICE: up to {limit} of model data, up to {less} less where a period needs it"
+        if self.recompute is not None:
+            yield from self.recompute.lines()
         if self.step is None:
             yield (
                 "No step is planned: none was recorded yet, or everything fits DEVICE, or the policy follows "

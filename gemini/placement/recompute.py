@@ -1,0 +1,154 @@
+"""Which blocks compute their activations a second time, in backward, instead of keeping them in chunks.
+
+From the trace of a step that puts everything which autograd saves into chunks, the step is derived that
+recomputes some blocks. The chunk table itself simulates both. See docs/notes/activations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gemini.config import format_bytes
+from gemini.errors import OutOfBudgetError
+from gemini.memstats import Trace
+from gemini.placement.iteration import Iteration
+from gemini.placement.machine import Machine
+from gemini.placement.recomputed_trace import BlockCall, Span, recomputed, spans_of
+from gemini.placement.simulator import Simulator
+
+_WORTH_IT = 0.02  # the share of a step that recomputing has to save: the times it is judged by are measured
+_MOVING = 1e-3  # what a second of a link counts at least, as when plans are compared
+_GRID = 8  # numbers of blocks tried at first
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """The blocks to recompute, and the seconds of a step with and without that, both under OPT.
+
+    ``saved_bytes``: what these blocks no longer save in a step; ``computing_seconds``: what computing them
+    again takes.
+    """
+
+    blocks: frozenset[int]
+    seconds: float
+    seconds_without: float
+    saved_bytes: int
+    computing_seconds: float
+
+
+@dataclass(frozen=True)
+class RecomputeReport:
+    """What became of a model's blocks. ``names``: those that are recomputed; ``refused``: name and reason of
+    those that cannot be; ``num_blocks``: how many there are; ``choice``: None while steps are still
+    watched."""
+
+    names: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    num_blocks: int
+    choice: RecomputeChoice | None
+
+    def lines(self) -> Iterator[str]:
+        """Say it in words that a person reads."""
+        if not self.num_blocks:
+            yield "No block is recomputed: no list or sequence of the module has members that are alike."
+            return
+        if self.choice is None:
+            yield "Which blocks are recomputed is not chosen yet: that takes two steps that are alike."
+        elif self.names:
+            chosen = self.choice
+            yield (
+                f"Of {self.num_blocks} blocks {len(self.names)} compute their activations again in backward "
+                f"({', '.join(self.names)}): {format_bytes(chosen.saved_bytes)} less to save for "
+                f"{chosen.computing_seconds:.3g} s of computing. Under OPT a step was expected to take "
+                f"{chosen.seconds:.3g} s with it, {chosen.seconds_without:.3g} s without."
+            )
+        else:
+            yield f"None of {self.num_blocks} blocks is recomputed: no step would be shorter for it."
+        for name, reason in self.refused:
+            yield f"  {name} cannot be recomputed: {reason}."
+
+
+class _Judged(NamedTuple):
+    cost: float
+    seconds: float
+
+
+def choose_blocks(
+    trace: Trace,
+    calls: Sequence[BlockCall],
+    machine: Machine,
+    *,
+    overlap: bool,
+    copy_bytes_per_second: float,
+) -> RecomputeChoice:
+    """Return the blocks whose recomputation makes the simulated step the shortest; none where that saves
+    less than two hundredths of it.
+
+    ``trace``: of a step in which all activations went into chunks; ``calls``: of the blocks that may be
+    recomputed. ``copy_bytes_per_second``: how fast that step copied saved tensors into their chunks.
+    Blocks are taken in the order of what they free, times how long, per second of computing; how many of
+    them, simulation says.
+    """
+    spans = spans_of(trace, calls, copy_bytes_per_second)
+    order = _by_value(trace, spans)
+
+    def judge(count: int) -> _Judged:
+        derived = recomputed(trace, _of_blocks(spans, order[:count]), copy_bytes_per_second)
+        simulator = Simulator(Iteration.of_trace(derived, overlap=overlap), machine)
+        try:
+            seconds, moving = simulator.seconds_moving(None)
+        except OutOfBudgetError:
+            return _Judged(_NEVER, _NEVER)
+        return _Judged(seconds + max(machine.transfers_take, _MOVING) * moving, seconds)
+
+    count, best, without = _search(judge, len(order))
+    blocks = frozenset(order[:count]) if best.cost < (1 - _WORTH_IT) * without.cost else frozenset()
+    taken = _of_blocks(spans, blocks)
+    return RecomputeChoice(
+        blocks=blocks,
+        seconds=best.seconds if blocks else without.seconds,
+        seconds_without=without.seconds,
+        saved_bytes=sum(span.saved_bytes for span in taken),
+        computing_seconds=sum(span.seconds for span in taken),
+    )
+
+
+def _of_blocks(spans: Sequence[Span], blocks: Iterable[int]) -> list[Span]:
+    chosen = set(blocks)
+    return [span for span in spans if span.call.block in chosen]
+
+
+def _by_value(trace: Trace, spans: Sequence[Span]) -> list[int]:
+    """Return the blocks that would free something, the most bytes times seconds per second of computing
+    first."""
+    starts = [0.0]
+    for seconds in trace.seconds:
+        starts.append(starts[-1] + seconds)
+    freed: dict[int, float] = {}
+    takes: dict[int, float] = {}
+    for span in spans:
+        block, less = span.call.block, span.saved_bytes - span.call.input_bytes
+        freed[block] = freed.get(block, 0.0) + less * (starts[span.first_use] - starts[span.call.end])
+        takes[block] = takes.get(block, 0.0) + span.seconds
+    worth = [block for block, value in freed.items() if value > 0]
+    return sorted(worth, key=lambda block: (-freed[block] / max(takes[block], 1e-9), block))
+
+
+def _search(judge: Callable[[int], _Judged], most: int) -> tuple[int, _Judged, _Judged]:
+    """Return the best number of blocks, and what was judged of it and of none: some evenly spaced numbers
+    first, then those between the neighbours of the best, by halves."""
+    judged = {count: judge(count) for count in sorted({most * step // _GRID for step in range(_GRID + 1)})}
+
+    def best() -> int:
+        return min(judged, key=lambda count: (judged[count].cost, count))
+
+    stride = max(1, most // _GRID)
+    while stride:
+        for count in (best() - stride, best() + stride):
+            if 0 <= count <= most and count not in judged:
+                judged[count] = judge(count)
+        stride //= 2
+    return best(), judged[best()], judged[0]

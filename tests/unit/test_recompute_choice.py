@@ -1,0 +1,134 @@
+"""Which blocks are recomputed: the derived step, and the choice that simulation makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gemini.memstats import LinkSpeed, Trace
+from gemini.placement.machine import Machine
+from gemini.placement.recompute import RecomputeChoice, RecomputeReport, choose_blocks
+from gemini.placement.recomputed_trace import BlockCall, recomputed, spans_of
+
+_MB = 10**6
+_BLOCKS = 4
+_COPY = 1e12
+_COMPUTE = 0.010  # seconds of a block in forward
+
+
+def block_trace(*, saved_bytes: int = 8 * _MB, weight_bytes: int = _MB) -> tuple[Trace, list[BlockCall]]:
+    """Return a step of four blocks: each uses its weight and stores one tensor, backward the other way."""
+    moments: list[tuple[tuple[int, ...], str, tuple[int, ...], float, str]] = []
+    calls = []
+    for block in range(_BLOCKS):
+        calls.append(BlockCall(block, 2 * block, 2 * block + 2, _MB))
+        moments.append(((block,), "r", (), _COMPUTE, "forward"))
+        moments.append(((_BLOCKS + block,), "w", (), 0.0, "forward"))
+    for block in reversed(range(_BLOCKS)):
+        moments.append(((_BLOCKS + block,), "r", (), 0.0, "backward"))
+        moments.append(((block,), "r", (_BLOCKS + block,), 2 * _COMPUTE, "backward"))
+    moments += [((block,), "m", (), 0.001, "optimizer") for block in range(_BLOCKS)]
+    columns = list(zip(*moments, strict=True))
+    trace = Trace(
+        kind="train",
+        accesses=columns[0],
+        modes=columns[1],
+        frees=columns[2],
+        seconds=columns[3],
+        non_model_bytes=(100,) * len(moments),
+        phases=columns[4],
+        chunk_bytes=(weight_bytes,) * _BLOCKS + (saved_bytes,) * _BLOCKS,
+        chunk_kinds=("param",) * _BLOCKS + ("activation",) * _BLOCKS,
+        links=(),
+        param_order=(),
+        chunk_signature="blocks",
+    )
+    return trace, calls
+
+
+def disk(bytes_per_second: float, device_bytes: int) -> Machine:
+    links = tuple(LinkSpeed(name, bytes_per_second, 0.0) for name in ("disk_read", "disk_write"))
+    return Machine(device_bytes, 0, 10**9, links)
+
+
+def choose(machine: Machine, trace: Trace, calls: list[BlockCall]) -> RecomputeChoice:
+    return choose_blocks(trace, calls, machine, overlap=False, copy_bytes_per_second=_COPY)
+
+
+def test_a_derived_step_saves_the_input_alone_and_computes_again_where_it_is_needed() -> None:
+    trace, calls = block_trace()
+    (span,) = spans_of(trace, [calls[1]], _COPY)
+    assert (span.first_use, span.saved_bytes) == (12, 8 * _MB)
+    derived = recomputed(trace, [span], _COPY)
+    given = 2 * _BLOCKS  # the new chunk: what the block was given
+    assert derived.chunk_bytes[given] == _MB
+    used = [set(chunks) for chunks in derived.accesses]
+    assert not any(_BLOCKS + 1 in chunks for chunks in used)
+    backward = derived.phases.index("backward")
+    assert used[2:4] == [{given}, {1}]
+    again = used.index({given}, backward)
+    assert used[again : again + 3] == [{given}, {1}, {1}]
+    assert derived.seconds[again : again + 3] == (0.0, pytest.approx(_COMPUTE), pytest.approx(2 * _COMPUTE))
+    assert derived.frees[again + 2] == (given,)
+    assert derived.non_model_bytes[again + 1] == derived.non_model_bytes[again + 2] == 100 + 8 * _MB
+    assert derived.non_model_bytes[again] == derived.non_model_bytes[again + 3] == 100
+    assert sum(derived.seconds) == pytest.approx(sum(trace.seconds) + _COMPUTE)
+
+
+def test_copies_into_chunks_take_no_time_in_a_derived_step() -> None:
+    trace, _ = block_trace()
+    slow_copies = replace(
+        trace,
+        seconds=tuple(
+            0.004 if modes == "w" else s for s, modes in zip(trace.seconds, trace.modes, strict=True)
+        ),
+    )
+    derived = recomputed(slow_copies, [], 2e9)
+    assert sum(derived.seconds) == pytest.approx(sum(trace.seconds))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "device_bytes", "expected"),
+    [
+        (1e8, 20 * _MB, set(range(_BLOCKS - 1))),  # 80 ms to write, 80 ms to read, 10 ms to compute again
+        (1e11, 20 * _MB, set()),
+        (1e8, 100 * _MB, set()),  # everything stays
+    ],
+)
+def test_blocks_are_recomputed_where_the_disk_takes_longer(
+    bytes_per_second: float, device_bytes: int, expected: set[int]
+) -> None:
+    trace, calls = block_trace()
+    choice = choose(disk(bytes_per_second, device_bytes), trace, calls)
+    assert choice.blocks >= expected
+    assert bool(choice.blocks) == bool(expected)
+    assert choice.seconds <= choice.seconds_without
+    assert choice.saved_bytes == len(choice.blocks) * 8 * _MB
+
+
+def test_a_block_that_takes_longer_to_compute_than_to_move_is_moved() -> None:
+    trace, calls = block_trace()
+    slow = replace(trace, seconds=tuple(100 * seconds for seconds in trace.seconds))
+    assert not choose(disk(1e8, 20 * _MB), slow, calls).blocks
+
+
+def test_a_block_that_saves_no_more_than_it_is_given_is_not_recomputed() -> None:
+    trace, calls = block_trace(saved_bytes=_MB)
+    assert not choose(disk(1e7, 4 * _MB), trace, calls).blocks
+
+
+def test_of_blocks_alike_those_that_save_for_longer_are_recomputed() -> None:
+    trace, calls = block_trace()
+    chosen = [choose(disk(speed, 28 * _MB), trace, calls).blocks for speed in (1e8, 3e8, 6e8, 9e8, 1.2e9)]
+    assert any(0 < len(blocks) < _BLOCKS for blocks in chosen)
+    assert all(blocks == frozenset(range(len(blocks))) for blocks in chosen)
+
+
+def test_the_report_names_what_is_recomputed_and_what_cannot_be() -> None:
+    choice = RecomputeChoice(frozenset({0}), 1.0, 2.0, 8 * _MB, 0.25)
+    text = "\n".join(RecomputeReport(("h.0",), (("h.1", "it changes its attributes"),), 3, choice).lines())
+    assert "Of 3 blocks 1" in text
+    assert "(h.0)" in text
+    assert "h.1 cannot be recomputed: it changes its attributes" in text
+    assert "not chosen yet" in "".join(RecomputeReport((), (), 3, None).lines())
