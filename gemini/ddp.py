@@ -52,6 +52,8 @@ class GeminiDDP(nn.Module):
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
         activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
             is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
+        activation_recompute: blocks (members of the module's lists) may compute their activations again in
+            backward where a step is then faster; needs ``activation_offload="auto"``.
         strict_ddp_mode: every rank runs the same operators in the same order; where one does not, StateError
             is raised on all. Without it ranks may differ.
         process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
@@ -91,6 +93,7 @@ class GeminiDDP(nn.Module):
         non_model_bytes: int | str | None = None,
         force_outputs_fp32: bool = False,
         activation_offload: bool | str = False,
+        activation_recompute: bool = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
         gather_bytes: int | str | None = None,
@@ -120,6 +123,7 @@ class GeminiDDP(nn.Module):
             strict_ddp_mode=strict_ddp_mode,
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
+            activation_recompute=activation_recompute,
             memstats=memstats,
             verbose=verbose,
         )
@@ -147,6 +151,11 @@ class GeminiDDP(nn.Module):
 
     def _refuse_unbuilt(self) -> None:
         """Refuse what this release does on the CPU alone."""
+        if self.peers is not None and self.config.activation_recompute:
+            raise ConfigError(
+                "activation_recompute is for one process in this release, each rank would choose for itself; "
+                "use torch.utils.checkpoint over ranks"
+            )
         if not self.device.has_own_memory:
             return
         if self.peers is not None:
@@ -314,7 +323,7 @@ class GeminiDDP(nn.Module):
                 "disk_bytes": disk,
                 "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
             }
-            for moment, (phase, device, host, disk) in enumerate(self.manager.timeline())
+            for moment, (phase, device, host, disk) in enumerate(self.manager.order.timeline)
         ]
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:

@@ -206,7 +206,7 @@ def time_operators(
     optimizer = GeminiOptimizer(HybridAdam(model.parameters()), model)
     x = torch.randn(_SIDE, _SIDE, device=where)
     seconds: dict[str, dict[str, list[float]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
-    timeline, traced_steps = model.manager.timeline(), 0
+    timeline, traced_steps = model.manager.order.timeline, 0
     for index in range(settings.warmup_steps + settings.repeats):
         times = {}
         for kind, called, probe in (("plain", plain, plain), ("managed", model, managed)):
@@ -214,8 +214,8 @@ def time_operators(
             times[kind] = _pass(called, probe, x)
         plain.zero_grad()
         optimizer.step()
-        traced_steps += model.manager.timeline() is not timeline  # a traced step leaves a new one
-        timeline = model.manager.timeline()
+        traced_steps += model.manager.order.timeline is not timeline  # a traced step leaves a new one
+        timeline = model.manager.order.timeline
         if not model.manager.resident:
             raise StateError(f"not everything is on DEVICE after step {index}")
         # Without this the next step would skip its PreOps.

@@ -5,6 +5,7 @@ See docs/notes/activations.md.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from gemini.runtime.chunk_pool import ChunkPool
 from gemini.runtime.keep_plan import Fate, KeepPlan
 from gemini.runtime.leases import Leases
 from gemini.runtime.param import ManagedParameter, ManagedTensor
+from gemini.runtime.recompute import Recompute
 from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_bytes
 
 if TYPE_CHECKING:
@@ -93,10 +95,14 @@ class Parcel:
 class ActivationOffload:
     """Puts what autograd saves during forward passes into chunks of one model's manager."""
 
-    def __init__(self, manager: GeminiManager, keep: KeepPlan | None) -> None:
-        """``keep`` decides what stays where it is; None: nothing does."""
+    def __init__(
+        self, manager: GeminiManager, keep: KeepPlan | None, recompute: Recompute | None = None
+    ) -> None:
+        """``keep`` decides what stays where it is; None: nothing does. ``recompute``: what is not saved at
+        all; None: nothing."""
         self._manager = manager
         self._keep = keep
+        self.recompute = recompute
         self._pool = ChunkPool(manager.chunks)
         self._leases = Leases(manager)
         self._gone: deque[Chunk] = deque()  # of parcels that nobody holds any more
@@ -110,8 +116,9 @@ class ActivationOffload:
         """Put what autograd saves within the block, a forward pass of ``module``, into chunks."""
         self._parcels = {key: refs for key, refs in self._parcels.items() if any(ref() for ref in refs)}
         self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
-        forward = self._keep.forward() if self._keep is not None else nullcontext()
-        with forward, saved_tensors_hooks(self._pack, _restore):
+        kept = self._keep.forward() if self._keep is not None else nullcontext()
+        recomputed = self.recompute.forward(self._pack) if self.recompute is not None else nullcontext()
+        with kept, recomputed, saved_tensors_hooks(self._pack, _restore):
             yield
         self._trim()
 
@@ -131,7 +138,10 @@ class ActivationOffload:
     def end_step(self, *, on_trace: bool) -> bool:
         """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether the
         next will save otherwise."""
-        return self._keep is not None and self._keep.end_step(on_trace=on_trace)
+        recomputes = self.recompute is not None and self.recompute.end_step(on_trace=on_trace)
+        # What stayed in a step that saved more says nothing of the next one.
+        keeps = self._keep is not None and self._keep.end_step(on_trace=on_trace and not recomputes)
+        return recomputes or keeps
 
     @property
     def keeps_all(self) -> bool:
@@ -202,7 +212,10 @@ class ActivationOffload:
         place = self._pool.take(span_bytes(tensor) + tensor.data_ptr() % _ALIGN_BYTES)
         parcel = Parcel(tensor, place, self._gone)
         with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
+            since = time.perf_counter()
             parcel.fill(tensor)
+            if self.recompute is not None:
+                self.recompute.note_copy(span_bytes(tensor), time.perf_counter() - since)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._untrimmed_bytes += place[0].spec.nbytes
         if self._untrimmed_bytes > self._slack_bytes:

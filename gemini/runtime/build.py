@@ -30,6 +30,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
 from gemini.runtime.learned import PlacementContext
+from gemini.runtime.recompute import Recompute
 from gemini.runtime.storage import DataSizes, GroupSpec, ModelStorage, largest_operator, model_data_sizes
 from gemini.zero.peers import Peers, require_equal
 from gemini.zero.sharding import Sharding
@@ -111,7 +112,11 @@ def build_runtime(
         for buffer in module.buffers():
             manager.sharding.agree_on(buffer)
     if offload:
-        manager.activations = ActivationOffload(manager, KeepPlan() if offload == "auto" else None)
+        manager.activations = ActivationOffload(
+            manager,
+            KeepPlan() if offload == "auto" else None,
+            Recompute(manager, module) if config.activation_recompute else None,
+        )
     manager.name_parameters(storage.parameter_names())
     return storage, manager, blueprint.search
 

@@ -47,6 +47,7 @@ class GeminiConfig:
     strict_ddp_mode: bool = False
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
+    activation_recompute: bool = False
     memstats: Trace | None = None
     verbose: bool = False
 
@@ -107,6 +108,11 @@ class GeminiConfig:
         if config.activation_offload not in (False, True, "auto"):
             raise ConfigError(
                 f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
+            )
+        if config.activation_recompute and config.activation_offload != "auto":
+            raise ConfigError(
+                "activation_recompute chooses among keeping, offloading and recomputing: it needs "
+                "activation_offload='auto'; to recompute in any case use torch.utils.checkpoint"
             )
         if config.reduce_dtype == torch.float16 != config.precision:
             raise ConfigError(

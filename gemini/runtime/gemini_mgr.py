@@ -22,7 +22,6 @@ from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import GradientWatcher, StepObserver
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
-from gemini.runtime.recorder import Moment
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.strays import STRAYS
@@ -53,7 +52,7 @@ class GeminiManager:
         self.phase = FORWARD
         self.order = StepOrder(chunks, context, memstats)
         self._evaluations = EvalOrder(chunks, context, memstats)
-        self._in_step = False
+        self.in_step = False  # a step that trains has begun and not ended
         self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
         self.pending = PendingUpdates()
         self._due = self.pending.by_tensor  # one look per PreOp
@@ -196,7 +195,7 @@ class GeminiManager:
         self.lock.refuse_all()
         if not self.pending:
             return
-        outside = not self._in_step
+        outside = not self.in_step
         if outside:
             self.order.expect(self.pending.all(), first=True)
             self._following = None if self.is_warmup else self.order
@@ -221,7 +220,9 @@ class GeminiManager:
 
     def report(self) -> PlanReport:
         """Return the plans in force, and what steps take at the pace of the last ones."""
-        return PlanReport(self.order.plan, self.order.planned())
+        recompute = self.activations.recompute if self.activations is not None else None
+        of_blocks = recompute.report() if recompute is not None else None
+        return PlanReport(self.order.plan, self.order.planned(), of_blocks)
 
     @property
     def trace(self) -> Trace | None:
@@ -241,12 +242,12 @@ class GeminiManager:
         micro-batches) it is part of no order.
         """
         self.recover()
-        if not training and not self._in_step:
+        if not training and not self.in_step:
             with self._evaluation():
                 yield
             return
         outer = (self._following, self.phase)
-        if training and not self._in_step and not self.resident:
+        if training and not self.in_step and not self.resident:
             if self._following is not None:  # a step that begins inside an evaluation ends its order
                 self._abandon()
             if self.observer is not None:
@@ -254,8 +255,8 @@ class GeminiManager:
             self.order.begin(self.pending.all())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
-            self._in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
-        self._following = self.order if training and self._in_step else None
+            self.in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
+        self._following = self.order if training and self.in_step else None
         self.phase = FORWARD
         try:
             yield
@@ -313,8 +314,8 @@ class GeminiManager:
         self._settle_activations()
         if self.sharding is not None:
             self.sharding.end()
-        if self._in_step:
-            self._in_step = False
+        if self.in_step:
+            self.in_step = False
             self._following = None
             on_trace = not self.is_warmup and not self.chunks.table.diverged()
             try:
@@ -340,10 +341,6 @@ class GeminiManager:
         if observer is not None:
             self.resident = self.snapshot.residence(False)
 
-    def timeline(self) -> list[Moment]:
-        """Return the fill of the tiers at each moment of the last step, without updates still pending."""
-        return self.order.timeline
-
     def close(self, *, run_pending: bool = True) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError.
 
@@ -360,7 +357,7 @@ class GeminiManager:
         finally:
             self.snapshot.close(finish=False)
             self.pending.clear()
-            self.resident = self._in_step = False
+            self.resident = self.in_step = False
             self._following = None
             self.order.close()
             self._evaluations.close()
@@ -390,7 +387,7 @@ class GeminiManager:
             self._evaluations.abandon()
             self.order.resume(self.pending.all())
         else:
-            self._in_step = False
+            self.in_step = False
             self.order.abandon()
 
     def _fits_for_good(self) -> bool:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
-from gemini.placement.machine import CPU_TRANSFERS_TAKE
+from gemini.placement.machine import CPU_TRANSFERS_TAKE, Machine
 from gemini.runtime.link_meter import LinkMeter
 from gemini.runtime.planned import Place, Planned, StepPlanner
-from gemini.runtime.recorder import Accesses, Recorded, Recorder
+from gemini.runtime.recorder import Accesses, Moment, Recorded, Recorder
 from gemini.runtime.trace_order import steady_modes, typical_seconds
 
 TIMED_ITERATIONS = 3  # the middle one by its computing time counts
@@ -93,6 +93,23 @@ class Learned:
     def close(self) -> None:
         """End what measures."""
         self._recorder.stop()
+
+    @property
+    def log(self) -> Sequence[Moment]:
+        """The moments of the iteration under way, so far."""
+        return self._recorder.log
+
+    def measured(self) -> Trace | None:
+        """Return the trace with the times of the last iteration, if that followed it and was timed, and with
+        the speed of every link."""
+        if not self._candidates:
+            return None
+        return replace(self._candidates[-1], links=self._links.speeds())
+
+    def machine(self, trace: Trace) -> Machine:
+        """Return what iterations of ``trace`` have to work with under the plan in force. Raises ConfigError
+        where it does not know a link."""
+        return self.planner.machine(trace, self.plan)
 
     # -- learning --------------------------------------------------------------------------------
 

@@ -71,17 +71,25 @@ class StepPlanner:
         step = self._steps[key]
         return Planned(make_schedule(iteration, step.chosen.hints if step is not None else None), step)
 
-    def _plan(self, trace: Trace, iteration: Iteration, placement: PlacementPlan) -> PlannedStep | None:
+    def machine(self, trace: Trace, placement: PlacementPlan) -> Machine:
+        """Return the tiers as far as ``placement`` gives them to model data, and the links of ``trace``.
+
+        Raises:
+            ConfigError: the trace does not know the speed of a link that is there.
+        """
         capacity = self._capacity
+        return Machine(
+            min(placement.device_limit_bytes, capacity.device_bytes),
+            capacity.host_bytes,
+            capacity.disk_bytes,
+            trace.links,
+            transfers_take=self._transfers_take,
+        )
+
+    def _plan(self, trace: Trace, iteration: Iteration, placement: PlacementPlan) -> PlannedStep | None:
         begin = time.perf_counter()
         try:
-            machine = Machine(
-                min(placement.device_limit_bytes, capacity.device_bytes),
-                capacity.host_bytes,
-                capacity.disk_bytes,
-                trace.links,
-                transfers_take=self._transfers_take,
-            )
+            machine = self.machine(trace, placement)
             chosen = choose_plan(iteration, machine)
         except (OutOfBudgetError, ConfigError) as error:
             # The model of the step leaves out that operators may pass the soft limit.

@@ -65,6 +65,11 @@ class StepOrder(Learned):
         size = self._context.size
         return self.trace is not None and size.working_set_bytes <= self.room_bytes < size.total_bytes
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the last step left its update to the next one."""
+        return not self._updates_inside
+
     def is_early(self, gradient: int) -> bool:
         """Whether the update that uses up chunk ``gradient`` may run in backward, behind its last moment."""
         return self.updates_in_backward and self.moves_updates and gradient in self._early
