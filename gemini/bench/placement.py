@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from gemini.bench import placement_overlap, placement_real, placement_search, placement_traces
+from gemini.bench import (
+    placement_activations,
+    placement_overlap,
+    placement_real,
+    placement_search,
+    placement_traces,
+)
 from gemini.bench.cases import choose, run_cases
 from gemini.bench.session import CaseResult, Session
 
@@ -17,6 +23,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "plan-time": placement_search.plan_time,
         "predicted": placement_real.predicted,
         "overlap": placement_overlap.overlap,
+        "activations": placement_activations.activations,
     }
 )
 

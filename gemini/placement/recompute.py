@@ -15,7 +15,7 @@ from gemini.errors import OutOfBudgetError
 from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
-from gemini.placement.recomputed_trace import BlockCall, Span, recomputed, spans_of
+from gemini.placement.recomputed_trace import BlockCall, Span, activation_bytes, recomputed, spans_of
 from gemini.placement.simulator import Simulator
 
 _WORTH_IT = 0.02  # the share of a step that recomputing has to save: the times it is judged by are measured
@@ -26,7 +26,8 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The blocks to recompute, and the seconds of a step with and without that, both under OPT.
+    """The blocks to recompute, and the seconds of a step with and without that, both under OPT and with the
+    copies into chunks of what leaves DEVICE.
 
     ``saved_bytes``: what these blocks no longer save in a step; ``computing_seconds``: what computing them
     again takes.
@@ -56,7 +57,7 @@ class RecomputeReport:
             yield "No block is recomputed: no list or sequence of the module has members that are alike."
             return
         if self.choice is None:
-            yield "Which blocks are recomputed is not chosen yet: that takes two steps that are alike."
+            yield "Which blocks are recomputed is not chosen yet: that takes four steps that are alike."
         elif self.names:
             chosen = self.choice
             yield (
@@ -99,10 +100,15 @@ def choose_blocks(
         derived = recomputed(trace, _of_blocks(spans, order[:count]), copy_bytes_per_second)
         simulator = Simulator(Iteration.of_trace(derived, overlap=overlap), machine)
         try:
-            seconds, moving = simulator.seconds_moving(None)
+            step = simulator.run(None)
         except OutOfBudgetError:
             return _Judged(_NEVER, _NEVER)
-        return _Judged(seconds + max(machine.transfers_take, _MOVING) * moving, seconds)
+        # What is written was copied into its chunk before, as far as it was an activation.
+        written = step.link_bytes["d2h"] + step.link_bytes["disk_write"]
+        copied = min(written, activation_bytes(derived)) / copy_bytes_per_second
+        moving = sum(step.link_seconds.values())
+        taken = max(machine.transfers_take, _MOVING) * moving
+        return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied)
 
     count, best, without = _search(judge, len(order))
     blocks = frozenset(order[:count]) if best.cost < (1 - _WORTH_IT) * without.cost else frozenset()

@@ -74,6 +74,16 @@ def recomputed(trace: Trace, spans: Sequence[Span], copy_bytes_per_second: float
     return _Derivation(trace, spans, copy_bytes_per_second).result()
 
 
+def activation_bytes(trace: Trace) -> int:
+    """Return what a step puts into chunks of activations."""
+    return sum(
+        trace.chunk_bytes[chunk]
+        for chunks, modes in zip(trace.accesses, trace.modes, strict=True)
+        for chunk, mode in zip(chunks, modes, strict=True)
+        if mode == WRITTEN and trace.chunk_kinds[chunk] == _ACTIVATION
+    )
+
+
 def _lifetimes(trace: Trace) -> list[Lifetime]:
     """Return every stretch from a store to the period that frees the chunk again."""
     found: list[Lifetime] = []

@@ -140,7 +140,8 @@ class ActivationOffload:
         next will save otherwise."""
         recomputes = self.recompute is not None and self.recompute.end_step(on_trace=on_trace)
         # What stayed in a step that saved more says nothing of the next one.
-        keeps = self._keep is not None and self._keep.end_step(on_trace=on_trace and not recomputes)
+        waits = recomputes or (self.recompute is not None and not self.recompute.decided)
+        keeps = self._keep is not None and self._keep.end_step(on_trace=on_trace and not waits)
         return recomputes or keeps
 
     @property
@@ -214,12 +215,12 @@ class ActivationOffload:
         with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
             since = time.perf_counter()
             parcel.fill(tensor)
-            if self.recompute is not None:
-                self.recompute.note_copy(span_bytes(tensor), time.perf_counter() - since)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._untrimmed_bytes += place[0].spec.nbytes
         if self._untrimmed_bytes > self._slack_bytes:
             self._trim()
+        if self.recompute is not None:
+            self.recompute.note_copy(place[0].spec.nbytes, time.perf_counter() - since)
         return parcel, parcel.pad
 
     def _trim(self) -> None:

@@ -100,11 +100,11 @@ class Learned:
         return self._recorder.log
 
     def measured(self) -> Trace | None:
-        """Return the trace with the times of the last iteration, if that followed it and was timed, and with
-        the speed of every link."""
-        if not self._candidates:
+        """Return the trace once its times are final, with the speed of every link whether it is needed or
+        not."""
+        if self.trace is None or not self.timed:
             return None
-        return replace(self._candidates[-1], links=self._links.speeds())
+        return replace(self.trace, links=self.trace.links or self._links.speeds())
 
     def machine(self, trace: Trace) -> Machine:
         """Return what iterations of ``trace`` have to work with under the plan in force. Raises ConfigError
@@ -190,6 +190,7 @@ class Learned:
 
     def _with_links(self, trace: Trace) -> Trace:
         """Say how fast the links are, unless nothing is ever going to be transferred."""
-        needed = self._context.size.total_bytes + max(trace.reserve_bytes(), default=0)
+        chunks = max(self._context.size.total_bytes, sum(trace.chunk_bytes))  # those of activations, too
+        needed = chunks + max(trace.reserve_bytes(), default=0)
         fits = needed + (self._context.capacity.non_model_bytes or 0) <= self._context.capacity.device_bytes
         return trace if fits else replace(trace, links=self._links.speeds())

@@ -62,8 +62,8 @@ class Block:
 class Recompute:
     """The blocks of one model, and the choice among them.
 
-    The steps before the choice are watched: which moments each call takes, and whether a block could be run
-    again at all: once, it is.
+    The first steps are watched until their times are known: which moments each call takes, and whether a
+    block could be run again at all: once, it is.
     """
 
     def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Recompute:
             self._pack = before
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
-        """Count a copy of saved bytes into a chunk."""
+        """Count a copy into a chunk, of which the original's memory was given back."""
         self._copied = (self._copied[0] + nbytes, self._copied[1] + seconds)
 
     def watch(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,8 +126,8 @@ class Recompute:
         return out
 
     def end_step(self, *, on_trace: bool) -> bool:
-        """Choose, if the step that ends has followed a recorded order. Return whether any block is
-        recomputed from now on."""
+        """Choose, once the step that ends has followed a recorded order and its times are known. Return
+        whether any block is recomputed from now on."""
         calls, self._calls = self._calls, []
         copied, self._copied = self._copied, (0, 0.0)
         if self.decided or not on_trace or not calls:

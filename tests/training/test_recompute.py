@@ -57,7 +57,7 @@ def large_loss(model: nn.Module, index: int) -> Tensor:
     return loss
 
 
-def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 4) -> GeminiDDP:
+def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 8) -> GeminiDDP:
     """Return a model after some steps."""
     model = GeminiDDP(seeded(build), **keywords)
     optimizer = managed_optimizer(model)
@@ -67,7 +67,7 @@ def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int
 
 
 @pytest.mark.parametrize("pick", [every, second])
-@pytest.mark.parametrize("recipe", [Recipe(steps=8), Recipe(steps=7, accumulate=2, clip=("norm", 0.01))])
+@pytest.mark.parametrize("recipe", [Recipe(steps=10), Recipe(steps=9, accumulate=2, clip=("norm", 0.01))])
 @pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
 def test_recomputed_blocks_never_change_the_numbers(
     kind: str, recipe: Recipe, pick: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +86,7 @@ def test_a_gpt_trains_alike_with_recomputed_blocks(
         keywords["mixed_precision"] = precision
     model = GeminiDDP(seeded(TinyGPT), **keywords)
     model.close()
-    recipe = Recipe(steps=8, precision=precision)
+    recipe = Recipe(steps=10, precision=precision)
     keywords.pop("mixed_precision", None)
     both(TinyGPT, gpt_loss, recipe, keywords)
 
@@ -111,7 +111,7 @@ def test_the_choice_is_made_by_simulating_this_machine(
 ) -> None:
     slow = tuple(LinkSpeed(name, 1e6, 0.0) for name in ("disk_read", "disk_write"))
     monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: slow)
-    with trained(Net, options(tmp_path, "10MiB"), steps=2) as model:
+    with trained(Net, options(tmp_path, "10MiB"), steps=4) as model:
         report = model.plan().recompute
         assert report is not None
         assert report.choice is not None
@@ -213,7 +213,7 @@ def test_a_block_that_cannot_be_repeated_is_left_alone_and_named(
         assert [name for name, _ in report.refused] == ["blocks.2", "blocks.3"]
         assert all(reason in why for _, why in report.refused)
     if what != "hidden":  # its trial draws once more, which nobody sees
-        both(lambda: OddNet(what), odd_loss, Recipe(steps=6), options(tmp_path))
+        both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
 
 
 def test_a_copy_of_the_module_has_its_own_forward(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
 
 
-@pytest.mark.parametrize("case", ["exact", "plan-time", "predicted", "overlap"])
+@pytest.mark.parametrize("case", ["exact", "plan-time", "predicted", "overlap", "activations"])
 def test_a_quick_run_measures_every_row_of_a_case(capsys, tmp_path, case):
     arguments = ["bench", "placement", "--quick", "--json", "--only", case, "--disk-dir", str(tmp_path)]
     assert main(arguments) == 0
