@@ -105,3 +105,13 @@ def test_auto_stores_a_tensor_of_another_size_than_expected() -> None:
 def test_auto_needs_non_model_memory_to_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="non_model_bytes"):
         GeminiDDP(nn.Linear(4, 4), **offloaded(tmp_path, **{"activation_offload": "auto"}))
+
+
+def test_steps_are_planned_where_only_activations_do_not_fit(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Net), **auto(tmp_path, "12MiB")) as model:
+        optimizer = managed_optimizer(model)
+        for step in range(8):
+            managed_step(model, optimizer, large_loss, Recipe(), step)
+        planned = model.plan().step
+        assert planned is not None
+        assert "activation" in planned.chunk_kinds
