@@ -139,10 +139,11 @@ class Recompute:
         for call, versions in calls:
             if not all(version.is_current for version in versions):
                 self.blocks[call.block].refusal = "what it is given is written afterwards"
+        usable = {index for index in self._tried if self.blocks[index].refusal is None}
         speed = copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY
         self.choice = choose_blocks(
             measured,
-            [call for call, _ in calls if self.blocks[call.block].refusal is None],
+            [call for call, _ in calls if call.block in usable],
             order.machine(measured),
             overlap=order.overlaps,
             copy_bytes_per_second=speed,

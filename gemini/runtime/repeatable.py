@@ -32,6 +32,9 @@ class Watched:
         refusal = why_not_given(self.args, self.kwargs)
         if refusal is not None:
             return refusal
+        inside = [part for part in self._module.modules() if part is not self._module]
+        if any(part._forward_hooks or part._forward_pre_hooks for part in inside):
+            return "modules within it have forward hooks, which would run twice"
         if [tensor._version for tensor in self._tensors] != self._versions:
             return "it writes to its arguments or buffers"
         if _attributes(self._module) != self._attributes:

@@ -147,6 +147,8 @@ class Odd(Block):
         self.what = what
         self.count = 0
         self.register_buffer("seen", torch.zeros(1))
+        if what == "hook":
+            self.two.register_forward_hook(lambda *_: None)
         self.generators = [torch.Generator().manual_seed(1)]
 
     def forward(self, x: Tensor, given: object = None) -> Tensor:
@@ -199,6 +201,7 @@ def odd_loss(model: nn.Module, index: int) -> Tensor:
         ("generator", "changes its attributes"),
         ("python", "Python or numpy"),
         ("input", "written afterwards"),
+        ("hook", "forward hooks"),
         ("hidden", "run twice"),
     ],
 )
