@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import rng
+from gemini import rng
 from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
 from gemini.checkpoint.contents import Scheduler

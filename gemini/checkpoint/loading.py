@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import contents, rng
+from gemini import rng
+from gemini.checkpoint import contents
 from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint

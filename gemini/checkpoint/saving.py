@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import contents, plain_data, rng
+from gemini import rng
+from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
