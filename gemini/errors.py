@@ -15,6 +15,10 @@ class OutOfBudgetError(GeminiError, MemoryError):
     """Something does not fit a tier's byte budget; budgets and states are as before."""
 
 
+class DeviceFullError(OutOfBudgetError):
+    """The computing device has no memory left for a chunk that its budget allows: somebody else has it."""
+
+
 class IoError(GeminiError, OSError):
     """A failed file operation; ``errno``, ``filename`` and ``offset`` say which."""
 

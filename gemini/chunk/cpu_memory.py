@@ -140,5 +140,8 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""
 
+    def release_cache(self) -> None:
+        """Do nothing: torch keeps no memory of the CPU for later."""
+
 
 CPU = CpuDevice()

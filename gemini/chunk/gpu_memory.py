@@ -22,7 +22,7 @@ from gemini.device import (
     reserved_bytes,
     synchronize_stream,
 )
-from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.errors import ConfigError, DeviceFullError, OutOfBudgetError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
@@ -171,12 +171,21 @@ class GpuMemory:
             self._space.poison(window)  # for backward passes of graphs that outlive the model
 
     def _with_spare(self, take: Callable[[], None]) -> None:
-        """Take memory; where there is none, first have torch give back what it keeps for later."""
+        """Take memory; where there is none, first have torch give back what it keeps for later, and give
+        parked blocks back: of another size they are of no use here.
+
+        Raises:
+            DeviceFullError: there still is none.
+        """
         try:
             take()
         except OutOfBudgetError:
             self._spare()
-            take()
+            self._arena.trim(0)
+            try:
+                take()
+            except OutOfBudgetError as error:
+                raise DeviceFullError(str(error)) from error
 
 
 class CudaDevice:
@@ -206,7 +215,7 @@ class CudaDevice:
         return self._gpu.memory()[0]
 
     def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return GpuMemory(self._gpu, self._follow, self._spare, sizes, budgets, file, pin=self._pin)
+        return GpuMemory(self._gpu, self._follow, self.release_cache, sizes, budgets, file, pin=self._pin)
 
     def monitor(self) -> MemoryMonitor:
         return AllocatorMonitor(self.torch_device, self._held_bytes)
@@ -215,13 +224,13 @@ class CudaDevice:
         return 0  # torch's allocator knows nothing of windows
 
     def settle(self) -> None:
-        self._spare()
+        self.release_cache()
         self._held_bytes = reserved_bytes(self.torch_device)
 
     def synchronize(self) -> None:
         synchronize_stream(self.torch_device)
 
-    def _spare(self) -> None:
+    def release_cache(self) -> None:
         release_cache(self.torch_device)
 
 
@@ -262,6 +271,9 @@ class SimulatedDevice:
 
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""
+
+    def release_cache(self) -> None:
+        """Do nothing: what operators take is host memory."""
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
+from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile
 
@@ -54,6 +55,7 @@ class ChunkManager:
         self.park_limit_bytes = budgets.device_bytes
         self._under_pressure = False
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
+        self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
         self._closed = False
 
     def _open_file(self) -> AsyncFile | None:
@@ -161,6 +163,12 @@ class ChunkManager:
         if self.observer is not None:
             self.observer.prefetched(begin_s)
 
+    def make_room(self) -> None:
+        """Evict down to the limit, and park nothing. Raises as :meth:`acquire`."""
+        self.acquire((), traced=False)
+        self.drain()
+        self._memory.trim(0)
+
     def drain(self) -> None:
         """Wait for every transfer under way.
 
@@ -190,6 +198,7 @@ class ChunkManager:
             actions = self.table.release_all(dirty=True)
             if actions:
                 self._execute(actions)
+            self._forget_unfounded()
         except BaseException:
             self._suspect = True
             raise
@@ -259,6 +268,7 @@ class ChunkManager:
         except BaseException:
             self._reconcile()
             self.release(tensors, dirty=False)
+            self._forget_unfounded()
             raise
         finally:
             end = time.perf_counter()
@@ -346,31 +356,16 @@ class ChunkManager:
                 self._discard_unheld({chunk.id})
 
     def _reconcile(self) -> None:
-        """Make memory what the table says after an exception, Ctrl-C included, at any point of carrying out
-        its actions.
-
-        Transfers under way end first and count as aborted: their source is as before. May be interrupted and
-            repeated.
-        """
-        while self._memory.num_in_flight:
-            self._memory.wait_any(_WAIT_SECONDS)
-            self._memory.poll()
-        self._memory.poll()
+        """Make memory what the table says after an exception. May be interrupted and repeated."""
+        self._unfounded |= reconcile(self.table, self.chunks, self._memory, self._unmap)
         self._in_flight.clear()
-        for chunk in self.chunks:
-            flight = self.table.flight_id(chunk.id)
-            if flight:
-                self.table.abort(flight)
-        held = [self.table.held_tiers(chunk.id) for chunk in self.chunks]
-        for chunk, tiers in zip(self.chunks, held, strict=True):
-            for tier in (_C.Tier.DEVICE, _C.Tier.HOST):
-                if tier not in tiers:
-                    self._unmap(chunk, tier)
-        for chunk, tiers in zip(self.chunks, held, strict=True):
-            # Its first use was interrupted: it has no content yet.
-            if _C.Tier.DEVICE in tiers and not chunk.window.mapped:
-                self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
         self._suspect = False
+
+    def _forget_unfounded(self) -> None:
+        """Make chunks FREE that the device had no memory for when they were to get content."""
+        tensors = idle_tensors(self.table, self._unfounded)
+        self._unfounded.clear()
+        self._execute(self.table.free(tensors))
 
     def _discard_unheld(self, chunk_ids: set[int]) -> None:
         """Give back the disk space of those chunks that the table holds none for, where space is not

@@ -155,3 +155,6 @@ class ComputeDevice(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the operators so far are done: to time them."""
+
+    def release_cache(self) -> None:
+        """Have torch give back the DEVICE memory that it keeps for later."""

@@ -150,6 +150,7 @@ class _MetaChunks(ChunkManager):
         self._meter = meter
         self._in_flight = {}
         self._sparse = set()
+        self._unfounded = set()
         self._suspect = self._under_pressure = self._closed = False
 
     def acquire(self, tensors: TensorIds, *, traced: bool) -> None:

@@ -12,7 +12,7 @@ from statistics import median
 
 from gemini import _C
 from gemini.chunk import CPU, ComputeDevice
-from gemini.errors import ConfigError, IoError
+from gemini.errors import ConfigError, IoError, OutOfBudgetError
 from gemini.memstats import LinkSpeed
 from gemini.offload.async_file import AsyncFile, chosen_backend
 from gemini.placement.device_probe import time_links
@@ -35,16 +35,19 @@ def probe_links(*, disk_dir: str | None, host: bool, device: ComputeDevice = CPU
     Each link is tried by the transfer engine for 0.15 s with transfers of two sizes, or with one of each
     where that takes longer. That needs 16 MiB of memory and 8 MiB of disk; the file is private and has no
     name. The result is kept per drive for the life of the process. Links to a directory that cannot take the
-    file are left out.
+    file are left out, as are those for which there is no memory.
     """
     speeds: tuple[LinkSpeed, ...] = ()
     if host:
-        speeds += _remembered(device.name, lambda: _probe(device, None, ("h2d", "d2h")))
+        try:
+            speeds += _remembered(device.name, lambda: _probe(device, None, ("h2d", "d2h")))
+        except OutOfBudgetError as error:
+            logger.info("the links to HOST were not measured: %s", error)
     if disk_dir is not None:
         try:
             key = (device.name, Path(disk_dir).stat().st_dev, chosen_backend(None))
             speeds += _remembered(key, lambda: _probe(device, disk_dir, ("disk_write", "disk_read")))
-        except (OSError, ConfigError) as error:  # IoError is an OSError
+        except (OSError, ConfigError, OutOfBudgetError) as error:  # IoError is an OSError
             logger.info("the links to %s were not measured: %s", disk_dir, error)
     return speeds
 

@@ -128,6 +128,27 @@ def simulated(**options: Any) -> SimulatedDevice:
     return SimulatedDevice(2**26, block_bytes=2**16, **options)
 
 
+class Taken:
+    """Memory of a simulated GPU that somebody else has."""
+
+    def __init__(self, gpu: SimulatedDevice) -> None:
+        self._gpu = gpu
+        self._space = _C.GpuSpace(gpu._gpu, 2**26, 2**10)
+        self._arena = _C.GpuArena(gpu._gpu, 2**26)
+        self._windows: list[_C.GpuWindow] = []
+
+    def all_but(self, blocks: int) -> None:
+        """Take what is free but for so many blocks."""
+        for _ in range(self._gpu.free_bytes() // self._gpu.block_bytes - blocks):
+            self._windows.append(self._space.create(self._gpu.block_bytes))
+            self._arena.map(self._windows[-1])
+
+    def give_back(self) -> None:
+        """Give all of it back."""
+        while self._windows:
+            self._arena.unmap(self._windows.pop(), park=False)
+
+
 def make_gpu(kind: str) -> ComputeDevice:
     """Return the GPU of that kind."""
     if kind == "cuda":

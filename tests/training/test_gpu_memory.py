@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpu_harness import (
     SMALL_CHUNKS,
     GpuModel,
     LateDevice,
+    Taken,
     make_gpu,
     network,
     network_loss,
@@ -198,6 +199,35 @@ def test_a_full_gpu_is_refused_with_the_way_out(tmp_path: Path) -> None:
     gpu = simulated()
     with pytest.raises(OutOfBudgetError, match=r"lower device_bytes|no .* left"):
         GpuModel(nn.Linear(4096, 4096), device=gpu, device_bytes="4GiB", host_bytes=0, non_model_bytes=0)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("left", range(0, 40, 3))
+def test_a_gpu_that_others_fill_can_be_trained_on_once_they_have_gone(step: int, left: int) -> None:
+    plain = network()
+    want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), torch.device("cpu"))
+    gpu = simulated()
+    with GpuModel(network(), gpu, device_bytes="3MiB", non_model_bytes=0, **SMALL_CHUNKS) as model:
+        optimizer, others = optimizer_of(model), Taken(gpu)
+        got = train(model, optimizer, gpu.torch_device, range(step))
+        others.all_but(left)
+        for _ in range(2):
+            with suppress(OutOfBudgetError):
+                network_loss(model, 9, gpu.torch_device).backward()
+            model.zero_grad()
+            model.manager.chunks.table.check_invariants()
+        others.give_back()
+        assert got + train(model, optimizer, gpu.torch_device, range(step, 6)) == want
+
+
+def test_closing_a_model_on_a_gpu_that_others_fill_gives_its_memory_back() -> None:
+    gpu = simulated()
+    with GpuModel(network(), gpu, device_bytes="3MiB", non_model_bytes=0, **SMALL_CHUNKS) as model:
+        others = Taken(gpu)
+        others.all_but(2)
+        with pytest.raises(OutOfBudgetError, match=r"the simulated GPU has no [0-9]+ bytes left"):
+            network_loss(model, 0, gpu.torch_device).backward()
+    assert model.manager.chunks.arena_bytes() == 0
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
