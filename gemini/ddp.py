@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,12 +18,15 @@ from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.placement import PlacementPolicy, PlanReport
+from gemini.retry import retry_step
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
+
+T = TypeVar("T")
 
 
 class GeminiDDP(nn.Module):
@@ -186,7 +189,7 @@ class GeminiDDP(nn.Module):
         training = torch.is_grad_enabled()
         activations = self.manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
-        with self.manager.forward_pass(training), saving:
+        with self.manager.shortage.watched(), self.manager.forward_pass(training), saving:
             outputs = self.module(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
@@ -194,7 +197,14 @@ class GeminiDDP(nn.Module):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
-        loss.backward()
+        with self.manager.shortage.watched():
+            loss.backward()
+
+    def retry_step(self, step: Callable[[], T]) -> T:
+        """Call ``step``, a whole training step or an evaluation, and return what it does. Where the device
+        runs out of memory in it, call it once more, from the same state and with less model data on DEVICE:
+        see :func:`gemini.retry.retry_step`."""
+        return retry_step(self, step)
 
     def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
         """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
@@ -303,6 +313,7 @@ class GeminiDDP(nn.Module):
             "wasted_bytes": self.storage.wasted_bytes,
             "model_data_bytes": size.total_bytes,
             "pending_updates": len(self.manager.pending.all()),
+            "withheld_bytes": self.manager.shortage.withheld_bytes,
         }
 
     def plan(self) -> PlanReport:

@@ -3,6 +3,7 @@ knows."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, DeviceFullError
 
 # Left to the interpreter, the page cache and other processes when no budget is given.
 FREE_MARGIN = 0.10
+
+# Torch has no type of its own for it.
+_CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
+_ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -72,6 +78,20 @@ def default_budget_bytes(free_bytes: int | None = None) -> int:
     margin."""
     free = free_memory_bytes() if free_bytes is None else free_bytes
     return int(free * (1.0 - FREE_MARGIN))
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Say whether ``error`` is that the computing device had no memory left, for an operator or for a chunk.
+    That something does not fit a budget is another thing."""
+    if isinstance(error, RuntimeError) and _CPU_IS_FULL in str(error):
+        return True
+    return isinstance(error, (torch.OutOfMemoryError, DeviceFullError))
+
+
+def asked_bytes(error: BaseException) -> int:
+    """Return how much was asked for when memory ran out, as the message says; 0 where it does not."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def cuda_available() -> bool:

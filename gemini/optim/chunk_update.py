@@ -105,7 +105,7 @@ class ChunkUpdate:
 
     def run_now(self) -> None:
         """Do as :meth:`run`, inside the step: each piece is a moment of it."""
-        self._run(self._manager.operator)
+        self._manager.shortage.twice(lambda: self._run(self._manager.operator))
 
     def run(self) -> None:
         """Update what is left, then give the gradients up.
@@ -115,7 +115,7 @@ class ChunkUpdate:
                 again goes on with the others.
         """
         with OutsideTransforms():  # of torch.func, in which what needs it may be
-            self._run(self._manager.late_operator)
+            self._manager.shortage.twice(lambda: self._run(self._manager.late_operator))
 
     def _run(self, operator: _Operator) -> None:
         if self._rewritten is None:

@@ -330,13 +330,15 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clipped = self._overflowed = False
 
     def _all_finite(self) -> bool:
-        return all_finite(self.model.storage, self.model.manager)
+        model = self.model
+        return model.manager.shortage.twice(lambda: all_finite(model.storage, model.manager))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         order = [
             param._slot for param in self.model.module.parameters() if isinstance(param, ManagedParameter)
         ]
-        return total_norm(self.model.storage, self.model.manager, order, norm_type, self._unscaled())
+        storage, manager, scale = self.model.storage, self.model.manager, self._unscaled()
+        return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self) -> None:
         """Update everything that has a gradient, now or when it is needed."""

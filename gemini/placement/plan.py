@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemini.errors import OutOfBudgetError
 
@@ -47,6 +47,15 @@ class PlacementPlan:
     reserve_bytes: tuple[int, ...] = ()
     sample_non_model: bool = False
     retention: bool = False
+
+    def withholding(self, nbytes: int, device_bytes: int) -> PlacementPlan:
+        """Return the plan that leaves ``nbytes`` more of ``device_bytes`` free, at every moment."""
+        if nbytes == 0:
+            return self
+        if not self.reserve_bytes:
+            return replace(self, device_limit_bytes=max(0, self.device_limit_bytes - nbytes))
+        least = device_bytes - self.device_limit_bytes
+        return replace(self, reserve_bytes=tuple(max(one, least) + nbytes for one in self.reserve_bytes))
 
 
 def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:

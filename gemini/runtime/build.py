@@ -107,6 +107,7 @@ def build_runtime(
             strict=config.strict_ddp_mode,
         )
     adopt_module(module, storage, manager)
+    manager.shortage.modules.add(module)
     device.settle()
     if manager.sharding is not None:
         for buffer in module.buffers():

@@ -12,7 +12,7 @@ from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import StateError
 from gemini.memstats import Trace
-from gemini.placement import PlacementPlan, PlanReport
+from gemini.placement import PlanReport
 from gemini.runtime import living, unusable
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
@@ -22,6 +22,7 @@ from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import GradientWatcher, StepObserver
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
+from gemini.runtime.shortage import Shortage
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.strays import STRAYS
@@ -51,7 +52,7 @@ class GeminiManager:
         self.step = 0
         self.phase = FORWARD
         self.order = StepOrder(chunks, context, memstats)
-        self._evaluations = EvalOrder(chunks, context, memstats)
+        self.evaluations = EvalOrder(chunks, context, memstats)
         self.in_step = False  # a step that trains has begun and not ended
         self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
         self.pending = PendingUpdates()
@@ -65,6 +66,7 @@ class GeminiManager:
         self.sharding: Sharding | None = None  # over several ranks
         self._first_address, self._end_address = chunks.address_range()
         self.loose = LooseBytes(chunks.table)
+        self.shortage = Shortage(self)
         self.num_gradients = 0  # that arrived since the model was wrapped
         self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
@@ -105,10 +107,10 @@ class GeminiManager:
         try:
             too_long = following.pre_op(tensors, self.phase)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         if too_long:
-            self._abandon()
+            self.abandon()
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
         """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
@@ -135,7 +137,7 @@ class GeminiManager:
             try:
                 self.order.pre_op(tensors, OPTIMIZER)
             except BaseException:
-                self._abandon()
+                self.abandon()
                 raise
         else:
             self.chunks.acquire(tensors, traced=False)
@@ -164,7 +166,7 @@ class GeminiManager:
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self.order.name_parameters(names)
-        self._evaluations.name_parameters(names)
+        self.evaluations.name_parameters(names)
 
     # -- updates that wait -------------------------------------------------------------------------
 
@@ -213,11 +215,6 @@ class GeminiManager:
         """Whether no iteration has been recorded yet."""
         return self.order.trace is None
 
-    @property
-    def plan(self) -> PlacementPlan:
-        """The plan in force."""
-        return self.order.plan
-
     def report(self) -> PlanReport:
         """Return the plans in force, and what steps take at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
@@ -232,7 +229,7 @@ class GeminiManager:
     @property
     def eval_trace(self) -> Trace | None:
         """The recorded evaluation pass, or None before the first one outside a step has ended."""
-        return self._evaluations.trace
+        return self.evaluations.trace
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
@@ -249,7 +246,7 @@ class GeminiManager:
         outer = (self._following, self.phase)
         if training and not self.in_step and not self.resident:
             if self._following is not None:  # a step that begins inside an evaluation ends its order
-                self._abandon()
+                self.abandon()
             if self.observer is not None:
                 self.observer.step_begins(self.step + 1)
             self.order.begin(self.pending.all())
@@ -269,11 +266,11 @@ class GeminiManager:
         """Follow the order of evaluations for the block, and that of steps again afterwards."""
         self.run_pending()
         if self._following is not None:  # a pass inside another ends that one's order
-            self._abandon()
+            self.abandon()
         if self.resident:
             yield
             return
-        evaluations = self._evaluations
+        evaluations = self.evaluations
         try:
             self._following, self.phase = evaluations, FORWARD
             evaluations.begin(self.order.room_bytes)
@@ -286,7 +283,7 @@ class GeminiManager:
                 evaluations.end()
         finally:
             if self._following is evaluations:
-                self._abandon()
+                self.abandon()
 
     def recover(self) -> None:
         """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
@@ -304,6 +301,16 @@ class GeminiManager:
                 self.sharding.repin()
             if self.activations is not None:
                 self.activations.repin()
+
+    def abandon(self) -> None:
+        """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
+        following, self._following = self._following, None
+        if following is self.evaluations:
+            self.evaluations.abandon()
+            self.order.resume(self.pending.all())
+        else:
+            self.in_step = False
+            self.order.abandon()
 
     def end_step(self) -> None:
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
@@ -360,7 +367,7 @@ class GeminiManager:
             self.resident = self.in_step = False
             self._following = None
             self.order.close()
-            self._evaluations.close()
+            self.evaluations.close()
             self.pre_op = unusable.closed  # type: ignore[method-assign]
             self.chunks.close()
 
@@ -379,16 +386,6 @@ class GeminiManager:
         may_be_resident = (activations is None or activations.keeps_all) and self.observer is None
         resident = may_be_resident and not self.pending and self._fits_for_good()
         self.resident = self.snapshot.residence(resident)
-
-    def _abandon(self) -> None:
-        """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
-        following, self._following = self._following, None
-        if following is self._evaluations:
-            self._evaluations.abandon()
-            self.order.resume(self.pending.all())
-        else:
-            self.in_step = False
-            self.order.abandon()
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""

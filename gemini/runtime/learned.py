@@ -40,13 +40,14 @@ class Learned:
     ) -> None:
         """Start in warmup, or with the plan made from ``memstats`` when that is of this ``kind`` and
         layout."""
-        self.plan: PlacementPlan = context.policy.warmup_plan(context.size, context.capacity)
+        self.withheld_bytes = 0  # of DEVICE, since memory ran out
+        self._context = context
+        self.plan: PlacementPlan = self._warmup_plan()
         self.trace: Trace | None = None
         self.timed = False  # whether the times of the trace are final
         self._candidates: list[Trace] = []  # iterations that followed the trace, timed
         self._kind = kind
         self._chunks = chunks
-        self._context = context
         taken = 0.0 if chunks.device.has_own_memory else CPU_TRANSFERS_TAKE
         self.planner = StepPlanner(context.capacity, transfers_take=taken)
         self._recorder = Recorder(chunks)
@@ -160,7 +161,7 @@ class Learned:
 
     def forget(self) -> None:
         """Go back to before the warmup."""
-        self.plan = self._context.policy.warmup_plan(self._context.size, self._context.capacity)
+        self.plan = self._warmup_plan()
         self.planner.forget()
         self.trace, self.timed, self._rival = None, False, None
         self._candidates.clear()
@@ -169,12 +170,26 @@ class Learned:
         """Return what the table follows; planned if the order is ``steady``, to be repeated."""
         return self.planner.schedule(trace, places, self.plan, final=steady and self.timed)
 
+    def withhold(self, nbytes: int) -> None:
+        """Plan anew, with ``nbytes`` of DEVICE left free beyond what the policy says."""
+        self.withheld_bytes = nbytes
+        if self.trace is None:
+            self.plan = self._warmup_plan()
+        else:
+            self._adopt(self.trace, timed=self.timed)
+
     # -- inside ----------------------------------------------------------------------------------
+
+    def _warmup_plan(self) -> PlacementPlan:
+        context = self._context
+        plan = context.policy.warmup_plan(context.size, context.capacity)
+        return plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         """Plan the iterations to come from ``trace``; ``timed``: its times are final."""
         context = self._context
-        self.plan = context.policy.plan(context.size, context.capacity, trace)
+        plan = context.policy.plan(context.size, context.capacity, trace)
+        self.plan = plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
         self.planner.forget()
         self.trace = trace
         self.timed = timed

@@ -21,6 +21,11 @@ def remember(manager: GeminiManager) -> None:
     _living.add(manager)
 
 
+def others(manager: GeminiManager) -> list[GeminiManager]:
+    """Return the managers of all other models."""
+    return [other for other in _living if other is not manager]
+
+
 def report_stray() -> NoReturn:
     """Report a stray access that was not reported yet. Raises EvictedAccessError."""
     STRAYS.report(manager.chunks for manager in _living)

@@ -60,7 +60,8 @@ class StepPlanner:
         reserve = placement.reserve_bytes
         order = [(place.moment, place.period) for place in places if place.moment is not None]
         whole = sorted(moment for moment, _ in order) == list(range(trace.num_moments))
-        if not (placement.retention and final and trace.links and whole and len(order) == len(places)):
+        wanted = placement.retention and placement.device_limit_bytes > 0
+        if not (wanted and final and trace.links and whole and len(order) == len(places)):
             periods = [reserve[place.period] for place in places] if reserve else []
             accesses = [place.chunks for place in places]
             return Planned(_C.Schedule(accesses, periods, len(trace.chunk_bytes)), None)

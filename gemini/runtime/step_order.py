@@ -166,7 +166,7 @@ class StepOrder(Learned):
             chunk: update for chunk, update in early_updates(trace).items() if chunk not in self._inside
         }
         context = self._context
-        peak = max(self.plan.reserve_bytes, default=0)
+        peak = max(self.plan.reserve_bytes, default=0) - self.withheld_bytes
         if peak + context.size.working_set_bytes > context.capacity.device_bytes:
             logger.warning(
                 "the recorded step needed %d bytes for non-model data; with the %d bytes that the largest "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from gemini.chunk import TensorIds
 
 
@@ -10,10 +13,16 @@ class WrittenTensors:
 
     def __init__(self) -> None:
         self._tensors: set[int] = set()
+        self._times: Counter[int] = Counter()
 
     def note(self, tensors: TensorIds) -> None:
         """Remember that user code wrote to ``tensors``."""
+        self._times.update(tensors)
         self._tensors.update(tensors)
+
+    def times(self, tensors: Iterable[int] | None = None) -> int:
+        """Return how often ``tensors``, or any, have been written to."""
+        return self._times.total() if tensors is None else sum(self._times[tensor] for tensor in tensors)
 
     def take(self, tensor: int) -> bool:
         """Say whether user code wrote to ``tensor`` since the last call for it."""

@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, index: int = 100) -> float:
 def followed(model: GeminiDDP, run: Any) -> bool:
     """Say whether what ``run()`` does is on the schedule of the table to its end."""
     table, seen = model.manager.chunks.table, []
-    end_step = model.manager.order.end, model.manager._evaluations.end
+    end_step = model.manager.order.end, model.manager.evaluations.end
 
     def watching(end: Any) -> Any:
         def watched(*args: Any) -> None:
@@ -46,9 +46,9 @@ def followed(model: GeminiDDP, run: Any) -> bool:
 
         return watched
 
-    model.manager.order.end, model.manager._evaluations.end = map(watching, end_step)
+    model.manager.order.end, model.manager.evaluations.end = map(watching, end_step)
     run()
-    model.manager.order.end, model.manager._evaluations.end = end_step
+    model.manager.order.end, model.manager.evaluations.end = end_step
     assert len(seen) == 1
     return not seen[0]
 
