@@ -6,7 +6,7 @@ anyone would write it, bf16 as the short loop with bf16 weights and fp32 masters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,9 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device:
         """Return where the inputs must be."""
+
+    def run_step(self, step: Callable[[], float]) -> float:
+        """Call ``step``, a whole training step; once more if memory ran out and it was taken back."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits for int64 ``tokens`` ``[batch, seq]``."""
@@ -93,6 +96,10 @@ class ManagedEngine:
         self.optimizer = gemini.GeminiOptimizer(adam, self._model, max_norm=config.clip)
         self.device = next(iter(self._model.parameters())).device
 
+    def run_step(self, step: Callable[[], float]) -> float:
+        """Call ``step``, if need be twice."""
+        return self._model.retry_step(step)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Run the managed forward pass."""
         logits: Tensor = self._model(tokens)
@@ -150,6 +157,10 @@ class PlainEngine:
             self._updated(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
         self.device = torch.device("cpu")
+
+    def run_step(self, step: Callable[[], float]) -> float:
+        """Call ``step``."""
+        return step()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Run the plain forward pass."""

@@ -173,6 +173,10 @@ class Training:
 
 def train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: int) -> float:
     """Run optimizer step ``step`` (from 0) over its micro-batches and return the mean loss in nats."""
+    return engine.run_step(lambda: _train_step(engine, corpus, config, step))
+
+
+def _train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: int) -> float:
     total = 0.0
     for micro in range(config.accumulate):
         index = step * config.accumulate + micro

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gemini.errors import OutOfBudgetError
-from gemini.train import job
+from gemini.train import job, training
 from gemini.train.config import TrainConfig
 from gemini.train.display import SilentDisplay
+from gemini.train.model import language_loss
 from gemini.train.report import StepReport
 
 TINY = TrainConfig(layers=2, hidden=32, heads=2, seq=32, batch=2, steps=6)
@@ -49,6 +52,23 @@ def test_any_budget_gives_the_numbers_of_the_unmanaged_run(
     assert verdict is not None
     assert verdict.identical, verdict.differences
     assert (verdict.losses_compared, result.exit_code) == (6, 0)
+
+
+def test_a_step_that_runs_out_of_memory_is_repeated_whole(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, accumulate=2)
+    want = job.run(config).losses
+    calls = itertools.count()
+
+    def lacking(*arguments: Any) -> Any:
+        if next(calls) in (1, 7):
+            raise torch.OutOfMemoryError("no memory")
+        return language_loss(*arguments)
+
+    monkeypatch.setattr(training, "language_loss", lacking)
+    assert job.run(config).losses == want
+    assert next(calls) == 2 * config.steps + 2 + 2
 
 
 class CtrlC(SilentDisplay):
