@@ -131,7 +131,7 @@ class GeminiDDP(nn.Module):
             verbose=verbose,
         )
         self.peers = make_peers(process_group)
-        self._refuse_unbuilt()
+        self.config.refuse_unbuilt(self.device, several_ranks=self.peers is not None)
         if self.peers is not None:
             self.config = agreed(self.config, self.peers)
         self.storage, self.manager, self._search = self._build_runtime(module)
@@ -151,26 +151,6 @@ class GeminiDDP(nn.Module):
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""
         return open_device(device, pin_memory=pin_memory)
-
-    def _refuse_unbuilt(self) -> None:
-        """Refuse what this release does on the CPU alone."""
-        if self.peers is not None and self.config.activation_recompute:
-            raise ConfigError(
-                "activation_recompute is for one process in this release, each rank would choose for itself; "
-                "use torch.utils.checkpoint over ranks"
-            )
-        if not self.device.has_own_memory:
-            return
-        if self.peers is not None:
-            raise ConfigError(
-                f"several processes cannot share a model on {self.device.name} in this release; "
-                "pass device='cpu', or process_group= of this process alone"
-            )
-        if self.config.activation_offload:
-            raise ConfigError(
-                f"activation_offload is for the CPU in this release, not for {self.device.name}; "
-                "use torch.utils.checkpoint there"
-            )
 
     # -- training --------------------------------------------------------------------------------
 

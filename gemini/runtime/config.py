@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gemini.chunk import ComputeDevice
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
@@ -123,6 +124,26 @@ class GeminiConfig:
         if config.device_bytes is not None and config.device_bytes <= 0:
             raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")
         return config
+
+    def refuse_unbuilt(self, device: ComputeDevice, *, several_ranks: bool) -> None:
+        """Raise ConfigError for what this release does in one process, or on the CPU, alone."""
+        if several_ranks and self.activation_recompute:
+            raise ConfigError(
+                "activation_recompute is for one process in this release, each rank would choose for itself; "
+                "use torch.utils.checkpoint over ranks"
+            )
+        if not device.has_own_memory:
+            return
+        if several_ranks:
+            raise ConfigError(
+                f"several processes cannot share a model on {device.name} in this release; "
+                "pass device='cpu', or process_group= of this process alone"
+            )
+        if self.activation_offload:
+            raise ConfigError(
+                f"activation_offload is for the CPU in this release, not for {device.name}; "
+                "use torch.utils.checkpoint there"
+            )
 
 
 def _check_kinds(config: GeminiConfig) -> None:
