@@ -40,16 +40,20 @@ class RecomputeChoice:
     computing_seconds: float
 
 
+NOTHING = RecomputeChoice(frozenset(), 0.0, 0.0, 0, 0.0)
+
+
 @dataclass(frozen=True)
 class RecomputeReport:
     """What became of a model's blocks. ``names``: those that are recomputed; ``refused``: name and reason of
     those that cannot be; ``num_blocks``: how many there are; ``choice``: None while steps are still
-    watched."""
+    watched; ``why_none``: why no block is chosen, where none is."""
 
     names: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     num_blocks: int
     choice: RecomputeChoice | None
+    why_none: str = ""
 
     def lines(self) -> Iterator[str]:
         """Say it in words that a person reads."""
@@ -67,7 +71,8 @@ class RecomputeReport:
                 f"{chosen.seconds:.3g} s with it, {chosen.seconds_without:.3g} s without."
             )
         else:
-            yield f"None of {self.num_blocks} blocks is recomputed: no step would be shorter for it."
+            reason = "none can be" if len(self.refused) == self.num_blocks else self.why_none
+            yield f"None of {self.num_blocks} blocks is recomputed: {reason}."
         for name, reason in self.refused:
             yield f"  {name} cannot be recomputed: {reason}."
 
@@ -111,7 +116,8 @@ def choose_blocks(
         return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied)
 
     count, best, without = _search(judge, len(order))
-    blocks = frozenset(order[:count]) if best.cost < (1 - _WORTH_IT) * without.cost else frozenset()
+    worth_it = best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
+    blocks = frozenset(order[:count]) if worth_it else frozenset()
     taken = _of_blocks(spans, blocks)
     return RecomputeChoice(
         blocks=blocks,

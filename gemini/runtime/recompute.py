@@ -5,19 +5,22 @@ See docs/notes/activations.md.
 
 from __future__ import annotations
 
+import inspect
+import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from gemini.placement.recompute import RecomputeChoice, RecomputeReport, choose_blocks
+from gemini.placement.recompute import NOTHING, RecomputeChoice, RecomputeReport, choose_blocks
 from gemini.placement.recomputed_trace import BlockCall
+from gemini.runtime.digest import CannotRepeat
 from gemini.runtime.phases import OPTIMIZER
-from gemini.runtime.repeatable import Watched, outputs_again, why_not_given
+from gemini.runtime.repeatable import Given, Look, Repeat, training_modes
 from gemini.runtime.saved import Version
 
 if TYPE_CHECKING:
@@ -27,31 +30,51 @@ if TYPE_CHECKING:
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _FASTEST_COPY = 1e10  # bytes per second; where nothing was copied
+_LONGEST_WATCH = 20  # steps; then nothing is recomputed
 
 
 class Block:
     """Stands in for the ``forward`` of a module: decides at each call how it runs."""
 
-    def __init__(self, owner: Recompute, index: int, name: str, module: nn.Module) -> None:
+    def __init__(self, owner: Recompute, name: str, module: nn.Module) -> None:
         self.name = name
-        self.module = module
-        self.forward: Callable[..., Any] = module.forward
         self.chosen = False
         self.refusal: str | None = None  # why it must not be recomputed
-        self.index = index
+        self.judged: set[tuple[bool, ...]] = set()  # training or not, of calls that could be repeated
+        self.__signature__ = inspect.signature(module.forward)
         self._owner = owner
-        update_wrapper(self, self.forward)
+        self._module = weakref.ref(module)  # which holds this
         module.forward = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
+        module = self.module
+        return type(module).forward(module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, or see to it that backward runs it again."""
         owner = self._owner
         if not owner.saves_here():
             return self.forward(*args, **kwargs)
         if not owner.decided:
             return owner.watch(self, args, kwargs)
-        if self.chosen and why_not_given(args, kwargs) is None:
-            return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
+        if self.chosen and tuple(training_modes(self.module)) in self.judged:
+            try:
+                given = Given(args, kwargs)
+            except CannotRepeat:
+                return self.forward(*args, **kwargs)
+            tensors = given.release()
+            # To the end: a forward that stops early leaves its module half-way.
+            with set_checkpoint_early_stop(False):
+                repeat = Repeat(self.name, self.module, self.forward, given)
+                return checkpoint(repeat, *tensors, use_reentrant=False)
         return self.forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -59,23 +82,31 @@ class Block:
         return getattr, (self.module, "forward")
 
 
+class _Watched(NamedTuple):
+    """A call of a block, and what shows whether anything that it depends on changes after it."""
+
+    call: BlockCall
+    versions: list[Version]
+    look: Look | None  # None: it is refused already
+
+
 class Recompute:
     """The blocks of one model, and the choice among them.
 
-    The first steps are watched until their times are known: which moments each call takes, and whether a
-    block could be run again at all: once, it is.
+    The first steps are watched until their times are known: which moments each call takes, and whether it
+    could be run again at all.
     """
 
     def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
         self._manager = manager
         self._pack: Callable[..., Any] | None = None  # the hook of the forward pass under way
-        self.choice: RecomputeChoice | None = None
-        self._calls: list[tuple[BlockCall, list[Version]]] = []
+        self._calls: list[_Watched] = []
         self._copied: tuple[int, float] = (0, 0.0)  # bytes into chunks, and seconds
-        self._tried: set[int] = set()
-        self.blocks = [
-            Block(self, index, name, block) for index, (name, block) in enumerate(find_blocks(module))
-        ]
+        self._num_steps = 0  # watched
+        self._watching = False  # within a block
+        self._why_none = "no step would be shorter for it"
+        self.blocks = [Block(self, name, block) for name, block in find_blocks(module)]
+        self.choice: RecomputeChoice | None = None if self.blocks else NOTHING
 
     @property
     def decided(self) -> bool:
@@ -85,7 +116,7 @@ class Recompute:
     def saves_here(self) -> bool:
         """Whether autograd saves for backward now, and with the model's own hooks: not where a block is
         recomputed already, by this or by the user's torch.utils.checkpoint."""
-        if self._pack is None or not torch.is_grad_enabled():
+        if self._pack is None or self._watching or not torch.is_grad_enabled():
             return False
         hooks = _innermost_hooks(True)
         return hooks is not None and hooks[0] == self._pack
@@ -109,20 +140,28 @@ class Recompute:
 
     def watch(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, note which moments that takes, and find out whether it could be run again."""
-        untried = block.index not in self._tried and self._manager.in_step
-        watched = Watched(block.module, args, kwargs) if untried else None
-        begin = self._moment()
-        out = block.forward(*args, **kwargs)
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        input_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        call = BlockCall(block.index, begin, self._moment(), input_bytes)
-        self._calls.append((call, [Version(tensor) for tensor in tensors]))
-        if watched is not None:
-            self._tried.add(block.index)
-            block.refusal = watched.why_not(out)
-            if block.refusal is None:
-                with self._manager.forward_pass(training=False):  # of no order
-                    block.refusal = outputs_again(block.forward, watched, out)
+        look, versions, nbytes = None, [], 0
+        if block.refusal is None:
+            try:
+                tensors = Given(args, kwargs).tensors
+                look = Look(block.module)
+                versions = [Version(tensor) for tensor in tensors]
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+            except CannotRepeat as refusal:
+                block.refusal = str(refusal)
+        begin, self._watching = self._moment(), True
+        try:
+            out = block.forward(*args, **kwargs)
+        finally:
+            self._watching = False
+        if look is not None:
+            try:
+                look.require_unchanged(versions, out)
+                block.judged.add(tuple(training_modes(block.module)))
+            except CannotRepeat as refusal:
+                block.refusal = str(refusal)
+        call = BlockCall(self.blocks.index(block), begin, self._moment(), nbytes)
+        self._calls.append(_Watched(call, versions, look))
         return out
 
     def end_step(self, *, on_trace: bool) -> bool:
@@ -130,26 +169,28 @@ class Recompute:
         whether any block is recomputed from now on."""
         calls, self._calls = self._calls, []
         copied, self._copied = self._copied, (0, 0.0)
-        if self.decided or not on_trace or not calls:
+        if self.decided:
             return False
+        self._refuse_changed(calls)
+        self._num_steps += 1
         order = self._manager.order
-        measured = order.measured()
+        measured = order.measured() if on_trace else None
         if measured is None:
+            if self._num_steps >= _LONGEST_WATCH:
+                self._why_none, self.choice = "steps are not alike", NOTHING
             return False
-        for call, versions in calls:
-            if not all(version.is_current for version in versions):
-                self.blocks[call.block].refusal = "what it is given is written afterwards"
-        usable = {index for index in self._tried if self.blocks[index].refusal is None}
-        speed = copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY
+        if not calls:
+            self._why_none, self.choice = "none saves anything that comes here", NOTHING
+            return False
         self.choice = choose_blocks(
             measured,
-            [call for call, _ in calls if call.block in usable],
+            [one.call for one in calls if self.blocks[one.call.block].refusal is None],
             order.machine(measured),
             overlap=order.overlaps,
-            copy_bytes_per_second=speed,
+            copy_bytes_per_second=copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY,
         )
-        for block in self.blocks:
-            block.chosen = block.index in self.choice.blocks
+        for index, block in enumerate(self.blocks):
+            block.chosen = index in self.choice.blocks
         return bool(self.choice.blocks)
 
     def report(self) -> RecomputeReport:
@@ -159,7 +200,19 @@ class Recompute:
             refused=tuple((block.name, block.refusal) for block in self.blocks if block.refusal is not None),
             num_blocks=len(self.blocks),
             choice=self.choice,
+            why_none=self._why_none,
         )
+
+    def _refuse_changed(self, calls: Sequence[_Watched]) -> None:
+        """Refuse blocks that would not find in backward what they found in forward."""
+        for call, versions, look in calls:
+            block = self.blocks[call.block]
+            if block.refusal is not None or look is None:
+                continue
+            if not all(version.is_current for version in versions):
+                block.refusal = "what it is given is written afterwards"
+            elif not look.holds:
+                block.refusal = "its attributes or buffers are changed afterwards"
 
     def _moment(self) -> int:
         """Return how many moments of forward and backward the step has had: the next one's place in the
@@ -181,8 +234,15 @@ def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
         members = [
             (f"{name}.{key}" if name else key, member)
             for key, member in container.named_children()
-            if kinds.count(type(member)) > 1 and next(member.children(), None) is not None
+            if kinds.count(type(member)) > 1 and _has_parts(member)
         ]
         found += members
         inside += tuple(f"{member_name}." for member_name, _ in members)
     return list({id(block): (name, block) for name, block in reversed(found)}.values())[::-1]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Say whether a module has children, and a forward that is its class's function."""
+    own = "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
+    is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
+    return is_function and not own and next(module.children(), None) is not None

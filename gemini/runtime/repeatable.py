@@ -1,133 +1,194 @@
-"""Whether a block of a model can be run again: what it is given, what it changes, what it returns."""
+"""Whether the call of a block can be run again in backward, and running it again.
+
+Nothing here runs a block but for backward: what a call was given, changes and draws is looked at before and
+after it. Where a second run differs from the first all the same, it is refused before its gradients are used.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+
+from gemini import _C
+from gemini.errors import StateError
+from gemini.runtime.digest import CannotRepeat, digest_of
+from gemini.runtime.saved import Version
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
-class Watched:
-    """What a block had before a call: its arguments, its buffers and attributes, the state of the random
-    numbers."""
+class _Place(NamedTuple):
+    """Where a tensor stood among the arguments of a call."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.random_state = torch.get_rng_state()
+    number: int
+
+
+class Given:
+    """The arguments of a call: tensors, and what they stand in, which holds none of them.
+
+    Raises:
+        CannotRepeat: something is neither a plain tensor nor a plain value, nor a tuple of such. A call may
+            write to it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._args = tuple(self._place(value) for value in args)
+        self._kwargs = {name: self._place(value) for name, value in kwargs.items()}
+
+    def release(self) -> list[torch.Tensor]:
+        """Return the tensors and hold them no longer."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in their places."""
+        args = tuple(_filled(value, tensors) for value in self._args)
+        return args, {name: _filled(value, tensors) for name, value in self._kwargs.items()}
+
+    def _place(self, value: object) -> object:
+        if isinstance(value, torch.Tensor) and is_ordinary(value):
+            self.tensors.append(value)
+            return _Place(len(self.tensors) - 1)
+        if type(value) is tuple:
+            return tuple(self._place(one) for one in value)
+        if isinstance(value, _PLAIN):
+            return value
+        raise CannotRepeat(f"it is given an object of type {type(value).__name__}")
+
+
+def _filled(value: object, tensors: Sequence[torch.Tensor]) -> object:
+    if isinstance(value, _Place):
+        return tensors[value.number]
+    return tuple(_filled(one, tensors) for one in value) if type(value) is tuple else value
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is strided memory of its own that counts its versions; managed ones are not."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
+    )
+
+
+class Look:
+    """What a block has around a call of it: its buffers and attributes, other generators than torch's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Look before the call. Raises CannotRepeat where something cannot be looked at."""
         self._module = module
-        self._tensors = [*_tensors((args, kwargs)), *module.buffers()]
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._attributes = _attributes(module)
-        self._random_states = _other_random_states()
+        if any(part._forward_hooks or part._forward_pre_hooks for part in _within(module)):
+            raise CannotRepeat("modules within it have forward hooks, which would run twice")
+        self._digest = digest_of(module)
+        self._random = _other_random_states()
 
-    def why_not(self, out: object) -> str | None:
-        """Return why the call, which returned ``out``, must not be repeated; None where nothing shows."""
-        refusal = why_not_given(self.args, self.kwargs)
-        if refusal is not None:
-            return refusal
-        inside = [part for part in self._module.modules() if part is not self._module]
-        if any(part._forward_hooks or part._forward_pre_hooks for part in inside):
-            return "modules within it have forward hooks, which would run twice"
-        if [tensor._version for tensor in self._tensors] != self._versions:
-            return "it writes to its arguments or buffers"
-        if _attributes(self._module) != self._attributes:
-            return "it changes its attributes"
-        if _other_random_states() != self._random_states:
-            return "it draws random numbers of Python or numpy"
-        strange = _strange(out)
-        return f"it returns an object of type {strange}" if strange is not None else None
+    def require_unchanged(self, versions: Sequence[Version], out: object) -> None:
+        """Raise CannotRepeat where the call, which returned ``out``, wrote to its arguments, of which
+        ``versions`` are those before, to its module or to generators that are not set back."""
+        if not all(version.is_current for version in versions):
+            raise CannotRepeat("it writes to its arguments")
+        if _other_random_states() != self._random:
+            raise CannotRepeat("it draws random numbers of Python or numpy")
+        if not self.holds:
+            raise CannotRepeat("it changes its attributes or buffers")
+        strange = next(
+            (one for one in _leaves(out) if not isinstance(one, _PLAIN) and not _is_plain(one)), None
+        )
+        if strange is not None:
+            raise CannotRepeat(f"it returns an object of type {type(strange).__name__}")
 
-
-def why_not_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why a call with these arguments cannot be repeated: an object (a cache of keys and values, say)
-    may be changed by each."""
-    strange = _strange((args, kwargs))
-    return f"it is given an object of type {strange}" if strange is not None else None
+    @property
+    def holds(self) -> bool:
+        """Whether buffers and attributes are still what they were."""
+        return digest_of(self._module) == self._digest
 
 
-def outputs_again(forward: Callable[..., Any], watched: Watched, out: object) -> str | None:
-    """Run a block again from the state of the random numbers that it began with; return what is wrong where
-    that does not give the bits of ``out``. The state is as before afterwards."""
-    after = torch.get_rng_state()
-    torch.set_rng_state(watched.random_state)
-    try:
-        with saved_tensors_hooks(_forget, _refuse):
-            again = forward(*watched.args, **watched.kwargs)
-    finally:
-        torch.set_rng_state(after)
-    pairs = list(zip(_tensors(out), _tensors(again), strict=False))
-    same = len(pairs) == sum(1 for _ in _tensors(out)) == sum(1 for _ in _tensors(again))
-    if same and all(_same_bits(one, other) for one, other in pairs):
-        return None
-    return "run twice, it does not return the same"
+class Repeat:
+    """The function that is checkpointed: a call of a block, which must have the same result each time."""
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], given: Given) -> None:
+        self._name, self._module, self._forward, self._given = name, module, forward, given
+        self._bits: list[object] | None = None
+        self._training: list[bool] = []
+        self._buffers: list[tuple[int, int]] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run the block. Raises StateError where that gives other bits than the first time."""
+        if self._bits is None:
+            args, kwargs = self._given.rebuilt(tensors)
+            out = self._forward(*args, **kwargs)
+            self._training = training_modes(self._module)
+            self._buffers = _versions(self._module)
+            self._bits = _bits_of(out)
+            return out
+        # Aliases: hooks that the block registers on what it is given must not reach the real graph again.
+        aliases = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        args, kwargs = self._given.rebuilt(aliases)
+        modes = training_modes(self._module)
+        _set_training(self._module, self._training)
+        try:
+            out = self._forward(*args, **kwargs)
+        finally:
+            _set_training(self._module, modes)
+        if _versions(self._module) != self._buffers or _bits_of(out) != self._bits:
+            raise StateError(
+                f"block {self._name!r} gave other results when it was run again in backward than in forward, "
+                "or its buffers were written: its gradients would be wrong. What it depends on has changed "
+                "between; leave out activation_recompute, then zero_grad() and repeat the step"
+            )
+        return out
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
+def training_modes(module: nn.Module) -> list[bool]:
+    """Return ``training`` of a module and all within it."""
+    return [part.training for part in module.modules()]
 
 
-def _forget(_tensor: torch.Tensor) -> None:
-    """Save nothing: nobody runs backward."""
+def _set_training(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, mode in zip(module.modules(), modes, strict=True):
+        part.training = mode
 
 
-def _refuse(_saved: object) -> torch.Tensor:
-    raise AssertionError("a graph that was only made to be compared runs backward")
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
-def _tensors(values: object) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+def _within(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if part is not module)
 
 
-def _strange(values: object) -> str | None:
-    """Return the type of something that is neither a tensor, nor plain, nor made of such."""
-    if type(values) in (torch.Tensor, nn.Parameter) or isinstance(values, _PLAIN):
-        return None
-    if type(values) in (list, tuple) or (isinstance(values, tuple) and hasattr(values, "_fields")):
-        return next((found for value in values if (found := _strange(value)) is not None), None)  # type: ignore[attr-defined]
-    if type(values) is dict:
-        return _strange(list(values.values()))
-    return type(values).__name__
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, list[int]]]:
-    """Return what tells whether attributes of a module or its submodules were set or written, down to what is
-    in a list or dict."""
-    return [
-        (f"{name}.{key}", [_mark(value), *(_mark(one) for one in _inside(value))])
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-    ]
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and is_ordinary(value)
 
 
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
-
-
-def _mark(value: object) -> int:
-    """Return a number that is another one when a value was replaced, or written as far as that shows."""
-    if isinstance(value, (bool, int, float, str)):
-        return hash(value)
-    if isinstance(value, torch.Generator):
-        return hash(tuple(value.get_state().tolist()))
-    return id(value) + (value._version if isinstance(value, torch.Tensor) else 0)
+def _bits_of(out: object) -> list[object]:
+    """Return what differs where results do: of tensors their checksums."""
+    found: list[object] = []
+    with PlainTensors():
+        for value in _leaves(out):
+            if isinstance(value, torch.Tensor) and is_ordinary(value):
+                dense = value.detach().contiguous()
+                found.append((tuple(value.shape), _C.crc32c(dense.data_ptr(), dense.nbytes)))
+            elif isinstance(value, _PLAIN):
+                found.append(value)
+    return found
 
 
 def _other_random_states() -> list[object]:

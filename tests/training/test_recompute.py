@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from activation_harness import Block, Net, activation_bytes, both, net_loss, offloaded, store_small_tensors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_harness import Recipe, managed_optimizer, managed_step, random_batch, seeded
 from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.machine import Machine
 from gemini.placement.recompute import RecomputeChoice
@@ -149,17 +155,41 @@ class Odd(Block):
         self.register_buffer("seen", torch.zeros(1))
         if what == "hook":
             self.two.register_forward_hook(lambda *_: None)
+        self.deep = SimpleNamespace(inner={"list": [1]})
+        self.array = numpy.zeros(2)
+        self.batch_norm = nn.BatchNorm1d(32)
+        if what == "iterator":
+            self.iterator = itertools.count()
         self.generators = [torch.Generator().manual_seed(1)]
 
     def forward(self, x: Tensor, given: object = None) -> Tensor:
         """Run the block, and do what makes it odd."""
         if isinstance(given, Cache):
             given.calls.append(self.count)
+        if isinstance(given, list):
+            given.append(x.mean().item())
         if self.what == "attribute":
+            self.count += 1
+        if self.what == "deep attribute":
+            self.deep.inner["list"].append(1)
+        if self.what == "array":
+            self.array += 1
+        if self.what == "iterator":
+            next(self.iterator)
+        if self.what == "neutral":
             self.count += 1
         if self.what == "buffer":
             self.seen += 1  # type: ignore[has-type]
-        out = super().forward(x * 1)
+        if self.what == "hooks its input" and x.requires_grad:
+            x.register_hook(lambda grad: grad * 2)
+        out = super().forward(x.add_(1) if self.what == "writes" else x * 1)
+        if self.what == "neutral":
+            self.count -= 1
+        if self.what == "batch norm":
+            out = self.batch_norm(out.flatten(0, 1)).view_as(out)
+        if self.what == "grad within":
+            probe = torch.ones(3, requires_grad=True)
+            out = out + torch.autograd.grad(probe.square().sum(), probe)[0].sum()
         if self.what in ("generator", "hidden"):
             generator = self.generators[0] if self.what == "generator" else _HIDDEN
             out = out + torch.rand(out.shape, generator=generator)
@@ -172,17 +202,22 @@ class OddNet(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
+        self.weight = nn.Parameter(torch.ones(2))
         self.blocks = nn.ModuleList([*(Odd("") for _ in range(2)), *(Odd(what) for _ in range(2))])
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the blocks."""
-        cache = Cache()
+        cache, filled = Cache(), []
         for block in self.blocks:
-            given = cache if self.what == "cache" and block.what else None
+            givens: dict[str, object] = {"cache": cache, "filled list": filled, "weight": self.weight}
+            givens["sparse"] = torch.eye(2).to_sparse()
+            given = givens.get(self.what) if block.what else None
             before = x * 1
             x = block(before, given)
             if block.what == "input":
                 before.add_(1)
+            if block.what == "afterwards":
+                block.count += 1
         assert len(cache.calls) in (0, 2)
         return x
 
@@ -196,13 +231,20 @@ def odd_loss(model: nn.Module, index: int) -> Tensor:
     ("what", "reason"),
     [
         ("cache", "an object of type Cache"),
-        ("attribute", "changes its attributes"),
-        ("buffer", "arguments or buffers"),
-        ("generator", "changes its attributes"),
+        ("filled list", "an object of type list"),
+        ("weight", "an object of type ManagedParameter"),
+        ("sparse", "an object of type Tensor"),
+        ("attribute", "attributes or buffers"),
+        ("deep attribute", "attributes or buffers"),
+        ("array", "attributes or buffers"),
+        ("afterwards", "changed afterwards"),
+        ("buffer", "attributes or buffers"),
+        ("generator", "attributes or buffers"),
+        ("iterator", "type count"),
+        ("writes", "its arguments"),
         ("python", "Python or numpy"),
         ("input", "written afterwards"),
         ("hook", "forward hooks"),
-        ("hidden", "run twice"),
     ],
 )
 def test_a_block_that_cannot_be_repeated_is_left_alone_and_named(
@@ -215,8 +257,58 @@ def test_a_block_that_cannot_be_repeated_is_left_alone_and_named(
         assert report.names == ("blocks.0", "blocks.1")
         assert [name for name, _ in report.refused] == ["blocks.2", "blocks.3"]
         assert all(reason in why for _, why in report.refused)
-    if what != "hidden":  # its trial draws once more, which nobody sees
-        both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
+    both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
+
+
+def test_other_results_in_backward_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "choose_blocks", choosing(every))
+    with pytest.raises(StateError, match=r"block 'blocks.3' gave other results"):
+        trained(lambda: OddNet("hidden"), options(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["grad within", "hooks its input", "neutral"])
+def test_blocks_may_do_more_than_compute(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "choose_blocks", choosing(every))
+    both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
+    with trained(lambda: OddNet(what), options(tmp_path)) as model:
+        assert model.plan().recompute.names[-1] == "blocks.3"  # type: ignore[union-attr]
+
+
+def test_a_block_that_is_in_another_mode_than_when_it_was_watched_is_not_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "choose_blocks", choosing(every))
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        model.train(index >= 6)
+        return odd_loss(model, index)
+
+    both(lambda: OddNet("batch norm"), loss, Recipe(steps=10), options(tmp_path))
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(32, 32)), lambda: Net("non-reentrant")])
+def test_what_stays_is_decided_where_no_block_can_be_recomputed(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def checkpointed() -> nn.Module:
+        model = build()
+        if isinstance(model, Net):
+            model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+            model.forward = lambda x: checkpoint(  # type: ignore[method-assign]
+                lambda y: model.blocks[1](model.blocks[0](y)), x, use_reentrant=False
+            )
+        return model
+
+    with trained(checkpointed, options(tmp_path, "1GiB")) as model:
+        assert model.manager.resident
+
+
+def test_a_closed_model_is_freed(tmp_path: Path) -> None:
+    with trained(Net, options(tmp_path), steps=2) as model:
+        manager = weakref.ref(model.manager)
+    del model
+    gc.collect()
+    assert manager() is None
 
 
 def test_a_copy_of_the_module_has_its_own_forward(tmp_path: Path) -> None:
