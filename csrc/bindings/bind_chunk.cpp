@@ -131,10 +131,13 @@ void bind_words(py::module_& m) {
 void bind_schedule(py::module_& m) {
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
       .def(py::init([](const std::vector<std::vector<ChunkId>>& accesses,
-                       std::vector<int64_t> reserve_bytes, int32_t num_chunks) {
-             return std::make_shared<Schedule>(accesses, std::move(reserve_bytes), num_chunks);
+                       std::vector<int64_t> reserve_bytes, int32_t num_chunks,
+                       const std::vector<int64_t>& host_moments) {
+             return std::make_shared<Schedule>(accesses, std::move(reserve_bytes), num_chunks,
+                                               host_moments);
            }),
-           py::arg("accesses"), py::arg("reserve_bytes"), py::arg("num_chunks"))
+           py::arg("accesses"), py::arg("reserve_bytes"), py::arg("num_chunks"),
+           py::arg("host_moments") = std::vector<int64_t>())
       .def(
           "with_plan",
           [](const Schedule& schedule, const std::string& intervals,
@@ -184,6 +187,24 @@ void bind_operators(Table& table) {
           "access_untraced",
           [](ChunkTable& self, py::handle tensors) {
             return to_tuple(self.access_untraced(IdList(tensors).view()));
+          },
+          py::arg("tensors"))
+      .def(
+          "access_on_host",
+          [](ChunkTable& self, py::handle tensors) {
+            return to_tuple(self.access_on_host(IdList(tensors).view()));
+          },
+          py::arg("tensors"))
+      .def(
+          "access_on_host_untraced",
+          [](ChunkTable& self, py::handle tensors) {
+            return to_tuple(self.access_on_host_untraced(IdList(tensors).view()));
+          },
+          py::arg("tensors"))
+      .def(
+          "can_access_on_host",
+          [](ChunkTable& self, py::handle tensors) {
+            return self.can_access_on_host(IdList(tensors).view());
           },
           py::arg("tensors"))
       .def(

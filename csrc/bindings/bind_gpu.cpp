@@ -168,7 +168,10 @@ void bind_host_memory(py::module_& m) {
              return std::make_unique<PinnedArena>(gpu.lanes, capacity_bytes, pin);
            }),
            py::arg("gpu"), py::arg("capacity_bytes"), py::kw_only(), py::arg("pin") = true)
-      .def("map", &PinnedArena::map, ReleaseGil(), py::arg("place"), "Give a place memory.")
+      .def("map", &PinnedArena::map, ReleaseGil(), py::arg("place"), py::kw_only(),
+           py::arg("zero") = false, "Give a place memory.")
+      .def("wait", &PinnedArena::await, ReleaseGil(), py::arg("place"),
+           "Block until nothing given to the GPU uses the place any more.")
       .def("unmap", &PinnedArena::unmap, ReleaseGil(), py::arg("place"), py::kw_only(),
            py::arg("park") = true, "Take the memory from a place, after what uses it.")
       .def("trim", &PinnedArena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "chunk/host_use.h"
 #include "chunk/prefetch.h"
 #include "chunk/room.h"
 #include "common/debug.h"
@@ -78,19 +79,42 @@ void ChunkTable::collect_chunks(std::span<const TensorId> tensors) {
 
 // --- operators ---
 
-void ChunkTable::begin_access(std::span<const TensorId> tensors) {
+// `wanted_` has no pins on `tier`: memory is written on one tier at a time.
+void ChunkTable::require_unpinned(Tier tier) const {
+  for (const ChunkId id : wanted_) {
+    const bool pinned = tier == Tier::kHost ? chunks_[id].host_pins > 0 : chunks_[id].pins > 0;
+    if (!pinned) continue;
+    throw StateError("chunk " + std::to_string(id) + " is in use on " + name(tier) +
+                     ": it cannot be used on another tier meanwhile");
+  }
+}
+
+void ChunkTable::begin_access(std::span<const TensorId> tensors, Tier tier) {
   for (const TensorId id : tensors) {
     Tensor& tensor = mut(id);
     if (tensor.num_accesses++ == 0) tensor.idle_state = tensor.state;
+    tensor.used_on = tier;
     set_state(id, TensorState::kCompute);
-    chunks_.pin(tensor.chunk);
+    if (tier == Tier::kHost) {
+      chunks_.pin_on_host(tensor.chunk);
+    } else {
+      chunks_.pin(tensor.chunk);
+    }
+  }
+}
+
+void ChunkTable::unpin(const Tensor& tensor) {
+  if (tensor.used_on == Tier::kHost) {
+    chunks_.unpin_on_host(tensor.chunk);
+  } else {
+    chunks_.unpin(tensor.chunk);
   }
 }
 
 void ChunkTable::undo_access(std::span<const TensorId> tensors) {
   for (const TensorId id : tensors) {
     Tensor& tensor = mut(id);
-    chunks_.unpin(tensor.chunk);
+    unpin(tensor);
     if (--tensor.num_accesses > 0) continue;
     set_state(id, TensorState::kHold);
     if (tensor.idle_state == TensorState::kFree) set_state(id, TensorState::kFree);
@@ -100,7 +124,7 @@ void ChunkTable::undo_access(std::span<const TensorId> tensors) {
 // The second half of a release: its number of accesses has been lowered already.
 void ChunkTable::end_access(TensorId id) {
   const Tensor& tensor = tensor_at(id);
-  chunks_.unpin(tensor.chunk);
+  unpin(tensor);
   chunks_.touch(tensor.chunk);
   if (tensor.num_accesses > 0 || tensor.state != TensorState::kCompute) return;
   set_state(id, TensorState::kHold);
@@ -109,36 +133,45 @@ void ChunkTable::end_access(TensorId id) {
 }
 
 Actions ChunkTable::access(std::span<const TensorId> tensors) {
-  collect_chunks(tensors);
-  const bool was_diverged = diverged_;
-  const bool was_untraced = std::exchange(untraced_, false);
-  begin_access(tensors);
-  advance();
-  try {
-    Actions actions = settle();
-    audit();
-    return actions;
-  } catch (const OutOfBudget&) {
-    undo_access(tensors);
-    record_.undo_moment();
-    --moment_;
-    diverged_ = was_diverged;
-    untraced_ = was_untraced;
-    audit();
-    throw;
-  }
+  return begin(tensors, Tier::kDevice, true);
 }
 
 Actions ChunkTable::access_untraced(std::span<const TensorId> tensors) {
+  return begin(tensors, Tier::kDevice, false);
+}
+
+Actions ChunkTable::access_on_host(std::span<const TensorId> tensors) {
+  return begin(tensors, Tier::kHost, true);
+}
+
+Actions ChunkTable::access_on_host_untraced(std::span<const TensorId> tensors) {
+  return begin(tensors, Tier::kHost, false);
+}
+
+bool ChunkTable::can_access_on_host(std::span<const TensorId> tensors) {
   collect_chunks(tensors);
-  const bool was_untraced = std::exchange(untraced_, true);
-  begin_access(tensors);
+  return fits_on_host(chunks_, wanted_);
+}
+
+Actions ChunkTable::begin(std::span<const TensorId> tensors, Tier tier, bool traced) {
+  collect_chunks(tensors);
+  if (tier == Tier::kHost) require_unpinned(Tier::kDevice);
+  if (tier == Tier::kDevice && chunks_.num_pinned_on_host() > 0) require_unpinned(Tier::kHost);
+  const bool was_diverged = diverged_;
+  const bool was_untraced = std::exchange(untraced_, !traced);
+  begin_access(tensors, tier);
+  if (traced) advance(tier);
   try {
-    Actions actions = settle();
+    Actions actions = settle(tier);
     audit();
     return actions;
   } catch (const OutOfBudget&) {
     undo_access(tensors);
+    if (traced) {
+      record_.undo_moment();
+      --moment_;
+    }
+    diverged_ = was_diverged;
     untraced_ = was_untraced;
     audit();
     throw;
@@ -148,15 +181,21 @@ Actions ChunkTable::access_untraced(std::span<const TensorId> tensors) {
 Actions ChunkTable::ensure(std::span<const TensorId> tensors) {
   require_compute(tensors);
   collect_chunks(tensors);
-  Actions actions = settle();
+  Actions actions = settle(tensors.empty() ? Tier::kDevice : mut(tensors.front()).used_on);
   audit();
   return actions;
 }
 
+bool ChunkTable::usable(const Tensor& tensor) const {
+  const Chunk& chunk = chunks_[tensor.chunk];
+  return tensor.used_on == Tier::kHost ? chunk.usable_on_host() : chunk.resident();
+}
+
 bool ChunkTable::ready(std::span<const TensorId> tensors) const {
   for (const TensorId tensor : tensors) {
-    if (!chunks_[tensor_at(tensor).chunk].resident()) return false;
+    if (!usable(tensor_at(tensor))) return false;
   }
+  if (!tensors.empty() && tensor_at(tensors.front()).used_on == Tier::kHost) return true;
   if (usage(Tier::kDevice) <= limit()) return true;
   return !chunks_.any_leaving() && !next_victim(chunks_, policy()).has_value();
 }
@@ -165,21 +204,27 @@ bool ChunkTable::ready(std::span<const TensorId> tensors) const {
 void ChunkTable::claim_releases(std::span<const TensorId> tensors, bool dirty) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     Tensor& tensor = mut(tensors[i]);
-    const bool written_nowhere = dirty && !chunks_[tensor.chunk].resident();
+    const bool written_nowhere = dirty && !usable(tensor);
     if (tensor.num_accesses > 0 && !written_nowhere) {
       --tensor.num_accesses;
       continue;
     }
     for (const TensorId claimed : tensors.first(i)) ++mut(claimed).num_accesses;
     throw StateError("tensor " + std::to_string(tensors[i]) +
-                     (written_nowhere ? " is released as written but its chunk is not on DEVICE"
-                                      : " is released more often than it was accessed"));
+                     (written_nowhere
+                          ? std::string(" is released as written but its chunk is not on ") +
+                                name(tensor.used_on)
+                          : " is released more often than it was accessed"));
   }
 }
 
-void ChunkTable::mark_dirty(ChunkId id, Actions& actions) {
-  chunks_.mark_dirty(id, actions);
-  record_.note_written(id);
+void ChunkTable::mark_dirty(const Tensor& tensor, Actions& actions) {
+  if (tensor.used_on == Tier::kHost) {
+    chunks_.mark_dirty_on_host(tensor.chunk, actions);
+  } else {
+    chunks_.mark_dirty(tensor.chunk, actions);
+  }
+  record_.note_written(tensor.chunk);
 }
 
 Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
@@ -188,7 +233,7 @@ Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
   Actions actions;
   for (const TensorId tensor : tensors) {
     if (dirty) {
-      mark_dirty(mut(tensor).chunk, actions);
+      mark_dirty(mut(tensor), actions);
       if (on_trace() && schedule_->planned()) written_.add(mut(tensor).chunk);
     }
     end_access(tensor);
@@ -205,7 +250,7 @@ Actions ChunkTable::release_all(bool dirty) {
   for (TensorId id = 0; id < num_tensors(); ++id) {
     Tensor& tensor = mut(id);
     if (tensor.num_accesses == 0) continue;
-    if (dirty && chunks_[tensor.chunk].resident()) mark_dirty(tensor.chunk, actions);
+    if (dirty && usable(tensor)) mark_dirty(tensor, actions);
     for (int32_t left = std::exchange(tensor.num_accesses, 0); left > 0; --left) end_access(id);
   }
   audit();
@@ -238,6 +283,7 @@ Actions ChunkTable::prefetch(int32_t max_in_flight) {
   Actions actions =
       gemini::prefetch(chunks_, *schedule_, limit_, {moment_, limit(), max_in_flight});
   if (schedule_->planned()) written_.start(chunks_, *schedule_, moment_, actions);
+  evict_ahead(chunks_, *schedule_, moment_, actions);
   audit();
   return actions;
 }
@@ -279,12 +325,13 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
 }
 
 // Notes the access of `wanted_` and moves to the next moment.
-void ChunkTable::advance() {
+void ChunkTable::advance(Tier tier) {
   record_.open_moment(wanted_, [this](ChunkId id) {
     return chunks_[id].has_content() ? AccessMode::kRead : AccessMode::kWritten;
   });
   if (on_trace()) {
     diverged_ = moment_ >= schedule_->num_moments() ||
+                schedule_->on_host(moment_) != (tier == Tier::kHost) ||
                 !std::ranges::equal(wanted_, schedule_->access_at(moment_));
   }
   ++moment_;
@@ -292,7 +339,8 @@ void ChunkTable::advance() {
 
 // --- decisions ---
 
-Actions ChunkTable::settle() {
+Actions ChunkTable::settle(Tier tier) {
+  if (tier == Tier::kHost) return admit_on_host(chunks_, policy(), wanted_);
   const bool nothing_to_do =
       usage(Tier::kDevice) <= limit() && missing_bytes(chunks_, wanted_) == 0;
   return nothing_to_do ? Actions() : admit(chunks_, policy(), wanted_, limit());
@@ -322,11 +370,12 @@ void ChunkTable::audit() const {
 void ChunkTable::check_invariants() const {
   chunks_.check_invariants();
   std::vector<int32_t> pins(static_cast<size_t>(num_chunks()), 0);
+  std::vector<int32_t> host_pins(pins);
   std::vector<int32_t> num_in_use(pins);
   for (TensorId id = 0; id < num_tensors(); ++id) {
     const Tensor& tensor = tensor_at(id);
     const auto c = static_cast<size_t>(tensor.chunk);
-    pins[c] += tensor.num_accesses;
+    (tensor.used_on == Tier::kHost ? host_pins : pins)[c] += tensor.num_accesses;
     num_in_use[c] += tensor.state == TensorState::kFree ? 0 : 1;
     if ((tensor.num_accesses > 0) != (tensor.state == TensorState::kCompute)) {
       throw StateError("tensor " + std::to_string(id) + " is " + name(tensor.state) + " with " +
@@ -338,7 +387,8 @@ void ChunkTable::check_invariants() const {
   }
   for (ChunkId id = 0; id < num_chunks(); ++id) {
     const auto c = static_cast<size_t>(id);
-    if (pins[c] != chunks_[id].pins || num_in_use[c] != chunks_[id].num_in_use) {
+    if (pins[c] != chunks_[id].pins || host_pins[c] != chunks_[id].host_pins ||
+        num_in_use[c] != chunks_[id].num_in_use) {
       throw StateError("the pins or tensors in use of chunk " + std::to_string(id) + " are wrong");
     }
   }

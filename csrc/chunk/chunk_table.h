@@ -37,13 +37,20 @@ class ChunkTable {
   // does neither. Throws OutOfBudget where it cannot be done, also after waiting.
   Actions access(std::span<const TensorId> tensors);
   Actions access_untraced(std::span<const TensorId> tensors);
+  // As access(), for an operator of the CPU, which uses the chunks where they lie on HOST. A chunk
+  // without content starts there, as zeros. Throws StateError where one is pinned on DEVICE, and
+  // OutOfBudget also where one lies on DISK alone: such operators run on DEVICE.
+  Actions access_on_host(std::span<const TensorId> tensors);
+  Actions access_on_host_untraced(std::span<const TensorId> tensors);
+  [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
   // What can start now for tensors in COMPUTE; to be called after completions until ready().
   Actions ensure(std::span<const TensorId> tensors);
-  // All of them are on DEVICE, and DEVICE usage is within limit() or as near as it can get.
+  // All of them are on DEVICE, and DEVICE usage is within limit() or as near as it can get; of an
+  // access on HOST: all are there and in no transfer.
   [[nodiscard]] bool ready(std::span<const TensorId> tensors) const;
-  // Ends one access of each tensor: HOLD at the last. `dirty` says that they were written, which
-  // makes copies on other tiers invalid. Tensors of a chunk that never became resident and has no
-  // content return to FREE.
+  // Ends one access of each tensor: HOLD at the last. `dirty` says that they were written where
+  // they were accessed, which makes copies on other tiers invalid. Tensors of a chunk that never
+  // became resident and has no content return to FREE.
   Actions release(std::span<const TensorId> tensors, bool dirty);
   // Ends every access, for use after an exception. `dirty`: resident ones may have been written.
   Actions release_all(bool dirty);
@@ -92,6 +99,7 @@ class ChunkTable {
     int32_t num_accesses = 0;
     TensorState state = TensorState::kFree;
     TensorState idle_state = TensorState::kFree;  // what it was before it went to COMPUTE
+    Tier used_on = Tier::kDevice;                 // while it is in COMPUTE
   };
 
   [[nodiscard]] const TierLedger& ledger() const { return chunks_.ledger(); }
@@ -101,13 +109,17 @@ class ChunkTable {
   void set_state(TensorId tensor, TensorState to);
   void collect_chunks(std::span<const TensorId> tensors);
 
-  void begin_access(std::span<const TensorId> tensors);
+  void require_unpinned(Tier tier) const;
+  [[nodiscard]] bool usable(const Tensor& tensor) const;
+  Actions begin(std::span<const TensorId> tensors, Tier tier, bool traced);
+  void begin_access(std::span<const TensorId> tensors, Tier tier);
+  void unpin(const Tensor& tensor);
   void undo_access(std::span<const TensorId> tensors);
   void claim_releases(std::span<const TensorId> tensors, bool dirty);
   void end_access(TensorId tensor);
-  void mark_dirty(ChunkId chunk, Actions& actions);
-  void advance();
-  Actions settle();
+  void mark_dirty(const Tensor& tensor, Actions& actions);
+  void advance(Tier tier);
+  Actions settle(Tier tier);
   [[nodiscard]] bool on_trace() const { return schedule_ != nullptr && !diverged_; }
   [[nodiscard]] Policy policy() const;
   void audit() const;

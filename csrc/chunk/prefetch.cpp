@@ -88,6 +88,10 @@ class Prefetcher {
       if (!schedule_.planned())
         lowest_limit_ = std::min(lowest_limit_, limit_.at(schedule_, moment));
       const auto chunks = schedule_.access_at(moment);
+      if (schedule_.on_host(moment)) {  // what it has on DEVICE before is void afterwards
+        for (const ChunkId id : chunks) seen_[static_cast<size_t>(id)] = true;
+        continue;
+      }
       const auto flags = schedule_.flags_at(moment);
       for (size_t i = 0; i < chunks.size(); ++i) {
         const bool kept = !flags.empty() && (flags[i] & kKeep) != 0;
@@ -104,6 +108,7 @@ class Prefetcher {
     if (seen_[static_cast<size_t>(id)]) return true;
     seen_[static_cast<size_t>(id)] = true;
     const Chunk& chunk = chunks_[id];
+    if (chunk.host_pins > 0) return true;  // is being written there
     if (chunk.resident() || chunk.flight.has_value() || chunk.pins > 0) {
       if (chunk.pins == 0 && !kept) reserved_.take(chunk.nbytes, moment);
       return true;

@@ -54,6 +54,14 @@ void Residency::unpin(ChunkId id) {
   pinned_bytes_ -= chunk.nbytes;
 }
 
+void Residency::pin_on_host(ChunkId id) {
+  if (mut(id).host_pins++ == 0) ++num_pinned_on_host_;
+}
+
+void Residency::unpin_on_host(ChunkId id) {
+  if (--mut(id).host_pins == 0) --num_pinned_on_host_;
+}
+
 Residency::Residency(const Residency& other)
     : ledger_(other.ledger_),
       in_flight_(other.in_flight_),
@@ -61,6 +69,7 @@ Residency::Residency(const Residency& other)
       resident_(other.resident_),
       pinned_bytes_(other.pinned_bytes_),
       num_absent_(other.num_absent_),
+      num_pinned_on_host_(other.num_pinned_on_host_),
       last_id_(other.last_id_),
       clock_(other.clock_) {
   chunks_.reserve(other.chunks_.size());
@@ -70,6 +79,7 @@ Residency::Residency(const Residency& other)
     copy.valid = chunk.valid;
     copy.flight = chunk.flight;
     copy.pins = chunk.pins;
+    copy.host_pins = chunk.host_pins;
     copy.num_in_use = chunk.num_in_use;
     copy.last_use = chunk.last_use;
     for (size_t t = 0; t < kNumTiers; ++t) copy.held[t] = chunk.held[t].in_copy(ledger_);
@@ -87,12 +97,12 @@ ChunkId Residency::add(int64_t nbytes) {
   return size() - 1;
 }
 
-Action Residency::allocate(ChunkId id) {
+Action Residency::allocate(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
   const Tally tally(*this, id);
-  held(chunk, Tier::kDevice) = ledger_.reserve(Tier::kDevice, chunk.nbytes);
-  chunk.valid.insert(Tier::kDevice);
-  return {0, ActionKind::kAllocate, id, Tier::kDevice, Tier::kDevice, chunk.nbytes};
+  held(chunk, tier) = ledger_.reserve(tier, chunk.nbytes);
+  chunk.valid.insert(tier);
+  return {0, ActionKind::kAllocate, id, tier, tier, chunk.nbytes};
 }
 
 Action Residency::start(ChunkId id, ActionKind kind, Tier from, Tier to) {
@@ -177,6 +187,11 @@ void Residency::mark_dirty(ChunkId id, Actions& actions) {
   Chunk& chunk = mut(id);
   chunk.valid.erase(Tier::kDisk);
   if (chunk.flight.has_value()) chunk.flight->stale = true;
+}
+
+void Residency::mark_dirty_on_host(ChunkId id, Actions& actions) {
+  if (mut(id).resident()) actions.push_back(drop(id, Tier::kDevice));
+  mut(id).valid.erase(Tier::kDisk);
 }
 
 void Residency::discard(ChunkId id, Actions& actions) {

@@ -32,7 +32,8 @@ struct Chunk {
   TierSet valid;                            // empty: no content
   std::array<Reservation, kNumTiers> held;  // bytes of valid copies, destinations, DISK extents
   std::optional<Flight> flight;
-  int32_t pins = 0;
+  int32_t pins = 0;        // on DEVICE
+  int32_t host_pins = 0;   // never both
   int32_t num_in_use = 0;  // tensors that are not FREE
   uint64_t last_use = 0;
 
@@ -49,7 +50,12 @@ struct Chunk {
   [[nodiscard]] bool absent() const { return has_content() && !resident() && !flight.has_value(); }
   // A HOST copy that may be dropped, because another tier has the same bytes.
   [[nodiscard]] bool has_host_duplicate() const {
-    return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value();
+    return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value() &&
+           host_pins == 0;
+  }
+  // Its HOST copy may be read and written by whoever has pinned it there.
+  [[nodiscard]] bool usable_on_host() const {
+    return valid.has(Tier::kHost) && !flight.has_value();
   }
 };
 
@@ -68,12 +74,15 @@ class Residency {
 
   void pin(ChunkId chunk);
   void unpin(ChunkId chunk);
+  // For use where it lies on HOST.
+  void pin_on_host(ChunkId chunk);
+  void unpin_on_host(ChunkId chunk);
   void touch(ChunkId chunk) { mut(chunk).last_use = ++clock_; }
   void count_in_use(ChunkId chunk, int32_t change) { mut(chunk).num_in_use += change; }
 
   // Each returns the action the executor has to perform. They throw OutOfBudget where the bytes are
   // not free; whether the change makes sense is the caller's to know.
-  Action allocate(ChunkId chunk);
+  Action allocate(ChunkId chunk, Tier tier = Tier::kDevice);
   Action start(ChunkId chunk, ActionKind kind, Tier from, Tier to);
   Action drop(ChunkId chunk, Tier tier);
   // Copies a dirty chunk from DEVICE to HOST or DISK without giving up the copy on DEVICE.
@@ -90,6 +99,8 @@ class Residency {
 
   // DEVICE was written: it becomes the only valid copy. Appends the DROPs.
   void mark_dirty(ChunkId chunk, Actions& actions);
+  // The same of HOST, with no transfer under way.
+  void mark_dirty_on_host(ChunkId chunk, Actions& actions);
   // The content is gone; a transfer under way becomes doomed. Appends the DROPs.
   void discard(ChunkId chunk, Actions& actions);
 
@@ -97,6 +108,7 @@ class Residency {
   [[nodiscard]] const TierLedger& ledger() const { return ledger_; }
   [[nodiscard]] int64_t pinned_bytes() const { return pinned_bytes_; }
   [[nodiscard]] int32_t num_absent() const { return num_absent_; }
+  [[nodiscard]] int32_t num_pinned_on_host() const { return num_pinned_on_host_; }
   // In no order.
   [[nodiscard]] std::span<const ChunkId> pinned() const { return pinned_; }
   [[nodiscard]] std::span<const ChunkId> resident() const { return resident_; }
@@ -127,6 +139,7 @@ class Residency {
   std::vector<ChunkId> resident_;
   int64_t pinned_bytes_ = 0;
   int32_t num_absent_ = 0;
+  int32_t num_pinned_on_host_ = 0;
   ActionId last_id_ = 0;
   uint64_t clock_ = 0;
 };

@@ -22,8 +22,11 @@ void check_chunk(ChunkId id, const Chunk& chunk) {
     require(!chunk.holds(tier) || justified, id, "bytes are held for nothing");
   }
   require(chunk.pins >= 0, id, "pins are negative");
+  require(chunk.host_pins >= 0, id, "pins on HOST are negative");
+  require(chunk.pins == 0 || chunk.host_pins == 0, id, "it is pinned on DEVICE and on HOST");
   require(chunk.num_in_use >= 0, id, "the number of tensors in use is negative");
-  require(chunk.pins == 0 || chunk.num_in_use > 0, id, "it is pinned but all tensors are FREE");
+  require(chunk.pins + chunk.host_pins == 0 || chunk.num_in_use > 0, id,
+          "it is pinned but all tensors are FREE");
   require(!chunk.has_content() || chunk.num_in_use > 0, id, "content without a tensor in use");
   require(chunk.has_content() || doomed || !chunk.holds(Tier::kDisk), id,
           "no content but a DISK extent");
@@ -40,6 +43,7 @@ void Residency::check_invariants() const {
   TierLedger::Bytes usage{};
   int64_t pinned_bytes = 0;
   int32_t num_absent = 0;
+  int32_t num_pinned_on_host = 0;
   size_t num_pinned = 0;
   size_t num_resident = 0;
   size_t num_flights = 0;
@@ -52,6 +56,7 @@ void Residency::check_invariants() const {
     pinned_bytes += chunk.pins > 0 ? chunk.nbytes : 0;
     num_absent += chunk.absent() ? 1 : 0;
     num_pinned += chunk.pins > 0 ? 1 : 0;
+    num_pinned_on_host += chunk.host_pins > 0 ? 1 : 0;
     num_resident += chunk.resident() ? 1 : 0;
     num_flights += chunk.flight.has_value() ? 1 : 0;
   }
@@ -72,7 +77,7 @@ void Residency::check_invariants() const {
     throw StateError("the lists of pinned chunks or of those on DEVICE are wrong");
   }
   if (pinned_bytes != pinned_bytes_ || num_absent != num_absent_ ||
-      num_flights != in_flight_.size()) {
+      num_pinned_on_host != num_pinned_on_host_ || num_flights != in_flight_.size()) {
     throw StateError("the totals of pinned bytes, absent chunks or transfers are wrong");
   }
 }

@@ -41,14 +41,6 @@ int64_t host_room(const Residency& chunks, const Policy& policy) {
   return room;
 }
 
-std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy& policy) {
-  Best best;
-  for (ChunkId id = 0; id < chunks.size(); ++id) {
-    if (chunks[id].has_host_duplicate()) best.offer(id, score_duplicate(chunks, policy, id));
-  }
-  return best.chunk();
-}
-
 bool fits_on_disk(const Residency& chunks, const Chunk& chunk) {
   return chunk.holds(Tier::kDisk) || chunk.nbytes <= chunks.ledger().free_bytes(Tier::kDisk);
 }
@@ -62,7 +54,8 @@ std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& pol
   for (const ChunkId id : chunks.resident()) {
     const Chunk& chunk = chunks[id];
     const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
-    if (chunk.pins > 0 || (chunk.flight.has_value() && !flushing)) continue;
+    const bool used = chunk.pins > 0 || chunk.host_pins > 0;
+    if (used || (chunk.flight.has_value() && !flushing)) continue;
     const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
     if (!has_place && !fits_on_disk(chunks, chunk)) {
       if (!on_host.has_value()) on_host = host_room(chunks, policy);
@@ -71,15 +64,6 @@ std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& pol
     best.offer(id, chosen.score({id, flushing || !chunk.dirty(), chunk.last_use}));
   }
   return best.chunk();
-}
-
-std::string usage_text(const TierLedger& ledger) {
-  std::string text = "in use:";
-  for (const Tier tier : kTiers) {
-    text += std::string(" ") + name(tier) + " " + std::to_string(ledger.usage(tier)) + " of " +
-            std::to_string(ledger.budget(tier)) + (tier == kTiers.back() ? "" : ",");
-  }
-  return text;
 }
 
 OutOfBudget operator_too_large(const Residency& chunks, std::span<const ChunkId> wanted) {
@@ -122,6 +106,23 @@ void start_wanted(Residency& chunks, const Policy& policy, std::span<const Chunk
 }
 
 }  // namespace
+
+std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy& policy) {
+  Best best;
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    if (chunks[id].has_host_duplicate()) best.offer(id, score_duplicate(chunks, policy, id));
+  }
+  return best.chunk();
+}
+
+std::string usage_text(const TierLedger& ledger) {
+  std::string text = "in use:";
+  for (const Tier tier : kTiers) {
+    text += std::string(" ") + name(tier) + " " + std::to_string(ledger.usage(tier)) + " of " +
+            std::to_string(ledger.budget(tier)) + (tier == kTiers.back() ? "" : ",");
+  }
+  return text;
+}
 
 std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy) {
   // Asked at every decision for every resident chunk: which policy it is, is asked once.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "chunk/eviction.h"
 #include "chunk/residency.h"
@@ -11,14 +12,23 @@
 
 namespace gemini {
 
-// The chunk the policy gives up first among those that can leave DEVICE: resident, unpinned, not in
-// flight, and with another valid copy or a place to go, or being flushed. nullopt: nothing can.
+// The chunk the policy gives up first among those that can leave DEVICE: resident, not pinned (nor
+// on HOST), not in flight, and with another valid copy or a place to go, or being flushed. nullopt:
+// nothing can.
 [[nodiscard]] std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy);
 
 // Takes a chunk that next_victim() named off DEVICE: by a DROP where another copy is valid, else by
 // an EVICT (dropping clean HOST duplicates where HOST is full), else by a SPILL. Appends the
 // actions; a flush under way needs none.
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions);
+
+// The HOST copy the policy gives up first among those whose bytes another tier has too. nullopt:
+// there is none, or none that may go.
+[[nodiscard]] std::optional<ChunkId> next_host_duplicate(const Residency& chunks,
+                                                         const Policy& policy);
+
+// Which tiers are how full, for a message.
+[[nodiscard]] std::string usage_text(const TierLedger& ledger);
 
 // Brings a chunk with content, on no flight, to DEVICE: from HOST where possible, else from DISK.
 [[nodiscard]] Action start_incoming(Residency& chunks, ChunkId chunk);

@@ -9,7 +9,8 @@
 namespace gemini {
 
 Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
-                   std::vector<int64_t> reserve_bytes, int32_t num_chunks)
+                   std::vector<int64_t> reserve_bytes, int32_t num_chunks,
+                   const std::vector<int64_t>& host_moments)
     : num_moments_(static_cast<int64_t>(accesses.size())),
       num_chunks_(num_chunks),
       reserve_bytes_(std::move(reserve_bytes)) {
@@ -39,6 +40,19 @@ Schedule::Schedule(const std::vector<std::vector<ChunkId>>& accesses,
     access_begin_.push_back(accesses_.size());
   }
   index_uses();
+  note_host_moments(host_moments);
+}
+
+void Schedule::note_host_moments(const std::vector<int64_t>& moments) {
+  if (moments.empty()) return;
+  on_host_.assign(static_cast<size_t>(num_moments_), false);
+  for (const int64_t moment : moments) {
+    if (moment < 0 || moment >= num_moments_) {
+      throw StateError("a schedule of " + std::to_string(num_moments_) + " moments has no moment " +
+                       std::to_string(moment) + " on HOST");
+    }
+    on_host_[static_cast<size_t>(moment)] = true;
+  }
 }
 
 Schedule Schedule::with_plan(Retention retention) const {

@@ -40,9 +40,10 @@ class Schedule {
  public:
   // accesses[m] are the chunks of the operator at moment m (order and repetition do not matter);
   // reserve_bytes[m] is the non-model memory of the period that begins at moment m, empty for
-  // zeros. Throws StateError for a negative number or a chunk outside [0, num_chunks).
+  // zeros; host_moments are those whose operators use their chunks on HOST. Throws
+  // StateError for a negative number, a chunk outside [0, num_chunks) or no such moment.
   Schedule(const std::vector<std::vector<ChunkId>>& accesses, std::vector<int64_t> reserve_bytes,
-           int32_t num_chunks);
+           int32_t num_chunks, const std::vector<int64_t>& host_moments = {});
 
   // The same order with a plan, in place of the one it has. Throws StateError for a plan of another
   // shape, or where the accesses were not ascending and each once: flags would be others' then.
@@ -58,7 +59,14 @@ class Schedule {
   // plan.
   [[nodiscard]] std::span<const uint8_t> flags_at(int64_t moment) const;
 
-  // The first use at or after `moment`; kNever for a chunk the schedule does not know.
+  // Whether the operator at a moment uses its chunks on HOST, and whether any does.
+  [[nodiscard]] bool on_host(int64_t moment) const {
+    return uses_host() && on_host_[static_cast<size_t>(within(moment))];
+  }
+  [[nodiscard]] bool uses_host() const { return !on_host_.empty(); }
+
+  // The first use at or after `moment` of what DEVICE holds; kNever for a chunk the schedule does
+  // not know, and where its next use is on HOST: that makes a copy on DEVICE void.
   [[nodiscard]] int64_t next_use(ChunkId chunk, int64_t moment) const {
     return next(chunk, moment).moment;
   }
@@ -77,12 +85,14 @@ class Schedule {
     return moment < num_moments_ ? moment : moment % num_moments_;
   }
   void index_uses();
+  void note_host_moments(const std::vector<int64_t>& moments);
 
   int64_t num_moments_;
   int32_t num_chunks_;
   bool ascending_ = true;  // the accesses were given so, each once
   int64_t max_reserve_ = 0;
   std::vector<int64_t> reserve_bytes_;
+  std::vector<bool> on_host_;          // per moment; empty: none is
   std::vector<ChunkId> accesses_;      // of all moments, one after the other
   std::vector<size_t> access_begin_;   // num_moments + 1 offsets into accesses_
   std::vector<int64_t> uses_;          // moments of all chunks, one chunk after the other
@@ -103,6 +113,7 @@ inline NextUse Schedule::next(ChunkId chunk, int64_t moment) const {
   const auto found = std::ranges::lower_bound(uses, in_step);
   const bool wraps = found == uses.end();
   const auto index = wraps ? 0 : static_cast<size_t>(found - uses.begin());
+  if (on_host(uses[index])) return {};
   const int64_t at = step_begin + uses[index] + (wraps ? num_moments_ : 0);
   return {at, flags_.empty() ? uint8_t{0} : flags_[use_begin_[c] + index]};
 }

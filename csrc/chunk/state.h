@@ -19,7 +19,7 @@ inline constexpr size_t kNumTiers = kTiers.size();
 enum class TensorState : uint8_t { kFree, kHold, kCompute };
 
 enum class ActionKind : uint8_t {
-  kAllocate,  // a chunk without content gets bytes on DEVICE
+  kAllocate,  // a chunk without content gets bytes on DEVICE; zeros on HOST, to be used there
   kFetch,     // HOST -> DEVICE
   kLoad,      // DISK -> DEVICE
   kEvict,     // DEVICE -> HOST

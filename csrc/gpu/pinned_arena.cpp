@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -79,7 +80,7 @@ PinnedArena::~PinnedArena() {
   for (auto& block : parked_) (void)block.release();
 }
 
-void PinnedArena::map(HostPlace& place) {
+void PinnedArena::map(HostPlace& place, bool zero) {
   process_.require("this PinnedArena");
   if (place.mapped()) throw StateError("the place is mapped already");
   const int64_t nbytes = place.span_bytes();
@@ -101,6 +102,14 @@ void PinnedArena::map(HostPlace& place) {
   }
   mapped_bytes_ += nbytes;
   peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
+  if (!zero) return;
+  await(place);
+  std::memset(place.address(), 0, static_cast<size_t>(nbytes));
+}
+
+void PinnedArena::await(const HostPlace& place) const {
+  process_.require("this PinnedArena");
+  lanes_->await(place.uses());
 }
 
 void PinnedArena::unmap(HostPlace& place, bool park) {

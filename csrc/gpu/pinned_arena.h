@@ -64,8 +64,11 @@ class PinnedArena {
   PinnedArena(const PinnedArena&) = delete;
   PinnedArena& operator=(const PinnedArena&) = delete;
 
-  // Throw as GpuArena's. Whoever uses the place first comes after those who had its memory.
-  void map(HostPlace& place);
+  // Throw as GpuArena's. Whoever uses the place first comes after those who had its memory; with
+  // `zero` that is waited for here.
+  void map(HostPlace& place, bool zero = false);
+  // Blocks until the CPU may read and write the place: nothing given to the GPU uses it any more.
+  void await(const HostPlace& place) const;
   void unmap(HostPlace& place, bool park);
   void trim(int64_t parked_limit_bytes);
 
