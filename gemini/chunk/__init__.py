@@ -4,6 +4,7 @@ from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.build import init_chunk_manager
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.cpu_memory import CPU, CpuDevice
+from gemini.chunk.host_tensor import host_tensor
 from gemini.chunk.layout import ChunkLayout, TensorSlot
 from gemini.chunk.manager import ChunkManager, TensorIds
 from gemini.chunk.memory import ComputeDevice
@@ -24,6 +25,7 @@ __all__ = [
     "TensorIds",
     "TensorSlot",
     "TierBudgets",
+    "host_tensor",
     "init_chunk_manager",
     "search_chunk_size",
 ]

@@ -46,6 +46,12 @@ class CpuMemory:
     def unmap(self, window: _C.Window, *, park: bool) -> None:
         self._arena.unmap(window, park=park)
 
+    def map_host(self, place: _C.Window) -> None:
+        self._host_arena.map(place, zero=True)
+
+    def wait_host(self, place: _C.Window) -> None:
+        """Do nothing: a transfer that was reported is over."""
+
     def unmap_host(self, place: _C.Window) -> None:
         self._host_arena.unmap(place)
 

@@ -87,6 +87,13 @@ class GpuMemory:
         self.follow()
         self._arena.unmap(window, park=park)
 
+    def map_host(self, place: _C.HostPlace) -> None:
+        self._host_arena.map(place, zero=True)
+        self._warn_of_unpinned()
+
+    def wait_host(self, place: _C.HostPlace) -> None:
+        self._host_arena.wait(place)
+
     def unmap_host(self, place: _C.HostPlace) -> None:
         self._host_arena.unmap(place)
 
@@ -98,12 +105,7 @@ class GpuMemory:
     def evict(self, place: _C.HostPlace, window: _C.GpuWindow, nbytes: int) -> int:
         self.follow()
         self._host_arena.map(place)
-        if self._host_arena.unpinned_bytes and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the system refuses to page-lock host memory: copies to and from it are slower and make the "
-                "thread that trains wait; raise the limit on locked memory or lower host_bytes"
-            )
+        self._warn_of_unpinned()
         return self._engine.copy(place, window, nbytes)
 
     def load(self, window: _C.GpuWindow, nbytes: int, offset: int) -> int:
@@ -169,6 +171,14 @@ class GpuMemory:
         self._host_arena.trim(0)
         for window in exposed:
             self._space.poison(window)  # for backward passes of graphs that outlive the model
+
+    def _warn_of_unpinned(self) -> None:
+        if self._host_arena.unpinned_bytes and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the system refuses to page-lock host memory: copies to and from it are slower and make the "
+                "thread that trains wait; raise the limit on locked memory or lower host_bytes"
+            )
 
     def _with_spare(self, take: Callable[[], None]) -> None:
         """Take memory; where there is none, first have torch give back what it keeps for later, and give

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.cpu_memory import CPU
+from gemini.chunk.disk_file import open_disk_file
 from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.errors import IoError, StateError
-from gemini.offload.async_file import AsyncFile
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
@@ -43,7 +43,7 @@ class ChunkManager:
         # A model may have no parameters.
         self._file_bytes = max(sum(spec.nbytes for spec in specs), 1) + budgets.spare_disk_bytes
         self._places_bytes = 0  # of the file, that chunks have
-        self._file = self._open_file()
+        self._file = open_disk_file(budgets, self._file_bytes)
         self._memory = device.open([spec.nbytes for spec in specs], budgets, self._file)
         self.chunks: list[Chunk] = []
         for spec in specs:
@@ -57,14 +57,6 @@ class ChunkManager:
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
         self._closed = False
-
-    def _open_file(self) -> AsyncFile | None:
-        disk_bytes = self.budgets.disk_bytes
-        if self.budgets.disk_dir is None or disk_bytes == 0:
-            return None
-        # With a smaller budget each chunk still has its place; only what the table admits takes disk space.
-        reserve = not self.budgets.spare_disk_bytes and disk_bytes >= self._file_bytes
-        return AsyncFile(self.budgets.disk_dir, self._file_bytes, reserve=reserve)
 
     def _append(self, spec: ChunkSpec, *, later: bool = False) -> Chunk:
         chunk_id = self.table.add_chunk(spec.nbytes)
@@ -104,14 +96,24 @@ class ChunkManager:
             OutOfBudgetError: they do not fit DEVICE at once; nothing has changed.
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
         """
+        self._acquire(tensors, self.table.access if traced else self.table.access_untraced, traced)
+
+    def acquire_on_host(self, tensors: TensorIds, *, traced: bool) -> None:
+        """Do as :meth:`acquire` on HOST, for the CPU to use the chunks there (:func:`host_tensor`). Raises
+        OutOfBudgetError also where one lies on DISK alone; StateError where one is pinned on DEVICE."""
+        table = self.table
+        self._acquire(tensors, table.access_on_host if traced else table.access_on_host_untraced, traced)
+
+    def _acquire(
+        self, tensors: TensorIds, begin: Callable[[TensorIds], tuple[_C.Action, ...]], traced: bool
+    ) -> None:
         asked_s = time.perf_counter() if self.observer is not None else 0.0
         self._memory.follow()
         if self._suspect:
             self._reconcile()
-        table = self.table
         try:
-            actions = table.access(tensors) if traced else table.access_untraced(tensors)
-            if actions or not table.ready(tensors):
+            actions = begin(tensors)
+            if actions or not self.table.ready(tensors):
                 self._settle(tensors, actions)
         except BaseException:
             self._suspect = True
@@ -120,7 +122,7 @@ class ChunkManager:
             self.observer.acquired(tensors, asked_s, traced=traced)
 
     def release(self, tensors: TensorIds, *, dirty: bool) -> None:
-        """Unpin (COMPUTE -> HOLD); ``dirty`` says that DEVICE now holds the only valid copy."""
+        """Unpin (COMPUTE -> HOLD); ``dirty``: the tier where they were pinned has the only valid copy."""
         if self.observer is not None:
             self.observer.released(tensors)
         if self._suspect:
@@ -232,6 +234,12 @@ class ChunkManager:
         copies = (self.table.valid_tiers(chunk.id) for chunk in self.chunks)
         return all(_C.Tier.DEVICE in tiers or not tiers for tiers in copies)
 
+    def wait_host(self, chunk: Chunk) -> None:
+        """Wait until the CPU may use a chunk that is pinned on HOST; that counts as a stall."""
+        start = time.perf_counter()
+        self._memory.wait_host(chunk.host)
+        self._waited_s += time.perf_counter() - start
+
     def chunk_at(self, address: int) -> int:
         """Return the id of the chunk whose window holds ``address``, or -1."""
         return self._memory.find(address)
@@ -286,7 +294,9 @@ class ChunkManager:
         for action in actions:
             chunk = self.chunks[action.chunk]
             kind = action.kind
-            if kind == _C.ActionKind.ALLOCATE:
+            if kind == _C.ActionKind.ALLOCATE and action.to_tier == _C.Tier.HOST:
+                self._memory.map_host(chunk.host)
+            elif kind == _C.ActionKind.ALLOCATE:
                 self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
             elif kind == _C.ActionKind.DROP:
                 self._unmap(chunk, action.from_tier)
@@ -330,21 +340,15 @@ class ChunkManager:
         for completion in completions:
             action = self._in_flight.pop(completion.ticket)
             if completion.ok:
-                self._completed(action)
+                self._take_back(action, self.table.complete(action.id))
             else:
-                self._aborted(action)
+                self._take_back(action, self.table.abort(action.id))
                 failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
             if self.observer is not None:
                 self.observer.ended(action, completion)
         if failed is not None:
             raise failed
         return bool(completions)
-
-    def _completed(self, action: _C.Action) -> None:
-        self._take_back(action, self.table.complete(action.id))
-
-    def _aborted(self, action: _C.Action) -> None:
-        self._take_back(action, self.table.abort(action.id))
 
     def _take_back(self, action: _C.Action, outcome: _C.Completion) -> None:
         chunk = self.chunks[action.chunk]

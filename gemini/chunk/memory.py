@@ -31,6 +31,9 @@ class HostPlace(Protocol):
     """A chunk's place on HOST, with or without memory."""
 
     @property
+    def address(self) -> int: ...
+
+    @property
     def mapped(self) -> bool: ...
 
 
@@ -57,6 +60,13 @@ class ChunkMemory(Protocol[W, H]):
 
     def unmap(self, window: W, *, park: bool) -> None:
         """Take a window's memory; ``park`` keeps it for the next one."""
+
+    def map_host(self, place: H) -> None:
+        """Give a place on HOST memory of zeros, for the CPU. Raises OutOfBudgetError."""
+
+    def wait_host(self, place: H) -> None:
+        """Wait until the CPU may read and write a place on HOST: of its transfers, which were reported, none
+        uses it any more."""
 
     def unmap_host(self, place: H) -> None:
         """Take the memory of a place on HOST."""

@@ -46,6 +46,8 @@ def reconcile(
                 memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
             except DeviceFullError:
                 unfounded.add(chunk.id)
+        if _C.Tier.HOST in tiers and not chunk.host.mapped:
+            memory.map_host(chunk.host)
     return unfounded
 
 
