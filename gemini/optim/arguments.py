@@ -12,6 +12,7 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
+from gemini.runtime.host_updates import HostUpdates
 
 Overlap = bool | Literal["backward"]  # of GeminiOptimizer: where updates run
 
@@ -23,13 +24,8 @@ def checked_max_norm(max_norm: float) -> float:
     return max_norm
 
 
-def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP, gpu_margin_mem_ratio: float) -> None:
+def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
     """Raise ConfigError where ``optim`` cannot update the chunks of ``model``."""
-    if gpu_margin_mem_ratio != 0.0:
-        raise ConfigError(
-            f"gpu_margin_mem_ratio is {gpu_margin_mem_ratio}: optimizer states stay on DEVICE where "
-            "there is room, without a share of their own; leave it at 0 and raise device_bytes instead"
-        )
     if not isinstance(optim, CPUAdam):
         raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
     _check_parameters(optim, model)
@@ -64,6 +60,66 @@ def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
                     f"the model does not manage; "
                     "build the optimizer from the wrapped model's parameters"
                 )
+
+
+def host_updates_of(model: GeminiDDP, ratio: float | None) -> HostUpdates | None:
+    """Return what ``gpu_margin_mem_ratio=ratio`` has the CPU update on HOST; None: nothing.
+
+    Raises:
+        ConfigError: it cannot be done with this model's tiers.
+    """
+    if ratio is None or (ratio == 0 and not model.device.has_own_memory):
+        return None
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"gpu_margin_mem_ratio is {ratio}; give a number from 0 to 1, or None")
+    if not model.device.has_own_memory:
+        raise ConfigError(
+            f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: all updates are the CPU's, and optimizer "
+            "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
+        )
+    budgets = model.manager.chunks.budgets
+    if budgets.disk_dir is not None:
+        raise ConfigError(
+            f"gpu_margin_mem_ratio is {ratio}, but the CPU updates states on HOST, not on DISK: leave out "
+            "disk_dir and raise host_bytes, or leave out gpu_margin_mem_ratio: then states come to the GPU"
+        )
+    updates = HostUpdates.of_groups(model.storage.groups, ratio)
+    least = updates.state_bytes + max(
+        (group.param.spec.nbytes + group.grad.spec.nbytes for group in model.storage.groups if group.grad),
+        default=0,
+    )
+    if budgets.host_bytes < least:
+        raise ConfigError(
+            f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {budgets.host_bytes}: the optimizer states "
+            f"and what one update needs beside them take {least}; raise host_bytes to that, or leave out "
+            "gpu_margin_mem_ratio: then states come to the GPU"
+        )
+    return updates
+
+
+def check_several(model: GeminiDDP, overlaps: set[Overlap], ratios: set[float | None]) -> None:
+    """Raise ConfigError where ``model`` cannot have several optimizers with these values of ``overlap`` and
+    ``gpu_margin_mem_ratio``."""
+    if model.manager.sharding is not None:
+        raise ConfigError(
+            "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
+            "and given up together; put the parameters into groups of one optimizer"
+        )
+    if model.config.precision == torch.float16:
+        raise ConfigError(
+            "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
+            "put the parameters into groups of one optimizer"
+        )
+    if "backward" in overlaps:
+        raise ConfigError(
+            "with overlap='backward' one optimizer updates a model: a backward pass makes the gradients "
+            "of all its parameters; put the parameters into groups of one optimizer"
+        )
+    if len(ratios) > 1:
+        raise ConfigError(
+            f"the optimizers of one model have gpu_margin_mem_ratio {sorted(map(str, ratios))}, but share "
+            "its chunks; give each the same"
+        )
 
 
 def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bool) -> None:

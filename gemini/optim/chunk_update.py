@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
 from gemini.chunk import ChunkKind
+from gemini.optim.host_update import Part, update_on_host
 from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.mixture import HALF_LOADED, Mixture
 
-# Pins tensors, the second argument's as written ones, for a block.
-_Operator = Callable[[list[int], list[int]], AbstractContextManager[None]]
-
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
+
+
+class _Operator(Protocol):
+    """Pins tensors for a block, on DEVICE or on HOST; those in ``dirty`` as written ones."""
+
+    def __call__(
+        self, tensors: list[int], dirty: list[int], *, on_host: bool = False
+    ) -> AbstractContextManager[None]: ...
 
 
 class Completeness:
@@ -105,7 +112,7 @@ class ChunkUpdate:
 
     def run_now(self) -> None:
         """Do as :meth:`run`, inside the step: each piece is a moment of it."""
-        self._manager.shortage.twice(lambda: self._run(self._manager.operator))
+        self._manager.shortage.twice(lambda: self._run(self._manager.updates.inside))
 
     def run(self) -> None:
         """Update what is left, then give the gradients up.
@@ -115,7 +122,7 @@ class ChunkUpdate:
                 again goes on with the others.
         """
         with OutsideTransforms():  # of torch.func, in which what needs it may be
-            self._manager.shortage.twice(lambda: self._run(self._manager.late_operator))
+            self._manager.shortage.twice(lambda: self._run(self._manager.updates.late))
 
     def _run(self, operator: _Operator) -> None:
         if self._rewritten is None:
@@ -129,6 +136,9 @@ class ChunkUpdate:
 
     def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         """Update the elements of a piece, everything they need pinned at once."""
+        if self._belongs_on_host(left):
+            self._update_on_host(left, rewritten, operator)
+            return
         with operator(left.written + left.grads, left.written), torch.no_grad():
             self._manager.snapshot.before_update(left.piece)
             rows: list[Row] = []
@@ -145,6 +155,23 @@ class ChunkUpdate:
             with self._completeness.change():
                 self._run_kernel(rows, [self.steps[slot] for slot in left.slots])
                 del self._left[0]
+
+    def _belongs_on_host(self, left: _Piece) -> bool:
+        """Whether the CPU updates the piece on HOST. What it needs may also not be had there; the update on
+        DEVICE gives the same bits."""
+        manager = self._manager
+        return (
+            manager.order.is_on_host(left.chunks)
+            and all(slot.trainable_grad.tensors for slot in left.slots)
+            and manager.updates.can_use_host(left.written + left.grads)
+        )
+
+    def _update_on_host(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+        parts = [Part(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
+        tensors = left.written + left.grads
+        with operator(tensors, left.written, on_host=True), torch.no_grad(), self._completeness.change():
+            update_on_host(self._manager.chunks, self._group, left.piece, parts)
+            del self._left[0]
 
     def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
         """Update the memory of ``rows``, which is pinned."""

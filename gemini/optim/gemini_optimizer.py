@@ -11,7 +11,14 @@ from torch.autograd.graph import increment_version
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
-from gemini.optim.arguments import Overlap, check_mode, check_optimizer, checked_max_norm
+from gemini.optim.arguments import (
+    Overlap,
+    check_mode,
+    check_optimizer,
+    check_several,
+    checked_max_norm,
+    host_updates_of,
+)
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.cpu_adam import CPUAdam
@@ -22,6 +29,7 @@ from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import checked_state, export_state, import_state
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
+from gemini.runtime.host_updates import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
 
@@ -38,7 +46,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
 
-        gpu_margin_mem_ratio: must be 0: placement decides what stays on DEVICE, optimizer states included.
+        gpu_margin_mem_ratio: on a GPU, who updates which optimizer states. None: the GPU all of them, on
+            DEVICE. A number from 0 to 1: of the first chunks the GPU, as far as they fit this share of the
+            room that parameters and non-model data leave; the CPU updates the others where they lie on HOST,
+            with the same bits (docs/notes/gpu.md). Without a GPU None or 0.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
             the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
@@ -66,16 +77,19 @@ class GeminiOptimizer(torch.optim.Optimizer):
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2**32,
-        gpu_margin_mem_ratio: float = 0.0,
+        gpu_margin_mem_ratio: float | None = None,
         overlap: Overlap = True,
     ) -> None:
-        check_optimizer(optim, model, gpu_margin_mem_ratio)
+        check_optimizer(optim, model)
+        host_updates = host_updates_of(model, gpu_margin_mem_ratio)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         super().__init__(optim.param_groups, optim.defaults)
         self.model = model
         self.overlap = overlap
+        self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
+        choose_host_updates(model.manager, host_updates)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -260,21 +274,13 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
-        several = any(self.slots.isdisjoint(optimizer.slots) for optimizer in self.model.optimizers)
-        if several and self.model.manager.sharding is not None:
-            raise ConfigError(
-                "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
-                "and given up together; put the parameters into groups of one optimizer"
-            )
-        if several and self.model.config.precision == torch.float16:
-            raise ConfigError(
-                "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
-                "put the parameters into groups of one optimizer"
-            )
-        if several and "backward" in [self.overlap, *(each.overlap for each in self.model.optimizers)]:
-            raise ConfigError(
-                "with overlap='backward' one optimizer updates a model: a backward pass makes the gradients "
-                "of all its parameters; put the parameters into groups of one optimizer"
+        others = [each for each in self.model.optimizers if self.slots.isdisjoint(each.slots)]
+        if others:
+            everyone = [self, *others]
+            check_several(
+                self.model,
+                {each.overlap for each in everyone},
+                {each.gpu_margin_mem_ratio for each in everyone},
             )
         self.model.optimizers.add(self)
 

@@ -27,6 +27,7 @@ from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.strays import STRAYS
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.update_operators import UpdateOperators
 from gemini.runtime.written import WrittenTensors
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class GeminiManager:
         self.watcher: GradientWatcher | None = None
         self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
+        self.updates = UpdateOperators(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
         self._first_address, self._end_address = chunks.address_range()
@@ -76,8 +78,8 @@ class GeminiManager:
 
     # -- operators -------------------------------------------------------------------------------
 
-    def pre_op(self, tensors: TensorIds) -> None:
-        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing.
+    def pre_op(self, tensors: TensorIds, *, on_host: bool = False) -> None:
+        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
 
         Raises:
             OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked; nothing is pinned.
@@ -95,17 +97,17 @@ class GeminiManager:
             self.run_due(tensors)
         if self.sharding is not None:
             self.sharding.gather(tensors)
-        self.next_moment(tensors)
+        self.next_moment(tensors, on_host=on_host)
 
-    def next_moment(self, tensors: TensorIds) -> None:
+    def next_moment(self, tensors: TensorIds, *, on_host: bool = False) -> None:
         """Pin ``tensors``, for which nothing is left to be done before, as the next moment of what is
         followed. Raises as :meth:`pre_op`."""
         following = self._following
         if following is None:
-            self.chunks.acquire(tensors, traced=False)
+            (self.chunks.acquire_on_host if on_host else self.chunks.acquire)(tensors, traced=False)
             return
         try:
-            too_long = following.pre_op(tensors, self.phase)
+            too_long = following.pre_op(tensors, self.phase, on_host=on_host)
         except BaseException:
             self.abandon()
             raise
@@ -125,29 +127,25 @@ class GeminiManager:
         try:
             yield
         finally:
-            self._post_ops(tensors, dirty)
+            self.post_ops(tensors, dirty)
 
-    @contextmanager
-    def late_operator(self, tensors: TensorIds, dirty: TensorIds) -> Iterator[None]:
-        """Do as :meth:`operator` for a pending update: it waits for none, and counts to the step before."""
+    def next_late_moment(self, tensors: TensorIds, *, on_host: bool) -> bool:
+        """Pin ``tensors`` for a pending update, which counts to the step before; say whether that is part of
+        the step's order. Raises as :meth:`pre_op`."""
         self.backward_pins.settle()
         self._settle_activations()
-        tracing = self._following is self.order
-        if tracing:
-            try:
-                self.order.pre_op(tensors, OPTIMIZER)
-            except BaseException:
-                self.abandon()
-                raise
-        else:
-            self.chunks.acquire(tensors, traced=False)
+        if self._following is not self.order:
+            (self.chunks.acquire_on_host if on_host else self.chunks.acquire)(tensors, traced=False)
+            return False
         try:
-            self.order.note_late(traced=tracing)
-            yield
-        finally:
-            self._post_ops(tensors, dirty)
+            self.order.pre_op(tensors, OPTIMIZER, on_host=on_host)
+        except BaseException:
+            self.abandon()
+            raise
+        return True
 
-    def _post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
+    def post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
+        """Unpin ``tensors``, of which those in ``dirty`` were written."""
         written = set(dirty)
         self.post_op([tensor for tensor in tensors if tensor in written], True)
         self.post_op([tensor for tensor in tensors if tensor not in written], False)
@@ -390,4 +388,5 @@ class GeminiManager:
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
         fits = self.context.size.total_bytes <= self.order.room_bytes
+        fits = fits and not self.order.host_chunks
         return fits and self.sharding is None and self.chunks.all_on_device()

@@ -67,10 +67,10 @@ class Learned:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self._names = dict(names)
 
-    def pre_op(self, tensors: TensorIds, phase: str) -> bool:
-        """Acquire ``tensors`` as the next moment; see to it that what comes after is on its way. Return
-        whether the iteration has become too long to be one."""
-        return self._recorder.pre_op(tensors, phase)
+    def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool = False) -> bool:
+        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``; see to it that what comes after
+        is on its way. Return whether the iteration has become too long to be one."""
+        return self._recorder.pre_op(tensors, phase, on_host=on_host)
 
     def enforce(self) -> None:
         """Put the plan in force."""
@@ -166,9 +166,13 @@ class Learned:
         self.trace, self.timed, self._rival = None, False, None
         self._candidates.clear()
 
-    def schedule_of(self, trace: Trace, places: Sequence[Place], *, steady: bool) -> Planned:
-        """Return what the table follows; planned if the order is ``steady``, to be repeated."""
-        return self.planner.schedule(trace, places, self.plan, final=steady and self.timed)
+    def schedule_of(
+        self, trace: Trace, places: Sequence[Place], *, steady: bool, on_host: Sequence[int] = ()
+    ) -> Planned:
+        """Return what the table follows; planned if the order is ``steady``, to be repeated. ``on_host``: the
+        places whose operators are the CPU's, on HOST."""
+        final = steady and self.timed
+        return self.planner.schedule(trace, places, self.plan, final=final, on_host=on_host)
 
     def withhold(self, nbytes: int) -> None:
         """Plan anew, with ``nbytes`` of DEVICE left free beyond what the policy says."""

@@ -50,21 +50,28 @@ class StepPlanner:
         self._steps.clear()
 
     def schedule(
-        self, trace: Trace, places: Sequence[Place], placement: PlacementPlan, *, final: bool
+        self,
+        trace: Trace,
+        places: Sequence[Place],
+        placement: PlacementPlan,
+        *,
+        final: bool,
+        on_host: Sequence[int] = (),
     ) -> Planned:
-        """Return what the chunk table follows.
+        """Return what the chunk table follows; operators of the places ``on_host`` use their chunks there.
 
         A plan is part of it if the policy asks for one, the times of the trace are ``final`` and the step is
-        a whole iteration of it.
+        a whole iteration of it, all of it on DEVICE: operators on HOST are beyond the simulator.
         """
         reserve = placement.reserve_bytes
         order = [(place.moment, place.period) for place in places if place.moment is not None]
         whole = sorted(moment for moment, _ in order) == list(range(trace.num_moments))
+        whole = whole and len(order) == len(places) and not on_host
         wanted = placement.retention and placement.device_limit_bytes > 0
-        if not (wanted and final and trace.links and whole and len(order) == len(places)):
+        if not (wanted and final and trace.links and whole):
             periods = [reserve[place.period] for place in places] if reserve else []
             accesses = [place.chunks for place in places]
-            return Planned(_C.Schedule(accesses, periods, len(trace.chunk_bytes)), None)
+            return Planned(_C.Schedule(accesses, periods, len(trace.chunk_bytes), on_host), None)
         iteration = Iteration.of_order(trace, order, reserve)
         key = tuple(order)
         if key not in self._steps:

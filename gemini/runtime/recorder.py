@@ -74,14 +74,16 @@ class Recorder:
             self._collector = MemStatsCollector(self._monitor, device.model_data_bytes)
             self._collector.start()
 
-    def pre_op(self, tensors: TensorIds, phase: str) -> bool:
-        """Acquire ``tensors`` as the next moment; see to it that what comes after is on its way. Return
-        whether the iteration has become too long to be one."""
+    def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool = False) -> bool:
+        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``; see to it that what comes after
+        is on its way. Return whether the iteration has become too long to be one."""
         chunks, timer = self._chunks, self._timer
         if timer is not None:
             timer.close_period()
         if self._warmup:
-            self._acquire_measured(tensors, phase)
+            self._acquire_measured(tensors, phase, on_host)
+        elif on_host:
+            chunks.acquire_on_host(tensors, traced=True)
         else:
             chunks.acquire(tensors, traced=True)
         if timer is not None:
@@ -125,11 +127,11 @@ class Recorder:
             self._monitor.close()
             self._monitor = None
 
-    def _acquire_measured(self, tensors: TensorIds, phase: str) -> None:
+    def _acquire_measured(self, tensors: TensorIds, phase: str, on_host: bool) -> None:
         # Sample before the layout changes.
         if self._collector is not None:
             self._collector.sample(self._chunks.table.moment(), phase)
-        self._chunks.acquire(tensors, traced=True)
+        (self._chunks.acquire_on_host if on_host else self._chunks.acquire)(tensors, traced=True)
         if self._collector is not None:
             self._collector.note_model_data()
         for tensor in tensors:

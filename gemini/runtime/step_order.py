@@ -16,6 +16,7 @@ from gemini.chunk import ChunkKind, ChunkManager
 from gemini.memstats import Trace
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
+from gemini.runtime.host_updates import HostUpdates
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import BACKWARD, OPTIMIZER
@@ -46,6 +47,8 @@ class StepOrder(Learned):
         layout."""
         self.updates_in_backward = False  # as far as they may be moved at all
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
+        self.host_chunks: frozenset[int] = frozenset()  # of states that are updated on HOST
+        self._host_updates: HostUpdates | None = None  # what chooses them
         self._early: dict[int, EarlyUpdate] = {}  # in the trace, by the chunk of their gradients
         self._inside: set[int] = set()  # chunks of gradients whose updates do not run early
         self._late: set[int] = set()  # moments of the log that belong to the step before
@@ -63,7 +66,24 @@ class StepOrder(Learned):
         """Whether updates need not run at the end of their step: its order is known, there are transfers to
         hide, and the largest update has room beside the non-model memory of the worst period."""
         size = self._context.size
-        return self.trace is not None and size.working_set_bytes <= self.room_bytes < size.total_bytes
+        transfers = self.room_bytes < size.total_bytes or bool(self.host_chunks)
+        return self.trace is not None and transfers and size.working_set_bytes <= self.room_bytes
+
+    @property
+    def host_updates(self) -> HostUpdates | None:
+        """What chooses the states that are updated on HOST; None: none are."""
+        return self._host_updates
+
+    @host_updates.setter
+    def host_updates(self, updates: HostUpdates | None) -> None:
+        self._host_updates = updates
+        self._choose_host_chunks()
+        self._forget_plans()
+        self.resume(())
+
+    def is_on_host(self, chunks: Sequence[int]) -> bool:
+        """Whether the update that needs ``chunks`` at once belongs on HOST."""
+        return not self.host_chunks.isdisjoint(chunks)
 
     @property
     def overlaps(self) -> bool:
@@ -162,6 +182,7 @@ class StepOrder(Learned):
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         self._forget_plans()
         super()._adopt(trace, timed=timed)
+        self._choose_host_chunks()
         self._early = {
             chunk: update for chunk, update in early_updates(trace).items() if chunk not in self._inside
         }
@@ -186,11 +207,21 @@ class StepOrder(Learned):
             if len(self._schedules) == _SCHEDULES_KEPT:
                 self._schedules.clear()
             places = place_updates(trace, pending, first=first, inside=self._updates_inside, early=early)
-            found = self.schedule_of(trace, places, steady=not first)
+            on_host = [index for index, place in enumerate(places) if self._is_on_host(place, trace)]
+            found = self.schedule_of(trace, places, steady=not first, on_host=on_host)
             self._schedules[key] = found
         if found.step is not None:
             self._planned = found.step
         return found
+
+    def _is_on_host(self, place: Place, trace: Trace) -> bool:
+        is_update = place.moment is None or trace.phases[place.moment] == OPTIMIZER
+        return is_update and self.is_on_host(place.chunks)
+
+    def _choose_host_chunks(self) -> None:
+        room = None if self.trace is None else self.room_bytes
+        updates = self._host_updates
+        self.host_chunks = updates.on_host(room) if updates is not None else frozenset()
 
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it

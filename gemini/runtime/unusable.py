@@ -7,13 +7,13 @@ from gemini.errors import StateError
 from gemini.runtime.strays import STRAYS
 
 
-def closed(tensors: TensorIds) -> None:
+def closed(tensors: TensorIds, *, on_host: bool = False) -> None:
     """Raise StateError: the model was closed."""
     STRAYS.settle()  # of a backward pass that ran on after close(): this error is the report
     raise StateError("the managed model was closed; its parameters hold no memory any more")
 
 
-def in_child(_tensors: TensorIds = ()) -> None:
+def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
     """Raise StateError: the memory is the parent's."""
     raise StateError(
         "managed parameters cannot be used in a forked process: their memory stays with the parent; "

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from late_operators import LateOperators
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
@@ -49,6 +50,7 @@ class LateDevice(SimulatedDevice):
         """Run torch's operators and the kernels late for the block."""
         make_row, run_rows = chunk_update.make_row, chunk_update.run_rows
         sum_of_squares = gradients.sum_of_squares
+        update_on_host = chunk_update.update_on_host
         used: list[Tensor] = []
 
         def noted_row(param: Tensor, grad: Tensor, *more: Any, **options: Any) -> Any:
@@ -64,6 +66,11 @@ class LateDevice(SimulatedDevice):
             self.operators.synchronize()
             return sum_of_squares(tensor)
 
+        def update_at_once(*arguments: Any) -> None:
+            with _disable_current_modes():  # what the CPU does is done when the call returns
+                update_on_host(*arguments)
+
+        monkeypatch.setattr(chunk_update, "update_on_host", update_at_once)
         monkeypatch.setattr(chunk_update, "make_row", noted_row)
         monkeypatch.setattr(chunk_update, "run_rows", late_rows)
         monkeypatch.setattr(gradients, "sum_of_squares", awaited_sum)

@@ -1,0 +1,44 @@
+"""Adam by the CPU on chunks where they lie on HOST."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gemini.chunk import ChunkKind, ChunkManager, host_tensor
+from gemini.errors import StateError
+from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
+from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece
+
+
+class Part(NamedTuple):
+    """A parameter that has elements in a piece, its step, and whether its master follows it first, for user
+    code wrote to it."""
+
+    slot: ManagedSlot
+    step: AdamStep
+    rewritten: bool
+
+
+def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, parts: Sequence[Part]) -> None:
+    """Update ``parts`` of a piece in place; its chunks and those of parameters and gradients are pinned on
+    HOST. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
+    if group.grad is None:
+        raise StateError("a group of frozen parameters has no update")
+    values, grads = host_tensor(chunks, group.param), host_tensor(chunks, group.grad)
+    states = {kind: host_tensor(chunks, chunk) for kind, chunk in piece.chunks.items()}
+    rows: list[Row] = []
+    for part in parts:
+        start, stop = part.slot.overlapping(piece)
+        flat = {kind: state[start - piece.start : stop - piece.start] for kind, state in states.items()}
+        param, half_out = values[start:stop], None
+        if ChunkKind.MASTER in flat:
+            param, half_out = flat[ChunkKind.MASTER], param
+            if part.rewritten:
+                param.copy_(half_out)
+        moments = {
+            "exp_avg": flat[ChunkKind.EXP_AVG].data_ptr(),
+            "exp_avg_sq": flat[ChunkKind.EXP_AVG_SQ].data_ptr(),
+        }
+        rows.append(make_row(param, grads[start:stop], moments, half_out=half_out, step_index=len(rows)))
+    run_rows(rows, [part.step for part in parts], "cpu")

@@ -1,0 +1,110 @@
+"""Ctrl-C anywhere in a step whose updates are the CPU's beside a GPU: books stay right, nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
+from training_harness import assert_same_state, assert_within_budgets
+
+from gemini import GeminiDDP, StateError, checkpoint
+
+WHERE = (
+    "chunk/manager.py",
+    "host_tensor.py",
+    "gemini_mgr.py",
+    "update_operators.py",
+    "step_order.py",
+    "recorder.py",
+    "pending.py",
+    "chunk_update.py",
+    "host_update.py",
+)
+CPU = torch.device("cpu")
+
+
+class InterruptAt:
+    """Sends SIGINT to this process at the ``number``-th line that it executes in :data:`WHERE`."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> Any:
+        """Be what :func:`sys.settrace` calls."""
+        if event == "call" and not frame.f_code.co_filename.endswith(WHERE):
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def interrupted(action: Callable[[], Any], number: int) -> bool:
+    """Run ``action`` with Ctrl-C at one line; say whether it came to that."""
+    sys.settrace(InterruptAt(number))
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def start(**options: Any) -> tuple[GeminiDDP, Any]:
+    """Return a model and its optimizer after three steps, the last update pending."""
+    gpu = simulated(max_delay_us=100)
+    chosen = {"device_bytes": 14 * gpu.block_bytes, "host_bytes": 64 * gpu.block_bytes, **SMALL_CHUNKS}
+    model = GpuModel(network(), device=gpu, non_model_bytes=0, **chosen)
+    optimizer = optimizer_of(model, gpu_margin_mem_ratio=0.0, **options)
+    train(model, optimizer, CPU, range(3))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_step_after_an_interrupted_one_is_exact(tmp_path: Path, overlap: bool) -> None:
+    model, optimizer = start(overlap=overlap)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    want = train(model, optimizer, CPU, range(3, 5))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    number, came = 1, True
+    while came:
+        checkpoint.load(tmp_path / "run", model, optimizer)
+        train(model, optimizer, CPU, range(3, 4))  # leaves updates pending, where they overlap
+        came = interrupted(lambda: train(model, optimizer, CPU, range(4, 5)), number)
+        optimizer.zero_grad()
+        model.manager.chunks.table.check_invariants()
+        assert_within_budgets(model.stats())
+        number += 97
+    assert number > 20 * 97
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    assert train(model, optimizer, CPU, range(3, 5)) == want
+    assert_same_state(model.state_dict(), state)
+    model.close()
+
+
+def test_a_pending_update_that_was_interrupted_is_done_later_or_refused() -> None:
+    model, optimizer = start()
+    want = train(model, optimizer, CPU, range(3, 5))
+    model.close()
+    num_exact = 0
+    for number in range(1, 2000, 53):
+        model, optimizer = start()
+        interrupted(model.manager.run_pending, number)
+        model.manager.chunks.table.check_invariants()
+        assert_within_budgets(model.stats())
+        try:
+            assert train(model, optimizer, CPU, range(3, 5)) == want
+            num_exact += 1
+        except StateError:  # it came between the start of a kernel and the note that its piece is done
+            assert optimizer.incomplete
+        model.close()
+    assert num_exact > 20
