@@ -98,6 +98,7 @@ class ChunkUpdate:
         self._group = group
         self.steps = steps
         self._completeness = completeness
+        self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
         self._left = [
             _Piece(group, piece, touched, chunk_of)
@@ -131,8 +132,9 @@ class ChunkUpdate:
                 self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
         while self._left:
             self._update(self._left[0], self._rewritten, operator)
-        for slot in self.steps:
-            slot.trainable_grad.end_update()
+        while self._used:  # once each: where this runs again, others may have come to their places
+            self._used[-1].trainable_grad.end_update()
+            del self._used[-1]
 
     def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         """Update the elements of a piece, everything they need pinned at once."""

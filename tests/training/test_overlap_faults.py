@@ -16,6 +16,7 @@ from training_models import Around, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
 from gemini.optim import chunk_update
+from gemini.runtime.pending import PendingUpdate, PendingUpdates
 
 STEPS = 4
 
@@ -165,3 +166,28 @@ def test_a_forward_that_raised_keeps_what_is_pending(tmp_path: Path) -> None:
         assert 0 < model.stats()["pending_updates"] < pending
         assert [train(model, optimizer, index) for index in range(2, STEPS)] == want_losses
         assert_same_state(model.state_dict(), want)
+
+
+def test_ctrl_c_while_an_update_that_has_run_is_forgotten_loses_no_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want_losses, want = undisturbed(tmp_path)
+
+    def interrupted_removal(pending: PendingUpdates, update: PendingUpdate) -> None:
+        for tensor in update.tensors[:cut]:
+            pending.by_tensor.pop(tensor, None)
+        raise KeyboardInterrupt
+
+    cut, left = 0, True
+    while left:
+        model, optimizer = start(tmp_path)
+        with model:
+            left = any(cut < len(update.tensors) for update in model.manager.pending.all())
+            with monkeypatch.context() as patch:
+                patch.setattr(PendingUpdates, "remove", interrupted_removal)
+                with pytest.raises(KeyboardInterrupt):
+                    model.manager.run_pending()
+            assert [train(model, optimizer, index) for index in range(2, STEPS)] == want_losses
+            assert_same_state(model.state_dict(), want)
+        cut += 1
+    assert cut > 5
