@@ -340,9 +340,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         return model.manager.shortage.twice(lambda: all_finite(model.storage, model.manager))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
-        order = [
-            param._slot for param in self.model.module.parameters() if isinstance(param, ManagedParameter)
-        ]
+        params = self.model.module.parameters()
+        order = [param._slot for param in params if isinstance(param, ManagedParameter)]
         storage, manager, scale = self.model.storage, self.model.manager, self._unscaled()
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
