@@ -6,6 +6,7 @@ import enum
 import functools
 import random
 import types
+import weakref
 from collections import deque
 from typing import Any
 
@@ -21,10 +22,11 @@ _FIXED = (
     types.ModuleType,
     functools.partial,
     enum.Enum,
+    weakref.ref,
     nn.Module,  # looked at for itself, if it is within the block
 )
 _MOST_VALUES = 20_000
-# Parameters change with every step; a stand-in for forward is the runtime's own.
+# Parameters change with the update of every step; a stand-in for forward is the runtime's own.
 _LEFT_OUT = frozenset({"_parameters", "forward"})
 
 
@@ -61,6 +63,8 @@ class Digest:
         self._look_into(value)
 
     def _look_into(self, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            return
         if isinstance(value, torch.Tensor):
             self._found.append(0 if value.is_inference() else value._version)
         elif isinstance(value, torch.Generator):

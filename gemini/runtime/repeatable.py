@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is strided memory of its own that counts its versions; managed ones are not."""
     return (
         type(tensor) is torch.Tensor
+        and not tensor.is_nested
         and tensor.layout is torch.strided
         and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
     )
@@ -87,6 +88,7 @@ class Look:
         if any(part._forward_hooks or part._forward_pre_hooks for part in _within(module)):
             raise CannotRepeat("modules within it have forward hooks, which would run twice")
         self._digest = digest_of(module)
+        self._parameters = _versions(module.parameters())
         self._random = _other_random_states()
 
     def require_unchanged(self, versions: Sequence[Version], out: object) -> None:
@@ -94,6 +96,8 @@ class Look:
         ``versions`` are those before, to its module or to generators that are not set back."""
         if not all(version.is_current for version in versions):
             raise CannotRepeat("it writes to its arguments")
+        if _versions(self._module.parameters()) != self._parameters:
+            raise CannotRepeat("it writes to its parameters")
         if _other_random_states() != self._random:
             raise CannotRepeat("it draws random numbers of Python or numpy")
         if not self.holds:
@@ -125,7 +129,7 @@ class Repeat:
             args, kwargs = self._given.rebuilt(tensors)
             out = self._forward(*args, **kwargs)
             self._training = training_modes(self._module)
-            self._buffers = _versions(self._module)
+            self._buffers = _versions(self._module.buffers())
             self._bits = _bits_of(out)
             return out
         # Aliases: hooks that the block registers on what it is given must not reach the real graph again.
@@ -137,7 +141,7 @@ class Repeat:
             out = self._forward(*args, **kwargs)
         finally:
             _set_training(self._module, modes)
-        if _versions(self._module) != self._buffers or _bits_of(out) != self._bits:
+        if _versions(self._module.buffers()) != self._buffers or _bits_of(out) != self._bits:
             raise StateError(
                 f"block {self._name!r} gave other results when it was run again in backward than in forward, "
                 "or its buffers were written: its gradients would be wrong. What it depends on has changed "
@@ -156,8 +160,9 @@ def _set_training(module: nn.Module, modes: Sequence[bool]) -> None:
         part.training = mode
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(buffer), buffer._version) for buffer in module.buffers()]
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    with PlainTensors():
+        return [(id(one), 0 if one.is_inference() else one._version) for one in tensors]
 
 
 def _within(module: nn.Module) -> Iterator[nn.Module]:

@@ -158,6 +158,8 @@ class Odd(Block):
         self.deep = SimpleNamespace(inner={"list": [1]})
         self.array = numpy.zeros(2)
         self.batch_norm = nn.BatchNorm1d(32)
+        if what == "lstm":
+            self.lstm = nn.LSTM(32, 32, batch_first=True)
         if what == "iterator":
             self.iterator = itertools.count()
         self.generators = [torch.Generator().manual_seed(1)]
@@ -183,6 +185,11 @@ class Odd(Block):
         if self.what == "hooks its input" and x.requires_grad:
             x.register_hook(lambda grad: grad * 2)
         out = super().forward(x.add_(1) if self.what == "writes" else x * 1)
+        if self.what == "writes weight":
+            with torch.no_grad():
+                self.two.bias.mul_(0.5)
+        if self.what == "lstm":
+            out = self.lstm(out)[0]
         if self.what == "neutral":
             self.count -= 1
         if self.what == "batch norm":
@@ -242,6 +249,7 @@ def odd_loss(model: nn.Module, index: int) -> Tensor:
         ("generator", "attributes or buffers"),
         ("iterator", "type count"),
         ("writes", "its arguments"),
+        ("writes weight", "its parameters"),
         ("python", "Python or numpy"),
         ("input", "written afterwards"),
         ("hook", "forward hooks"),
@@ -266,7 +274,7 @@ def test_other_results_in_backward_are_refused(tmp_path: Path, monkeypatch: pyte
         trained(lambda: OddNet("hidden"), options(tmp_path))
 
 
-@pytest.mark.parametrize("what", ["grad within", "hooks its input", "neutral"])
+@pytest.mark.parametrize("what", ["grad within", "hooks its input", "neutral", "lstm"])
 def test_blocks_may_do_more_than_compute(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "choose_blocks", choosing(every))
     both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
