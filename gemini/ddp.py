@@ -56,7 +56,7 @@ class GeminiDDP(nn.Module):
         activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
             is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
         activation_recompute: blocks (members of the module's lists) may compute their activations again in
-            backward where a step is then faster; needs ``activation_offload="auto"``.
+            backward where a simulated step is faster; needs ``activation_offload="auto"``.
         strict_ddp_mode: every rank runs the same operators in the same order; where one does not, StateError
             is raised on all. Without it ranks may differ.
         process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from gemini.errors import ConfigError
 from gemini.placement.recompute import NOTHING, RecomputeChoice, RecomputeReport, choose_blocks
 from gemini.placement.recomputed_trace import BlockCall
 from gemini.runtime.digest import CannotRepeat
@@ -182,13 +183,16 @@ class Recompute:
         if not calls:
             self._why_none, self.choice = "none saves anything that comes here", NOTHING
             return False
-        self.choice = choose_blocks(
-            measured,
-            [one.call for one in calls if self.blocks[one.call.block].refusal is None],
-            order.machine(measured),
-            overlap=order.overlaps,
-            copy_bytes_per_second=copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY,
-        )
+        try:
+            self.choice = choose_blocks(
+                measured,
+                [one.call for one in calls if self.blocks[one.call.block].refusal is None],
+                order.machine(measured),
+                overlap=order.overlaps,
+                copy_bytes_per_second=copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY,
+            )
+        except ConfigError as error:  # a link that could not be measured
+            self._why_none, self.choice = str(error), NOTHING
         for index, block in enumerate(self.blocks):
             block.chosen = index in self.choice.blocks
         return bool(self.choice.blocks)

@@ -111,7 +111,10 @@ class Look:
     @property
     def holds(self) -> bool:
         """Whether buffers and attributes are still what they were."""
-        return digest_of(self._module) == self._digest
+        try:
+            return digest_of(self._module) == self._digest
+        except CannotRepeat:  # of an attribute that came since
+            return False
 
 
 class Repeat:

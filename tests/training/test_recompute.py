@@ -225,6 +225,8 @@ class OddNet(nn.Module):
                 before.add_(1)
             if block.what == "afterwards":
                 block.count += 1
+            if block.what == "comes later":
+                block.iterator = itertools.count()
         assert len(cache.calls) in (0, 2)
         return x
 
@@ -248,6 +250,7 @@ def odd_loss(model: nn.Module, index: int) -> Tensor:
         ("buffer", "attributes or buffers"),
         ("generator", "attributes or buffers"),
         ("iterator", "type count"),
+        ("comes later", "changed afterwards"),
         ("writes", "its arguments"),
         ("writes weight", "its parameters"),
         ("python", "Python or numpy"),
@@ -347,3 +350,14 @@ def test_blocks_are_the_outermost_members_that_are_alike_and_have_children() -> 
         }
     )
     assert [name for name, _ in recompute.find_blocks(model)] == ["h.0", "h.1", "layers.0", "layers.1"]
+
+
+def test_a_link_that_cannot_be_measured_is_no_reason_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: ())
+    with trained(Net, options(tmp_path, "12MiB")) as model:
+        report = model.plan().recompute
+        assert report is not None
+        assert report.names == ()
+        assert "is unknown" in report.why_none
