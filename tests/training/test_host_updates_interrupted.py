@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
+from interrupts import interrupted
 from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import GeminiDDP, StateError, checkpoint
 
 WHERE = (
-    "chunk/manager.py",
-    "host_tensor.py",
-    "gemini_mgr.py",
-    "update_operators.py",
-    "step_order.py",
-    "recorder.py",
-    "pending.py",
-    "chunk_update.py",
-    "host_update.py",
+    "line",
+    (
+        "chunk/manager.py",
+        "host_tensor.py",
+        "gemini_mgr.py",
+        "update_operators.py",
+        "step_order.py",
+        "recorder.py",
+        "pending.py",
+        "chunk_update.py",
+        "host_update.py",
+    ),
 )
 CPU = torch.device("cpu")
-
-
-class InterruptAt:
-    """Sends SIGINT to this process at the ``number``-th line that it executes in :data:`WHERE`."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> Any:
-        """Be what :func:`sys.settrace` calls."""
-        if event == "call" and not frame.f_code.co_filename.endswith(WHERE):
-            return None
-        if event == "line":
-            self._left -= 1
-            if self._left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return self
-
-
-def interrupted(action: Callable[[], Any], number: int) -> bool:
-    """Run ``action`` with Ctrl-C at one line; say whether it came to that."""
-    sys.settrace(InterruptAt(number))
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 def start(**options: Any) -> tuple[GeminiDDP, Any]:
@@ -79,7 +50,7 @@ def test_the_step_after_an_interrupted_one_is_exact(tmp_path: Path, overlap: boo
     while came:
         checkpoint.load(tmp_path / "run", model, optimizer)
         train(model, optimizer, CPU, range(3, 4))  # leaves updates pending, where they overlap
-        came = interrupted(lambda: train(model, optimizer, CPU, range(4, 5)), number)
+        came = interrupted(lambda: train(model, optimizer, CPU, range(4, 5)), number, *WHERE)
         optimizer.zero_grad()
         model.manager.chunks.table.check_invariants()
         assert_within_budgets(model.stats())
@@ -98,7 +69,7 @@ def test_a_pending_update_that_was_interrupted_is_done_later_or_refused() -> Non
     num_exact = 0
     for number in range(1, 2000, 53):
         model, optimizer = start()
-        interrupted(model.manager.run_pending, number)
+        interrupted(model.manager.run_pending, number, *WHERE)
         model.manager.chunks.table.check_invariants()
         assert_within_budgets(model.stats())
         try:
