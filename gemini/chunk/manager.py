@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
@@ -88,32 +88,27 @@ class ChunkManager:
         tensor: int = self.table.add_tensor(chunk.id)
         return tensor
 
-    def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
-        """Bring the tensors' chunks to DEVICE and pin them (HOLD or FREE -> COMPUTE); block until they are
-        there.
+    def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
+        """Bring the tensors' chunks to DEVICE, or for the CPU to HOST (:func:`host_tensor`), and pin them
+        (HOLD or FREE -> COMPUTE); block until they are there.
 
         Raises:
-            OutOfBudgetError: they do not fit DEVICE at once; nothing has changed.
+            OutOfBudgetError: they do not fit there at once, or one for HOST lies on DISK alone; nothing has
+                changed.
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
+            StateError: one for HOST is pinned on DEVICE, or the other way round.
         """
-        self._acquire(tensors, self.table.access if traced else self.table.access_untraced, traced)
-
-    def acquire_on_host(self, tensors: TensorIds, *, traced: bool) -> None:
-        """Do as :meth:`acquire` on HOST, for the CPU to use the chunks there (:func:`host_tensor`). Raises
-        OutOfBudgetError also where one lies on DISK alone; StateError where one is pinned on DEVICE."""
-        table = self.table
-        self._acquire(tensors, table.access_on_host if traced else table.access_on_host_untraced, traced)
-
-    def _acquire(
-        self, tensors: TensorIds, begin: Callable[[TensorIds], tuple[_C.Action, ...]], traced: bool
-    ) -> None:
         asked_s = time.perf_counter() if self.observer is not None else 0.0
         self._memory.follow()
         if self._suspect:
             self._reconcile()
+        table = self.table
         try:
-            actions = begin(tensors)
-            if actions or not self.table.ready(tensors):
+            if on_host:
+                actions = (table.access_on_host if traced else table.access_on_host_untraced)(tensors)
+            else:
+                actions = table.access(tensors) if traced else table.access_untraced(tensors)
+            if actions or not table.ready(tensors):
                 self._settle(tensors, actions)
         except BaseException:
             self._suspect = True

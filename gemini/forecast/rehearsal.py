@@ -153,10 +153,10 @@ class _MetaChunks(ChunkManager):
         self._unfounded = set()
         self._suspect = self._under_pressure = self._closed = False
 
-    def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
+    def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
         if traced:
             self._meter.open_period()
-        super().acquire(tensors, traced=traced)
+        super().acquire(tensors, traced=traced, on_host=on_host)
 
     def link_stats(self) -> dict[str, dict[str, float]]:
         nothing = {"bytes": 0, "seconds": 0.0, "shared_seconds": 0.0}

@@ -12,7 +12,7 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
-from gemini.runtime.host_updates import HostUpdates
+from gemini.runtime.host_states import HostUpdates
 
 Overlap = bool | Literal["backward"]  # of GeminiOptimizer: where updates run
 

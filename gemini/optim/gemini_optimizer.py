@@ -29,7 +29,7 @@ from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.state_exchange import checked_state, export_state, import_state
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
-from gemini.runtime.host_updates import choose_host_updates
+from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
 

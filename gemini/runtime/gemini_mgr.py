@@ -104,7 +104,7 @@ class GeminiManager:
         followed. Raises as :meth:`pre_op`."""
         following = self._following
         if following is None:
-            (self.chunks.acquire_on_host if on_host else self.chunks.acquire)(tensors, traced=False)
+            self.chunks.acquire(tensors, traced=False, on_host=on_host)
             return
         try:
             too_long = following.pre_op(tensors, self.phase, on_host=on_host)
@@ -135,7 +135,7 @@ class GeminiManager:
         self.backward_pins.settle()
         self._settle_activations()
         if self._following is not self.order:
-            (self.chunks.acquire_on_host if on_host else self.chunks.acquire)(tensors, traced=False)
+            self.chunks.acquire(tensors, traced=False, on_host=on_host)
             return False
         try:
             self.order.pre_op(tensors, OPTIMIZER, on_host=on_host)

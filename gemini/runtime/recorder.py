@@ -82,10 +82,8 @@ class Recorder:
             timer.close_period()
         if self._warmup:
             self._acquire_measured(tensors, phase, on_host)
-        elif on_host:
-            chunks.acquire_on_host(tensors, traced=True)
         else:
-            chunks.acquire(tensors, traced=True)
+            chunks.acquire(tensors, traced=True, on_host=on_host)
         if timer is not None:
             timer.open_period()
         if not self._warmup:
@@ -131,7 +129,7 @@ class Recorder:
         # Sample before the layout changes.
         if self._collector is not None:
             self._collector.sample(self._chunks.table.moment(), phase)
-        (self._chunks.acquire_on_host if on_host else self._chunks.acquire)(tensors, traced=True)
+        self._chunks.acquire(tensors, traced=True, on_host=on_host)
         if self._collector is not None:
             self._collector.note_model_data()
         for tensor in tensors:

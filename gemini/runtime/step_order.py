@@ -16,7 +16,7 @@ from gemini.chunk import ChunkKind, ChunkManager
 from gemini.memstats import Trace
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
-from gemini.runtime.host_updates import HostUpdates
+from gemini.runtime.host_states import HostUpdates
 from gemini.runtime.learned import Learned, PlacementContext
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.phases import BACKWARD, OPTIMIZER

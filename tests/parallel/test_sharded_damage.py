@@ -151,11 +151,11 @@ def _acquire(model: GeminiDDP, fails_at: int = 0) -> Iterator[list[int]]:
     """Count, within the block, how often chunks are brought to DEVICE; let one of these times fail."""
     really, count = model.manager.chunks.acquire, [0]
 
-    def acquire(tensors: Any, *, traced: bool) -> None:
+    def acquire(tensors: Any, **where: bool) -> None:
         count[0] += 1
         if count[0] == fails_at:
             raise IoError(28, "injected")
-        really(tensors, traced=traced)
+        really(tensors, **where)
 
     model.manager.chunks.acquire = acquire  # type: ignore[method-assign]
     try:

@@ -62,11 +62,11 @@ class FailingAcquire:
         self._acquire = acquire
         self._left = fails_at
 
-    def __call__(self, tensors: Any, *, traced: bool) -> None:
+    def __call__(self, tensors: Any, **where: bool) -> None:
         self._left -= 1
         if self._left == 0:
             raise IoError(5, "injected")
-        self._acquire(tensors, traced=traced)
+        self._acquire(tensors, **where)
 
 
 @pytest.mark.parametrize("non_model_bytes", [None, 0])

@@ -28,11 +28,11 @@ class FailingAcquire:
         self._acquire = acquire
         self.left = fails_at
 
-    def __call__(self, tensors: Any, *, traced: bool) -> None:
+    def __call__(self, tensors: Any, **where: bool) -> None:
         self.left -= 1
         if self.left == 0:
             raise IoError(5, "injected")
-        self._acquire(tensors, traced=traced)
+        self._acquire(tensors, **where)
 
 
 @contextmanager

@@ -31,12 +31,12 @@ def a_chunk_that_cannot_be_had(run: Run, fails_at: int = 2) -> Iterator[None]:
     chunks, left = run.model.manager.chunks, fails_at
     really = chunks.acquire
 
-    def acquire(tensors: Any, *, traced: bool) -> None:
+    def acquire(tensors: Any, **where: bool) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise IoError(28, "injected")
-        really(tensors, traced=traced)
+        really(tensors, **where)
 
     chunks.acquire = acquire  # type: ignore[method-assign]
     try:
