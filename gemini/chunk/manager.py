@@ -53,6 +53,7 @@ class ChunkManager:
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.park_limit_bytes = budgets.device_bytes
+        self.parks_always = False  # not only while memory is short
         self._under_pressure = False
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
@@ -378,10 +379,11 @@ class ChunkManager:
                 self._file.discard(chunk.disk_offset, chunk.spec.nbytes)
 
     def _unmap(self, chunk: Chunk, tier: _C.Tier) -> None:
-        """Take the memory of one copy back; DEVICE memory is parked for the next fetch while memory is
-        short."""
+        """Take the memory of one copy back; DEVICE memory is parked for the next chunk where that is
+        wanted."""
         if tier == _C.Tier.DEVICE and chunk.window.mapped:
-            park = self._under_pressure and self.arena_bytes() <= self.park_limit_bytes
+            park = self.parks_always or self._under_pressure
+            park = park and self.arena_bytes() <= self.park_limit_bytes
             self._memory.unmap(chunk.window, park=park)
         elif tier == _C.Tier.HOST and chunk.host_place is not None and chunk.host_place.mapped:
             self._memory.unmap_host(chunk.host_place)

@@ -147,6 +147,7 @@ class _MetaChunks(ChunkManager):
         self._waited_s = 0.0
         self.observer = None
         self.park_limit_bytes = _UNLIMITED
+        self.parks_always = False
         self._meter = meter
         self._in_flight = {}
         self._sparse = set()

@@ -76,6 +76,8 @@ class Learned:
         """Put the plan in force."""
         self._chunks.table.set_limit(self.plan.device_limit_bytes)
         self._chunks.park_limit_bytes = max(0, self.room_bytes)
+        # Once it is known what non-model memory takes, what is parked holds none of it away.
+        self._chunks.parks_always = self.trace is not None
 
     def start_recording(self) -> None:
         """Begin an iteration, and measure what is not known yet."""
