@@ -36,7 +36,7 @@ class Settings:
     batch: int
     seq: int
     rounds: int = 2
-    warmup_steps: int = 10
+    warmup_steps: int = 11
     steps: int = 5
     keywords: dict[str, Any] = field(default_factory=dict)
 

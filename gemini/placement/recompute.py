@@ -1,7 +1,7 @@
 """Which blocks compute their activations a second time, in backward, instead of keeping them in chunks.
 
 From the trace of a step that puts everything which autograd saves into chunks, the step is derived that
-recomputes some blocks. The chunk table itself simulates both. See docs/notes/activations.md.
+recomputes some blocks. Both are planned and simulated as steps are. See docs/notes/activations.md.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from gemini.errors import OutOfBudgetError
 from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
+from gemini.placement.planner import choose_plan
 from gemini.placement.recomputed_trace import BlockCall, Span, activation_bytes, recomputed, spans_of
-from gemini.placement.simulator import Simulator
 
 _WORTH_IT = 0.02  # the share of a step that recomputing has to save: the times it is judged by are measured
 _MOVING = 1e-3  # what a second of a link counts at least, as when plans are compared
-_GRID = 8  # numbers of blocks tried at first
+_GRID = 4  # numbers of blocks tried at first, besides none
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The blocks to recompute, and the seconds of a step with and without that, both under OPT and with the
-    copies into chunks of what leaves DEVICE.
+    """The blocks to recompute, and the seconds of a step with and without that, both as planned and with
+    the copies into chunks of what leaves DEVICE.
 
     ``saved_bytes``: what these blocks no longer save in a step; ``computing_seconds``: what computing them
     again takes.
@@ -61,14 +61,15 @@ class RecomputeReport:
             yield "No block is recomputed: no list or sequence of the module has members that are alike."
             return
         if self.choice is None:
-            yield "Which blocks are recomputed is not chosen yet: that takes four steps that are alike."
+            yield "Which blocks are recomputed is not chosen yet: that takes five steps that are alike."
         elif self.names:
             chosen = self.choice
             yield (
                 f"Of {self.num_blocks} blocks {len(self.names)} compute their activations again in backward "
                 f"({', '.join(self.names)}): {format_bytes(chosen.saved_bytes)} less to save for "
-                f"{chosen.computing_seconds:.3g} s of computing. Under OPT a step was expected to take "
-                f"{chosen.seconds:.3g} s with it, {chosen.seconds_without:.3g} s without."
+                f"{chosen.computing_seconds:.3g} s of computing. The steps that were watched, in which all "
+                f"of it went into chunks, would have taken {chosen.seconds:.3g} s with that, "
+                f"{chosen.seconds_without:.3g} s without."
             )
         else:
             reason = "none can be" if len(self.refused) == self.num_blocks else self.why_none
@@ -95,17 +96,16 @@ def choose_blocks(
 
     ``trace``: of a step in which all activations went into chunks; ``calls``: of the blocks that may be
     recomputed. ``copy_bytes_per_second``: how fast that step copied saved tensors into their chunks.
-    Blocks are taken in the order of what they free, times how long, per second of computing; how many of
-    them, simulation says.
+    Blocks are taken in the order of what they free, times how long, per second of computing; for how many of
+    them the plan of the step is the shortest, simulation says.
     """
     spans = spans_of(trace, calls, copy_bytes_per_second)
     order = _by_value(trace, spans)
 
     def judge(count: int) -> _Judged:
         derived = recomputed(trace, _of_blocks(spans, order[:count]), copy_bytes_per_second)
-        simulator = Simulator(Iteration.of_trace(derived, overlap=overlap), machine)
         try:
-            step = simulator.run(None)
+            step = choose_plan(Iteration.of_trace(derived, overlap=overlap), machine).simulation
         except OutOfBudgetError:
             return _Judged(_NEVER, _NEVER)
         # What is written was copied into its chunk before, as far as it was an activation.
@@ -151,7 +151,8 @@ def _by_value(trace: Trace, spans: Sequence[Span]) -> list[int]:
 
 def _search(judge: Callable[[int], _Judged], most: int) -> tuple[int, _Judged, _Judged]:
     """Return the best number of blocks, and what was judged of it and of none: some evenly spaced numbers
-    first, then those between the neighbours of the best, by halves."""
+    first, then those between the neighbours of the best, by halves. Of numbers that are nearly as good it is
+    the least: what computing again takes besides, no trace has shown."""
     judged = {count: judge(count) for count in sorted({most * step // _GRID for step in range(_GRID + 1)})}
 
     def best() -> int:
@@ -163,4 +164,6 @@ def _search(judge: Callable[[int], _Judged], most: int) -> tuple[int, _Judged, _
             if 0 <= count <= most and count not in judged:
                 judged[count] = judge(count)
         stride //= 2
-    return best(), judged[best()], judged[0]
+    nearly = (1 + _WORTH_IT) * judged[best()].cost
+    chosen = min(count for count in judged if judged[count].cost <= nearly)
+    return chosen, judged[chosen], judged[0]

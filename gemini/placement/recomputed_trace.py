@@ -36,17 +36,25 @@ class Lifetime(NamedTuple):
 @dataclass(frozen=True)
 class Span:
     """A call, what it saves, the first moment of backward that uses any of it, and the seconds that the
-    call computes, without copying into chunks."""
+    call computes where it saves nothing.
+
+    ``hindered_seconds``: what the call took beyond that and beyond copying into chunks, for what it saved had
+    to leave memory, and fresh memory to come.
+    """
 
     call: BlockCall
     lifetimes: tuple[Lifetime, ...]
     first_use: int
     saved_bytes: int
     seconds: float
+    hindered_seconds: float = 0.0
 
 
 def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: float) -> list[Span]:
-    """Return the calls that save something which is used afterwards."""
+    """Return the calls that save something which is used afterwards.
+
+    Of calls that are alike the fastest says what they all compute.
+    """
     lifetimes = _lifetimes(trace)
     spans = []
     for call in calls:
@@ -61,7 +69,20 @@ def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: fl
         seconds = sum(trace.seconds[call.begin : call.end]) - nbytes / copy_bytes_per_second
         first = min(use for one in mine for use in one.uses if use >= call.end)
         spans.append(Span(call, tuple(mine), first, nbytes, max(0.0, seconds)))
-    return spans
+    least: dict[tuple[int, ...], float] = {}
+    kinds = [_kind(trace, span) for span in spans]
+    for kind, span in zip(kinds, spans, strict=True):
+        least[kind] = min(span.seconds, least.get(kind, span.seconds))
+    return [
+        replace(span, seconds=least[kind], hindered_seconds=span.seconds - least[kind])
+        for kind, span in zip(kinds, spans, strict=True)
+    ]
+
+
+def _kind(trace: Trace, span: Span) -> tuple[int, ...]:
+    """Return what is equal for calls that are alike: moments, input, and every saved tensor's bytes."""
+    saved = (trace.chunk_bytes[one.chunk] for one in span.lifetimes)
+    return span.call.end - span.call.begin, span.call.input_bytes, *saved
 
 
 def recomputed(trace: Trace, spans: Sequence[Span], copy_bytes_per_second: float) -> Trace:
@@ -69,7 +90,8 @@ def recomputed(trace: Trace, spans: Sequence[Span], copy_bytes_per_second: float
     before backward first needs what they would have saved.
 
     What was computed again is non-model memory until backward is done with it. Copies into chunks take no
-    time in the result, be they of these calls or of others: what never leaves DEVICE need not be copied.
+    time in the result, be they of these calls or of others: what never leaves DEVICE need not be copied. Nor
+    does what hindered the calls of ``spans``.
     """
     return _Derivation(trace, spans, copy_bytes_per_second).result()
 
@@ -123,6 +145,7 @@ class _Derivation:
         self._dropped: list[set[int]] = [set() for _ in range(count)]  # accesses that do not occur
         self._unfreed: list[set[int]] = [set() for _ in range(count)]  # frees that do not
         self._more_bytes = [0] * count  # non-model memory that was computed again
+        self._share = [1.0] * count  # of its seconds that a moment computes
         self._inputs_freed: list[list[int]] = [[] for _ in range(count)]
         for number, span in enumerate(spans):
             self._drop(span, len(trace.chunk_bytes) + number)
@@ -157,6 +180,9 @@ class _Derivation:
 
     def _drop(self, span: Span, input_chunk: int) -> None:
         last = span.first_use
+        if span.hindered_seconds > 0:
+            share = span.seconds / (span.seconds + span.hindered_seconds)
+            self._share[span.call.begin : span.call.end] = [share] * (span.call.end - span.call.begin)
         for one in span.lifetimes:
             self._dropped[one.stored].add(one.chunk)
             for use in one.uses:
@@ -226,11 +252,11 @@ class _Derivation:
         return self._trace.non_model_bytes[moment] + self._more_bytes[moment]
 
     def _seconds(self, moment: int) -> float:
-        """Return what the period computes, without what it copies into chunks."""
+        """Return what the period computes, without what it copies into chunks and what hinders it."""
         trace = self._trace
         copied = sum(
             trace.chunk_bytes[chunk]
             for chunk, mode in zip(trace.accesses[moment], trace.modes[moment], strict=True)
             if mode == WRITTEN and trace.chunk_kinds[chunk] == _ACTIVATION
         )
-        return max(0.0, trace.seconds[moment] - copied / self._copy_speed)
+        return self._share[moment] * max(0.0, trace.seconds[moment] - copied / self._copy_speed)

@@ -136,13 +136,13 @@ class ActivationOffload:
             self._gone.popleft()
 
     def end_step(self, *, on_trace: bool) -> bool:
-        """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether the
-        next will save otherwise."""
-        recomputes = self.recompute is not None and self.recompute.end_step(on_trace=on_trace)
+        """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether
+        the next is to be recorded."""
+        anew = self.recompute is not None and self.recompute.end_step(on_trace=on_trace)
         # What stayed in a step that saved more says nothing of the next one.
-        waits = recomputes or (self.recompute is not None and not self.recompute.decided)
+        waits = anew or (self.recompute is not None and not self.recompute.decided)
         keeps = self._keep is not None and self._keep.end_step(on_trace=on_trace and not waits)
-        return recomputes or keeps
+        return anew or keeps
 
     @property
     def keeps_all(self) -> bool:

@@ -95,7 +95,8 @@ class Recompute:
     """The blocks of one model, and the choice among them.
 
     The first steps are watched until their times are known: which moments each call takes, and whether it
-    could be run again at all.
+    could be run again at all. The very first is like no other: in it the heap grows, so that the memory it
+    seems to need is not what later steps do.
     """
 
     def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
@@ -167,13 +168,15 @@ class Recompute:
 
     def end_step(self, *, on_trace: bool) -> bool:
         """Choose, once the step that ends has followed a recorded order and its times are known. Return
-        whether any block is recomputed from now on."""
+        whether steps are to be recorded anew: after the first one, and where any block is chosen."""
         calls, self._calls = self._calls, []
         copied, self._copied = self._copied, (0, 0.0)
         if self.decided:
             return False
         self._refuse_changed(calls)
         self._num_steps += 1
+        if self._num_steps == 1:
+            return True
         order = self._manager.order
         measured = order.measured() if on_trace else None
         if measured is None:

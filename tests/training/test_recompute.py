@@ -63,7 +63,7 @@ def large_loss(model: nn.Module, index: int) -> Tensor:
     return loss
 
 
-def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 8) -> GeminiDDP:
+def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 9) -> GeminiDDP:
     """Return a model after some steps."""
     model = GeminiDDP(seeded(build), **keywords)
     optimizer = managed_optimizer(model)
@@ -73,7 +73,7 @@ def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int
 
 
 @pytest.mark.parametrize("pick", [every, second])
-@pytest.mark.parametrize("recipe", [Recipe(steps=10), Recipe(steps=9, accumulate=2, clip=("norm", 0.01))])
+@pytest.mark.parametrize("recipe", [Recipe(steps=11), Recipe(steps=10, accumulate=2, clip=("norm", 0.01))])
 @pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
 def test_recomputed_blocks_never_change_the_numbers(
     kind: str, recipe: Recipe, pick: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,7 +92,7 @@ def test_a_gpt_trains_alike_with_recomputed_blocks(
         keywords["mixed_precision"] = precision
     model = GeminiDDP(seeded(TinyGPT), **keywords)
     model.close()
-    recipe = Recipe(steps=10, precision=precision)
+    recipe = Recipe(steps=11, precision=precision)
     keywords.pop("mixed_precision", None)
     both(TinyGPT, gpt_loss, recipe, keywords)
 
@@ -117,7 +117,7 @@ def test_the_choice_is_made_by_simulating_this_machine(
 ) -> None:
     slow = tuple(LinkSpeed(name, 1e6, 0.0) for name in ("disk_read", "disk_write"))
     monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: slow)
-    with trained(Net, options(tmp_path, "10MiB"), steps=4) as model:
+    with trained(Net, options(tmp_path, "10MiB"), steps=5) as model:
         report = model.plan().recompute
         assert report is not None
         assert report.choice is not None
@@ -268,7 +268,7 @@ def test_a_block_that_cannot_be_repeated_is_left_alone_and_named(
         assert report.names == ("blocks.0", "blocks.1")
         assert [name for name, _ in report.refused] == ["blocks.2", "blocks.3"]
         assert all(reason in why for _, why in report.refused)
-    both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
+    both(lambda: OddNet(what), odd_loss, Recipe(steps=9), options(tmp_path))
 
 
 def test_other_results_in_backward_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_other_results_in_backward_are_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("what", ["grad within", "hooks its input", "neutral", "lstm"])
 def test_blocks_may_do_more_than_compute(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "choose_blocks", choosing(every))
-    both(lambda: OddNet(what), odd_loss, Recipe(steps=8), options(tmp_path))
+    both(lambda: OddNet(what), odd_loss, Recipe(steps=9), options(tmp_path))
     with trained(lambda: OddNet(what), options(tmp_path)) as model:
         assert model.plan().recompute.names[-1] == "blocks.3"  # type: ignore[union-attr]
 
@@ -294,7 +294,7 @@ def test_a_block_that_is_in_another_mode_than_when_it_was_watched_is_not_recompu
         model.train(index >= 6)
         return odd_loss(model, index)
 
-    both(lambda: OddNet("batch norm"), loss, Recipe(steps=10), options(tmp_path))
+    both(lambda: OddNet("batch norm"), loss, Recipe(steps=11), options(tmp_path))
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(32, 32)), lambda: Net("non-reentrant")])

@@ -76,6 +76,39 @@ def test_a_derived_step_saves_the_input_alone_and_computes_again_where_it_is_nee
     assert sum(derived.seconds) == pytest.approx(sum(trace.seconds) + _COMPUTE)
 
 
+def hindered_trace(hindrance: tuple[float, ...]) -> tuple[Trace, list[BlockCall]]:
+    """Return a step in which storing what blocks save takes them longer, each by its own time."""
+    trace, calls = block_trace()
+    seconds = list(trace.seconds)
+    for call, more in zip(calls, hindrance, strict=True):
+        seconds[call.begin] += more
+    return replace(trace, seconds=tuple(seconds)), calls
+
+
+def test_of_blocks_alike_the_fastest_says_what_computing_again_takes() -> None:
+    trace, calls = hindered_trace((0.0, 0.005, 0.010, 0.030))
+    no_time = 1e18  # for copies
+    spans = spans_of(trace, calls, no_time)
+    assert [span.seconds for span in spans] == pytest.approx([_COMPUTE] * _BLOCKS)
+    assert [span.hindered_seconds for span in spans] == pytest.approx([0.0, 0.005, 0.010, 0.030])
+    derived = recomputed(trace, [spans[3]], no_time)
+    assert sum(derived.seconds) == pytest.approx(sum(trace.seconds) + _COMPUTE - 0.030)
+
+
+def test_blocks_of_other_sizes_say_nothing_of_each_other() -> None:
+    trace, calls = hindered_trace((0.0, 0.005, 0.010, 0.030))
+    calls = [replace(call, input_bytes=call.block + 1) for call in calls]
+    assert [span.hindered_seconds for span in spans_of(trace, calls, _COPY)] == [0.0] * _BLOCKS
+
+
+def test_what_hinders_blocks_that_save_counts_for_recomputing_them() -> None:
+    moved = disk(2e9, 20 * _MB)  # hidden behind computing
+    free, calls = block_trace()
+    assert not choose(moved, free, calls).blocks
+    hindered, _ = hindered_trace((0.0, 0.030, 0.030, 0.030))
+    assert choose(moved, hindered, calls).blocks >= {1, 2}
+
+
 def test_copies_into_chunks_take_no_time_in_a_derived_step() -> None:
     trace, _ = block_trace()
     slow_copies = replace(
