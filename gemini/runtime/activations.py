@@ -39,8 +39,8 @@ _SMALLEST_BYTES = 64 * 1024
 # another order where the alignment differs.
 _ALIGN_BYTES = 64
 
-# The share of DEVICE that stored tensors may leave behind in the allocator's heap before it is trimmed: their
-# memory is free but, between smaller pieces in use, still resident. Trimming costs page faults.
+# The share of DEVICE that a step may leave behind in the allocator's heap before it is trimmed: memory that
+# is free but, between smaller pieces in use, still resident. Trimming costs page faults.
 _SLACK_SHARE = 8
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
@@ -109,7 +109,7 @@ class ActivationOffload:
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}  # by the id of their storage
         self._buffers: set[int] = set()  # ids of storages that stay anyway
         self._slack_bytes = manager.chunks.budgets.device_bytes // _SLACK_SHARE
-        self._untrimmed_bytes = 0  # stored since the allocator returned what it had free
+        self._untrimmed_bytes = 0  # stored or used up since the allocator returned what it had free
 
     @contextmanager
     def saving(self, module: nn.Module) -> Iterator[None]:
@@ -133,7 +133,7 @@ class ActivationOffload:
         while self._gone:
             self._leases.settle()  # the pin of a parcel ended before it was gone
             self._pool.give_back(self._gone[0])
-            self._gone.popleft()
+            self._leave_behind(self._gone.popleft())
 
     def end_step(self, *, on_trace: bool) -> bool:
         """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether
@@ -216,15 +216,20 @@ class ActivationOffload:
             since = time.perf_counter()
             parcel.fill(tensor)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
-        self._untrimmed_bytes += place[0].spec.nbytes
-        if self._untrimmed_bytes > self._slack_bytes:
-            self._trim()
+        self._leave_behind(parcel.chunk)
         if self.recompute is not None:
             self.recompute.note_copy(place[0].spec.nbytes, time.perf_counter() - since)
         return parcel, parcel.pad
 
+    def _leave_behind(self, chunk: Chunk) -> None:
+        """Count what goes into the heap and stays resident: in forward the memory of the tensor that was
+        stored in ``chunk``, in backward that of the gradients made with it, which are about as large."""
+        self._untrimmed_bytes += chunk.spec.nbytes
+        if self._untrimmed_bytes > self._slack_bytes:
+            self._trim()
+
     def _trim(self) -> None:
-        """Return to the system what tensors have left behind that are in chunks now."""
+        """Return to the system what tensors have left behind."""
         if self._untrimmed_bytes:
             self._untrimmed_bytes = 0
             _C.malloc_trim()

@@ -158,7 +158,7 @@ def test_resident_memory_falls_by_what_leaves_device(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         plain, offloaded_peak = processes.map(peak_bytes_of_a_step, (False, True), (tmp_path, tmp_path))
     assert plain > saved_bytes
-    assert offloaded_peak < plain - saved_bytes // 2
+    assert offloaded_peak < plain - saved_bytes * 3 // 4
 
 
 def test_activations_that_fit_no_tier_are_refused(tmp_path: Path) -> None:
