@@ -9,7 +9,7 @@ from typing import Any
 
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError
-from gemini.train.config import POLICIES, PRECISIONS, TrainConfig
+from gemini.train.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
 
 EPILOG = """\
 examples:
@@ -173,6 +173,13 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         choices=POLICIES,
         help="who stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
         "all of it on DEVICE, const keeps a fixed part there",
+    )
+    _add(
+        group,
+        "--activations",
+        choices=ACTIVATIONS,
+        help="what forward saves for backward: keep it where it is, offload to the tiers below what would "
+        "not stay on DEVICE, or plan what is kept, offloaded or computed again, block by block",
     )
 
 

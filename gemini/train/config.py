@@ -9,6 +9,7 @@ from gemini.train.model import GPTConfig
 
 POLICIES = ("auto", "cpu", "cuda", "const")
 PRECISIONS = ("fp32", "bf16")
+ACTIVATIONS = ("keep", "offload", "plan")
 VOCAB = 256
 """One token per byte value."""
 
@@ -42,6 +43,7 @@ class TrainConfig:
     accumulate: int = 1
     clip: float = 1.0
     activation_checkpointing: bool = False
+    activations: str = "keep"
 
     def __post_init__(self) -> None:
         self.gpt()
@@ -58,6 +60,7 @@ class TrainConfig:
             raise ConfigError(f"--policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        self._check_activations()
         self._check_checkpointing()
 
     def gpt(self) -> GPTConfig:
@@ -80,6 +83,21 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Return how many bytes of text one optimizer step learns from."""
         return self.batch * self.seq * self.accumulate
+
+    def _check_activations(self) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(
+                f"--activations is {self.activations!r}; it must be one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.activations != "keep" and not (self.disk_dir or self.host_bytes):
+            raise ConfigError(
+                f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
+                "--host-bytes"
+            )
+        if self.activations != "keep" and self.policy != "auto":
+            raise ConfigError(
+                f"--activations {self.activations} needs --policy auto, which measures what stays on DEVICE"
+            )
 
     def _check_checkpointing(self) -> None:
         if self.checkpoint_every < 0:

@@ -89,6 +89,8 @@ class ManagedEngine:
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
             disk_dir=config.disk_dir,
+            activation_offload=False if config.activations == "keep" else "auto",
+            activation_recompute=config.activations == "plan",
         )
         adam = gemini.HybridAdam(
             self._model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY

@@ -52,6 +52,8 @@ def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]
         (["--lr", "nan"], "--lr is nan"),
         (["--clip", "-1"], "--clip is -1"),
         (["--hidden", "30", "--heads", "4"], "take hidden 32"),
+        (["--activations", "plan"], "--activations plan needs a tier below DEVICE; add --disk-dir"),
+        (["--activations", "offload", "--disk-dir", "disk", "--policy", "cpu"], "needs --policy auto"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:

@@ -42,6 +42,8 @@ def config(tmp_path: Path) -> TrainConfig:
         {"accumulate": 2, "clip": 0.1},
         {"activation_checkpointing": True, "policy": "cpu", "host_bytes": 2**20},
         {"device_bytes": None, "disk_dir": None, "policy": "cuda", "clip": 0.0},
+        {"activations": "offload", "device_bytes": 2**26, "accumulate": 2},
+        {"activations": "plan", "device_bytes": 2**26},
     ],
 )
 def test_any_budget_gives_the_numbers_of_the_unmanaged_run(
