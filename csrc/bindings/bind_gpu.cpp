@@ -71,7 +71,7 @@ struct Held {
   DlManagedTensor managed;
   int64_t numel;
   int64_t stride;
-  py::object window;
+  py::tuple kept;  // the window, and what its user wants to live as long
 };
 
 void release(DlManagedTensor* managed) {
@@ -89,7 +89,7 @@ void drop_unused(PyObject* capsule) {
 }
 
 py::object dlpack(const Gpu& gpu, const py::object& window, uint8_t code, uint8_t bits,
-                  int64_t numel) {
+                  int64_t numel, const py::object& kept) {
   const auto& range = window.cast<const GpuWindow&>();
   if (numel < 0 || numel * bits / 8 > range.nbytes()) {
     throw StateError("the window is too small for " + std::to_string(numel) + " elements");
@@ -97,7 +97,7 @@ py::object dlpack(const Gpu& gpu, const py::object& window, uint8_t code, uint8_
   auto held = std::make_unique<Held>();
   held->numel = numel;
   held->stride = 1;
-  held->window = window;
+  held->kept = py::make_tuple(window, kept);
   held->managed.tensor = {reinterpret_cast<void*>(range.address()),
                           gpu.dl_device_type,
                           gpu.dl_device_id,
@@ -260,7 +260,8 @@ void bind_gpu(py::module_& m) {
           },
           "Return the free and the total bytes.")
       .def("dlpack", &dlpack, py::arg("window"), py::arg("code"), py::arg("bits"), py::arg("numel"),
-           "Return a DLPack capsule of the window, which it keeps.");
+           py::arg("kept") = py::none(),
+           "Return a DLPack capsule of the window, which it keeps, and `kept` with it.");
   bind_gpu_memory(m);
   bind_host_memory(m);
   bind_gpu_engine(m);

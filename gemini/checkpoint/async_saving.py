@@ -54,7 +54,7 @@ def save_async(
     """Begin what :func:`gemini.checkpoint.save` does and return; training goes on while it is written.
 
     The checkpoint is what the model is now. Each piece of it is copied to staging right before the
-    optimizer changes it; where staging is full, that update waits. A model that is wholly on DEVICE is
+    optimizer changes it; where staging is full, that update waits. A model that is wholly in host memory is
     written from where it is. The checkpoint is complete once ``wait()`` of what is returned has returned;
     the next save and ``model.close()`` wait, too. Until then change weights through ``optimizer.step()`` or
     ``load_state_dict`` alone: other writes may get into the checkpoint. Buffers are written before this
@@ -65,15 +65,11 @@ def save_async(
             save writes through; in units of 4 MiB.
 
     Raises:
-        ConfigError: ``staging_bytes`` is too small, or the model is on a GPU.
+        ConfigError: ``staging_bytes`` is too small.
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
     check_managed(model, optimizer)
-    if model.device.has_own_memory:
-        raise ConfigError(
-            f"save_async is for models on the CPU in this release, not on {model.device.name}; use save()"
-        )
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")
@@ -153,7 +149,8 @@ class SaveHandle:
         self._num_buffers = num_buffers
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
-        self._in_place = manager.resident  # the thread may read chunks where they are
+        # Whether the thread may read chunks where they are.
+        self._in_place = manager.resident and not manager.chunks.device.has_own_memory
         self._reading: int | None = None  # what it reads there now
         self._copying = False
         self._filling: _Buffer | None = None  # while _copying, of the thread that trains alone
@@ -203,6 +200,10 @@ class SaveHandle:
         self._settle()
 
     # -- for the runtime ---------------------------------------------------------------------------
+
+    def wants(self, piece: StatePiece) -> bool:
+        """Whether something of ``piece`` is still to be saved."""
+        return id(piece) in self._left  # or it is being read where it is: then it is no GPU's
 
     def before_update(self, piece: StatePiece) -> None:
         """Copy what is still to be saved of ``piece``, which is pinned; wait for staging if it is full."""

@@ -22,8 +22,8 @@ class CpuMemory:
         total = max(sum(sizes), 1)  # a model may have no parameters
         self._space = _C.WindowSpace(total)
         self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
-        self._later = GrowingSpace()
-        self._host_later = GrowingSpace()
+        self._later = GrowingSpace(_C.WindowSpace)
+        self._host_later = GrowingSpace(_C.WindowSpace)
         self._arena = _C.Arena(budgets.device_bytes)
         self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
         self.engine = _C.TransferEngine(file.native if file is not None else None)
@@ -36,6 +36,10 @@ class CpuMemory:
 
     def tensor(self, window: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return torch.frombuffer(window, dtype=dtype, count=numel)
+
+    def lend(self, window: _C.Window) -> tuple[torch.UntypedStorage, object]:
+        view = memoryview(window)
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage(), view
 
     def follow(self) -> None:
         """Do nothing: operators run where they are called."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gemini import _C
+from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.memory import AnyMemory
 from gemini.device import (
@@ -22,7 +23,7 @@ from gemini.device import (
     reserved_bytes,
     synchronize_stream,
 )
-from gemini.errors import ConfigError, DeviceFullError, OutOfBudgetError
+from gemini.errors import DeviceFullError, OutOfBudgetError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
@@ -45,6 +46,12 @@ _DLPACK_TYPES = {
 }
 
 
+class _Life:
+    """What a storage over a window keeps."""
+
+    __slots__ = ("__weakref__",)
+
+
 class GpuMemory:
     """Windows over recycled blocks, and copies on streams. See :class:`gemini.chunk.memory.ChunkMemory`."""
 
@@ -63,6 +70,7 @@ class GpuMemory:
         self.follow = follow
         self._spare = spare
         self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
+        self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # of whole blocks
         self._arena = _C.GpuArena(gpu, budgets.device_bytes)
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
         self._has_host = budgets.host_bytes > 0
@@ -70,14 +78,17 @@ class GpuMemory:
         self._warned = False
 
     def windows(self, nbytes: int, *, later: bool = False) -> tuple[_C.GpuWindow, _C.HostPlace | None]:
-        if later:
-            raise ConfigError("a GPU's chunks are all made when the model is wrapped")
-        window = self._space.create(nbytes)
+        window = (self._later if later else self._space).create(nbytes)
         return window, _C.HostPlace(nbytes) if self._has_host else None
 
     def tensor(self, window: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
         kind, bits = _DLPACK_TYPES[dtype]
         return from_dlpack(self._gpu.dlpack(window, kind, bits, numel))
+
+    def lend(self, window: _C.GpuWindow) -> tuple[torch.UntypedStorage, object]:
+        life = _Life()
+        kind, bits = _DLPACK_TYPES[torch.uint8]
+        return from_dlpack(self._gpu.dlpack(window, kind, bits, window.nbytes, life)).untyped_storage(), life
 
     def map(self, window: _C.GpuWindow, *, zero: bool) -> None:
         self.follow()

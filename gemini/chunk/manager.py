@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
+
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
@@ -88,6 +90,11 @@ class ChunkManager:
         """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""
         tensor: int = self.table.add_tensor(chunk.id)
         return tensor
+
+    def lend(self, chunk: Chunk) -> tuple[torch.UntypedStorage, object]:
+        """Return a storage over the window of ``chunk``, which keeps it in no place, and an object that lives
+        as long as the storage does."""
+        return self._memory.lend(chunk.window)
 
     def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
         """Bring the tensors' chunks to DEVICE, or for the CPU to HOST (:func:`host_tensor`), and pin them

@@ -52,6 +52,10 @@ class ChunkMemory(Protocol[W, H]):
     def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the flat tensor over a window, on the computing device. It keeps the addresses."""
 
+    def lend(self, window: W) -> tuple[torch.UntypedStorage, object]:
+        """Return a storage over a window, and an object that lives as long as the storage does, to refer to
+        weakly."""
+
     def follow(self) -> None:
         """Take note of where the caller's operators run from now on."""
 

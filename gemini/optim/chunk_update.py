@@ -159,11 +159,12 @@ class ChunkUpdate:
                 del self._left[0]
 
     def _belongs_on_host(self, left: _Piece) -> bool:
-        """Whether the CPU updates the piece on HOST. What it needs may also not be had there; the update on
-        DEVICE gives the same bits."""
+        """Whether the CPU updates the piece on HOST. What it needs may also not be had there, or have to be
+        copied from DEVICE before; the update on DEVICE gives the same bits."""
         manager = self._manager
         return (
             manager.order.is_on_host(left.chunks)
+            and not manager.snapshot.wants(left.piece)
             and all(slot.trainable_grad.tensors for slot in left.slots)
             and manager.updates.can_use_host(left.written + left.grads)
         )

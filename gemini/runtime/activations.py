@@ -32,7 +32,8 @@ from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_byte
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
 
-# Below this a tensor stays where it is: its PreOps cost more than it is worth.
+# Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
+# than half of a GPU's block.
 _SMALLEST_BYTES = 64 * 1024
 
 # Bytes begin in a chunk as far after a multiple of this as they did in their own memory: kernels may sum in
@@ -87,7 +88,7 @@ class Parcel:
     def fill(self, saved: torch.Tensor) -> None:
         """Copy the bytes from where they are into the window, which is mapped."""
         nbytes = self.stop - self.start
-        source = torch.empty(0, dtype=torch.uint8)
+        source = torch.empty(0, dtype=torch.uint8, device=saved.device)
         source.set_(saved.untyped_storage(), self.start, (nbytes,), (1,))
         self.chunk.tensor[self.pad : self.pad + nbytes].copy_(source)
 
@@ -108,6 +109,10 @@ class ActivationOffload:
         self._gone: deque[Chunk] = deque()  # of parcels that nobody holds any more
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}  # by the id of their storage
         self._buffers: set[int] = set()  # ids of storages that stay anyway
+        device = manager.chunks.device
+        self._device = device.torch_device
+        self._smallest_bytes = max(_SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
+        self._trims = not device.has_own_memory  # torch gives a GPU's memory away by blocks
         self._slack_bytes = manager.chunks.budgets.device_bytes // _SLACK_SHARE
         self._untrimmed_bytes = 0  # stored or used up since the allocator returned what it had free
 
@@ -184,10 +189,10 @@ class ActivationOffload:
         """Say whether a tensor is ordinary memory that the graph keeps, and enough of it."""
         return (
             type(tensor) in _ORDINARY
-            and tensor.device.type == "cpu"
+            and tensor.device == self._device
             and tensor.layout is torch.strided
             and not (tensor.is_neg() or tensor.is_conj())
-            and span_bytes(tensor) >= _SMALLEST_BYTES
+            and span_bytes(tensor) >= self._smallest_bytes
             and tensor.data_ptr() % tensor.itemsize == 0
             and not self._manager.in_windows(tensor.data_ptr())
             and tensor.untyped_storage()._cdata not in self._buffers
@@ -230,9 +235,9 @@ class ActivationOffload:
 
     def _trim(self) -> None:
         """Return to the system what tensors have left behind."""
-        if self._untrimmed_bytes:
-            self._untrimmed_bytes = 0
+        if self._untrimmed_bytes and self._trims:
             _C.malloc_trim()
+        self._untrimmed_bytes = 0
 
 
 def _restore(saved: Saved) -> torch.Tensor:

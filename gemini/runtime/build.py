@@ -214,7 +214,9 @@ def _capacity(
     host_bytes = config.host_bytes
     if host_bytes is None and device.has_own_memory:
         # Page-locked memory is nobody else's: half of what is free.
-        host_bytes = min(size.total_bytes, default_budget_bytes() // 2)
+        host_bytes = default_budget_bytes() // 2
+        if not config.activation_offload:
+            host_bytes = min(size.total_bytes, host_bytes)
     elif host_bytes is None:
         # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
         host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0

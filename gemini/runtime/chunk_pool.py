@@ -7,9 +7,9 @@ import heapq
 import torch
 
 from gemini.chunk import Chunk, ChunkKind, ChunkManager, ChunkSpec
+from gemini.chunk.chunk import whole_blocks
 from gemini.errors import OutOfBudgetError
 
-_PAGE_BYTES = 4096
 _SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
 
 
@@ -22,6 +22,7 @@ class ChunkPool:
 
     def __init__(self, chunks: ChunkManager) -> None:
         self._chunks = chunks
+        self._block_bytes = chunks.device.block_bytes
         self._free: dict[int, list[int]] = {}  # size in bytes -> heap of chunk ids
         self._tensors: dict[int, int] = {}  # chunk id -> its tensor in the table
 
@@ -31,14 +32,14 @@ class ChunkPool:
         Raises:
             OutOfBudgetError: the DISK file has no place for another one.
         """
-        size = rounded_bytes(nbytes)
+        size = rounded_bytes(nbytes, self._block_bytes)
         if not self._free.get(size) and not self._chunks.has_place(size):
             size = self._larger(size)
         free = self._free.setdefault(size, [])
         if free:
             chunk = self._chunks.chunks[heapq.heappop(free)]
             return chunk, self._tensors[chunk.id]
-        chunk = self._chunks.add_chunk(ChunkSpec(ChunkKind.ACTIVATION, size, torch.uint8))
+        chunk = self._chunks.add_chunk(ChunkSpec(ChunkKind.ACTIVATION, size, torch.uint8, self._block_bytes))
         tensor = self._tensors[chunk.id] = self._chunks.add_tensor(chunk)
         return chunk, tensor
 
@@ -59,8 +60,8 @@ class ChunkPool:
         heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
 
 
-def rounded_bytes(nbytes: int) -> int:
-    """Return the size of the chunk for ``nbytes``: whole pages, ``_SIZES_PER_OCTAVE`` sizes to a doubling."""
+def rounded_bytes(nbytes: int, block_bytes: int) -> int:
+    """Return the size of the chunk for ``nbytes``: whole blocks, ``_SIZES_PER_OCTAVE`` sizes to a
+    doubling."""
     octave: int = 1 << max(nbytes - 1, 1).bit_length() - 1
-    step = max(_PAGE_BYTES, octave // _SIZES_PER_OCTAVE)
-    return -(-nbytes // step) * step
+    return whole_blocks(nbytes, max(block_bytes, octave // _SIZES_PER_OCTAVE))

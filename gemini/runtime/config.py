@@ -139,9 +139,9 @@ class GeminiConfig:
                 f"several processes cannot share a model on {device.name} in this release; "
                 "pass device='cpu', or process_group= of this process alone"
             )
-        if self.activation_offload:
+        if self.activation_recompute:
             raise ConfigError(
-                f"activation_offload is for the CPU in this release, not for {device.name}; "
+                f"activation_recompute is for the CPU in this release, not for {device.name}; "
                 "use torch.utils.checkpoint there"
             )
 

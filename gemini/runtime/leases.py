@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gemini import _C
 from gemini.chunk import Chunk
 from gemini.runtime.keep_plan import Fate
 from gemini.runtime.phases import BACKWARD
@@ -42,7 +41,7 @@ class Leases:
 
     def __init__(self, manager: GeminiManager) -> None:
         self._manager = manager
-        self._living: dict[int, tuple[weakref.ref[memoryview], Tenant]] = {}  # by the id of the reference
+        self._living: dict[int, tuple[weakref.ref[object], Tenant]] = {}  # by the id of the reference
         self.ended: deque[int] = deque()  # tensors to unpin, once per entry
 
     def storage(self, tenant: Tenant) -> torch.UntypedStorage:
@@ -58,11 +57,8 @@ class Leases:
             tenant.fate.settle(manager.chunks.table, tenant.chunk.id)
         manager.pre_op((tenant.tensor,))
         try:
-            window = tenant.chunk.window
-            assert isinstance(window, _C.Window)  # saved tensors have chunks on the CPU alone
-            view = memoryview(window)
-            lease = weakref.ref(view, self._end)
-            storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+            storage, life = manager.chunks.lend(tenant.chunk)
+            lease = weakref.ref(life, self._end)
             self._living[id(lease)] = lease, tenant
         except BaseException:
             manager.post_op((tenant.tensor,), False)
@@ -81,6 +77,6 @@ class Leases:
         if living:
             self._manager.chunks.acquire(living, traced=False)
 
-    def _end(self, lease: weakref.ref[memoryview]) -> None:
+    def _end(self, lease: weakref.ref[object]) -> None:
         _, tenant = self._living.pop(id(lease))
         self.ended.append(tenant.tensor)

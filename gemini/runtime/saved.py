@@ -32,7 +32,7 @@ class Version:
         # An alias shares the version counter, and goes on doing so when it is given other data.
         self._witness = tensor.detach()
         self._then = self._witness._version
-        self._witness.data = torch.empty(0, dtype=tensor.dtype)
+        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @property
     def is_current(self) -> bool:
@@ -87,7 +87,7 @@ class Stored:
         """
         self._version.require_current(self._shape)
         storage = self._leases.storage(self._tenant)
-        tensor = torch.empty(0, dtype=self._dtype)
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         tensor.set_(storage, self._offset, self._shape, self._stride)
         return tensor
 

@@ -13,8 +13,13 @@ class Snapshot(Protocol):
     Called on the thread that trains.
     """
 
+    def wants(self, piece: StatePiece) -> bool:
+        """Whether :meth:`before_update` of this piece would copy anything."""
+        ...
+
     def before_update(self, piece: StatePiece) -> None:
-        """An optimizer is about to change ``piece`` and the parameters over it, which are pinned."""
+        """An optimizer is about to change ``piece`` and the parameters over it, which are pinned on
+        DEVICE."""
 
     def before_write(self) -> None:
         """Weights or states are about to be changed in another way. May fetch chunks, and raise as that
@@ -33,6 +38,10 @@ class Snapshot(Protocol):
 
 class NoSnapshot:
     """What is there while nobody wants to know."""
+
+    def wants(self, piece: StatePiece) -> bool:
+        """Return False."""
+        return False
 
     def before_update(self, piece: StatePiece) -> None:
         """Do nothing."""

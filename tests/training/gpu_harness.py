@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
-from gemini.chunk.gpu_memory import CudaDevice, SimulatedDevice
+from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
 from gemini.optim import chunk_update, gradients
 
 VOCAB, WIDTH = 64, 128
@@ -51,7 +51,12 @@ class LateDevice(SimulatedDevice):
         make_row, run_rows = chunk_update.make_row, chunk_update.run_rows
         sum_of_squares = gradients.sum_of_squares
         update_on_host = chunk_update.update_on_host
+        lend = GpuMemory.lend
         used: list[Tensor] = []
+
+        def noted_loan(memory: GpuMemory, window: Any) -> Any:
+            self.operators.kept_by_nobody.add(window.address)
+            return lend(memory, window)
 
         def noted_row(param: Tensor, grad: Tensor, *more: Any, **options: Any) -> Any:
             used.extend((param, grad))
@@ -70,6 +75,7 @@ class LateDevice(SimulatedDevice):
             with _disable_current_modes():  # what the CPU does is done when the call returns
                 update_on_host(*arguments)
 
+        monkeypatch.setattr(GpuMemory, "lend", noted_loan)
         monkeypatch.setattr(chunk_update, "update_on_host", update_at_once)
         monkeypatch.setattr(chunk_update, "make_row", noted_row)
         monkeypatch.setattr(chunk_update, "run_rows", late_rows)

@@ -7,6 +7,7 @@ GPU's refusal.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -33,12 +34,18 @@ _NEEDS_VALUES = (
 )
 
 
+# What changes where a tensor's memory is and touches none.
+_ON_THE_HOST = ("aten::set_",)
+
+
 class LateOperators(TorchDispatchMode):
     """While entered, operators of this thread run late on ``stream``. Leave it to have them all done."""
 
     def __init__(self, stream: _C.SimulatedStream) -> None:
         super().__init__()
         self.num_late = 0
+        # Where storages begin that no operator keeps: the end of one says that nobody will use it again.
+        self.kept_by_nobody: set[int] = set()
         # A GPU's allocator gives memory away in the order of the stream; this one's must wait.
         self._alive: list[torch.Tensor] = []
         self._stream = stream
@@ -90,6 +97,20 @@ class LateOperators(TorchDispatchMode):
             finally:
                 turn.finish()
 
+    def _as_it_is(self, value: Any) -> Any:
+        """Return another tensor over the same memory: ``tensor.data = ...`` must not change what was
+        launched."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in self.kept_by_nobody:
+                return torch.ops.aten.detach.default(value)
+            memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+            same = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+            place = value.storage_offset(), value.shape, value.stride()
+            return torch.empty(0, dtype=value.dtype).set_(same, *place)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -97,11 +118,11 @@ class LateOperators(TorchDispatchMode):
         if func._schema.name.split("::")[1] in _NEEDS_VALUES:
             self.synchronize()
             return func(*args, **kwargs)
-        if _only_views(func):
+        if _only_views(func) or func._schema.name in _ON_THE_HOST:
             return func(*args, **kwargs)
         self.num_late += 1
         given = (args, kwargs)
-        args, kwargs = tree_map(_as_it_is, given)
+        args, kwargs = tree_map(self._as_it_is, given)
         operands = list(_tensors((args, kwargs)))
         written = [
             given[1][arg.name] if arg.name in kwargs else given[0][index]
@@ -120,14 +141,6 @@ class LateOperators(TorchDispatchMode):
 
         self.launch(operands + list(_tensors(results)), compute)
         return results
-
-
-def _as_it_is(value: Any) -> Any:
-    """Return another tensor over the same memory: ``tensor.data = ...`` must not change what was launched."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.aten.detach.default(value)
 
 
 def _only_views(func: Any) -> bool:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
+from gpu_harness import SMALL_CHUNKS, GpuModel, optimizer_of
 from torch import nn
 from training_harness import tight
 
-from gemini import _C, ConfigError, GeminiDDP
-from gemini.checkpoint import save_async
+from gemini import _C, GeminiDDP
 from gemini.chunk import ChunkKind, ChunkManager, ChunkSpec, TierBudgets
 from gemini.chunk.gpu_memory import GpuMemory, SimulatedDevice
 from gemini.memstats import MemoryMonitor
@@ -143,12 +142,3 @@ def test_recurrent_weights_stay_in_their_chunks(tmp_path: Path) -> None:
         assert torch._cudnn_rnn_flatten_weight(weights, 4, 8, 2, 8, 0, 1, False, False) is None
         assert all(model.manager.in_windows(weight.data_ptr()) for weight in weights)
         assert all(map(torch.equal, weights, before))
-
-
-def test_an_asynchronous_save_of_a_gpu_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    gpu = simulated()
-    with GpuModel(network(), device=gpu, non_model_bytes=0, **SMALL_CHUNKS) as model:
-        optimizer = optimizer_of(model)
-        train(model, optimizer, gpu.torch_device, range(1))
-        with pytest.raises(ConfigError, match=r"use save\(\)"):
-            save_async(tmp_path / "saved", model, optimizer)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from training_harness import assert_same_state, assert_within_budgets, moved_bytes
 
 from gemini import ConfigError, GeminiDDP, HybridAdam, OutOfBudgetError
-from gemini.checkpoint import load, save
+from gemini.checkpoint import load, save, save_async
 from gemini.chunk import ComputeDevice
 
 # DEVICE and HOST in blocks, of the 43 or more that the network's model data takes; None: all there is.
@@ -140,6 +140,27 @@ def test_a_checkpoint_of_a_gpu_goes_on_with_the_same_bits(kind: str, tmp_path: P
         assert train(model, optimizer, gpu.torch_device, range(3, 6)) == want
 
 
+@pytest.mark.parametrize(
+    ("budget", "ratio"), [("everything", None), ("host", None), ("host and disk", None), ("host", 0.0)]
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "late operators"])
+def test_an_asynchronous_save_of_a_gpu_is_the_moment_of_the_call(
+    kind: str, budget: str, ratio: float | None, tmp_path: Path
+) -> None:
+    gpu = make_gpu(kind)
+    chosen = options(gpu, budget, tmp_path)
+    with GpuModel(network(), **chosen) as model:
+        optimizer = optimizer_of(model, gpu_margin_mem_ratio=ratio)
+        train(model, optimizer, gpu.torch_device, range(3))
+        handle = save_async(tmp_path / "saved", model, optimizer, staging_bytes="4MiB")
+        want = train(model, optimizer, gpu.torch_device, range(3, 6))
+        handle.wait()
+    with GpuModel(network(), **chosen) as model:
+        optimizer = optimizer_of(model)
+        load(tmp_path / "saved", model, optimizer)
+        assert train(model, optimizer, gpu.torch_device, range(3, 6)) == want
+
+
 def test_a_state_dict_is_in_host_memory_and_loads_into_a_plain_model(
     gpu: ComputeDevice, tmp_path: Path
 ) -> None:
@@ -236,8 +257,3 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA GPU.*device='cpu'"):
             GeminiDDP(network(), device="cuda")
-
-
-def test_what_a_gpu_does_not_do_yet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch\.utils\.checkpoint"):
-        GpuModel(network(), **options(simulated(), "host", tmp_path, activation_offload=True))

@@ -15,12 +15,12 @@ from gemini.runtime.chunk_pool import ChunkPool, rounded_bytes
 PAGE = 4096
 
 
-@given(st.integers(1, 2**40))
-def test_a_size_is_whole_pages_and_an_eighth_too_large_at_most(nbytes: int) -> None:
-    size = rounded_bytes(nbytes)
-    assert size % PAGE == 0
-    assert nbytes <= size < nbytes + max(PAGE, nbytes / 8 + 1)
-    assert rounded_bytes(size) == size
+@given(st.integers(1, 2**40), st.sampled_from([PAGE, 2**16, 2**21]))
+def test_a_size_is_whole_blocks_and_an_eighth_too_large_at_most(nbytes: int, block_bytes: int) -> None:
+    size = rounded_bytes(nbytes, block_bytes)
+    assert size % block_bytes == 0
+    assert nbytes <= size < nbytes + max(block_bytes, nbytes / 8 + 1)
+    assert rounded_bytes(size, block_bytes) == size
 
 
 @pytest.fixture
