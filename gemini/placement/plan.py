@@ -66,6 +66,14 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     """
     reserved = capacity.non_model_bytes or 0
     room = capacity.device_bytes - reserved
+    if size.operator_bytes > room:
+        raise OutOfBudgetError(
+            f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
+            f"DEVICE at once "
+            f"but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data; raise "
+            f"device_bytes to at least {size.operator_bytes + reserved} or lower min_chunk_size_mb "
+            f"(largest chunk: {size.largest_chunk_bytes})"
+        )
     if size.working_set_bytes > room:
         raise OutOfBudgetError(
             f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
@@ -74,14 +82,6 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
             f"data; raise device_bytes to "
             f"at least {size.working_set_bytes + reserved} or lower min_chunk_size_mb (largest chunk: "
             f"{size.largest_chunk_bytes})"
-        )
-    if size.operator_bytes > room:
-        raise OutOfBudgetError(
-            f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
-            f"DEVICE at once "
-            f"but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data; raise "
-            f"device_bytes to at least {size.operator_bytes + reserved} or lower min_chunk_size_mb "
-            f"(largest chunk: {size.largest_chunk_bytes})"
         )
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return
