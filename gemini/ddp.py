@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from gemini import _C
 from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
 from gemini.collectives import agreed, make_peers
@@ -21,8 +20,10 @@ from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
+from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
+from gemini.runtime.statistics import usage_and_traffic
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
 
@@ -136,6 +137,7 @@ class GeminiDDP(nn.Module):
             self.config = agreed(self.config, self.peers)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
+        self.compiled = CompiledBlocks(self.manager, module)
         self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
         self.accumulates = False  # within no_sync()
         self._times_given_up = 0
@@ -161,8 +163,14 @@ class GeminiDDP(nn.Module):
             StateError: an update or a load failed half-way, so that weights do not belong together, or an
                 optimizer that updates in backward awaits its step().
         """
+        if torch.compiler.is_compiling():
+            return self.compiled.run_uncompiled(self.compiled, self._forward, args, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
+        self.compiled.refresh()
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
@@ -174,6 +182,13 @@ class GeminiDDP(nn.Module):
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile each block of the model (members of its lists) with the arguments of torch.compile.
+
+        A compiled block is one operator: its parameters are on DEVICE all at once.
+        """
+        self.compiled.compile(*args, **options)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
@@ -275,26 +290,7 @@ class GeminiDDP(nn.Module):
     def stats(self) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
         keys)."""
-        chunks = self.manager.chunks
-        table = chunks.table
-        tiers = _tiers(table)
-        device = tiers["device"]
-        device["bytes"] += self.manager.loose.now
-        device["peak_bytes"] = max(device["peak_bytes"], self.manager.loose.peak_device)
-        links = chunks.link_stats()
-        size = self.manager.context.size
-        return {
-            **tiers,
-            **{link: links[link] for link in ("h2d", "d2h", "disk_read", "disk_write")},
-            "stall_seconds": chunks.stall_seconds,
-            "step": self.manager.step,
-            "warmup": self.manager.is_warmup,
-            "num_chunks": len(chunks.chunks),
-            "wasted_bytes": self.storage.wasted_bytes,
-            "model_data_bytes": size.total_bytes,
-            "pending_updates": len(self.manager.pending.all()),
-            "withheld_bytes": self.manager.shortage.withheld_bytes,
-        }
+        return usage_and_traffic(self.storage, self.manager)
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""
@@ -378,11 +374,3 @@ class GeminiDDP(nn.Module):
             "a GeminiDDP cannot be copied: its memory is under one budget; copy.deepcopy(model.module) "
             "gives an ordinary, unmanaged model"
         )
-
-
-def _tiers(table: Any) -> dict[str, dict[str, int]]:
-    named = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
-    return {
-        name: {"bytes": table.usage(tier), "peak_bytes": table.peak(tier), "budget_bytes": table.budget(tier)}
-        for name, tier in named.items()
-    }

@@ -162,15 +162,21 @@ class BackwardPins:
 
 
 def hook_backward(
-    out: Any, first_node: int, manager: GeminiManager, tensors: tuple[int, ...], arguments: Any = ()
-) -> None:
+    out: Any,
+    first_node: int,
+    manager: GeminiManager,
+    tensors: tuple[int, ...],
+    arguments: Any = (),
+    seen: list[Any] | None = None,
+) -> bool:
     """Hook every node made since ``first_node`` that ``out`` depends on so that it runs with ``tensors``
-    pinned.
+    pinned. Return whether those are all that were made.
 
-    ``arguments`` are the operator's: some write to theirs in place and return nothing.
+    ``arguments`` are the operator's: some write to theirs in place and return nothing. ``seen``: nodes that
+    are hooked already; those hooked now are added.
     """
     stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
-    seen = []  # few: the nodes of one operator
+    seen = [] if seen is None else seen  # few: the nodes of one operator
     while True:
         while stack:
             node = stack.pop()
@@ -183,8 +189,9 @@ def hook_backward(
                 node.register_hook(after)
             for child, _ in node.next_functions:
                 stack.append(child)
-        if not arguments or len(seen) >= next_node_number() - first_node:
-            return
+        found_all = len(seen) >= next_node_number() - first_node
+        if not arguments or found_all:
+            return found_all
         stack = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]
         arguments = ()
 

@@ -92,7 +92,7 @@ class ManagedParameter(torch.nn.Parameter):
         return torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad).__reduce_ex__(proto)
 
 
-_MANAGED = frozenset((ManagedTensor, ManagedParameter))
+MANAGED = frozenset((ManagedTensor, ManagedParameter))
 _LEAVES = frozenset((torch.Tensor, type(None), bool, int, float, str))  # hold no managed tensor; for speed
 
 
@@ -131,7 +131,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
-    operands = _operands(args, kwargs)
+    operands = operands_of(args, kwargs)
     if not operands:
         raise ConfigError(
             f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
@@ -142,7 +142,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if func in ALIASING_FUNCTIONS:
         with PlainTensors():
             out = func(*args, **kwargs)
-            return _adopt(out, operands)
+            return adopt(out, operands)
     return _operate(func, args, kwargs, operands)
 
 
@@ -177,7 +177,7 @@ def _operate(
         # node is an error.
         if pinned and torch.is_grad_enabled():
             hook_backward(out, first_node, manager, tensors, (args, kwargs))
-        return _adopt(out, operands)
+        return adopt(out, operands)
 
 
 def _operate_across(
@@ -191,13 +191,13 @@ def _operate_across(
         first_node = next_node_number()
         with ExitStack() as stack:
             for manager, share in shares.items():
-                stack.enter_context(_pinned(manager, share))
+                stack.enter_context(pinned(manager, share))
             out = func(*args, **kwargs)
         if torch.is_grad_enabled():
             for manager, share in shares.items():
                 pins = tuple([operand._ref.tensors[0] for operand in share])
                 hook_backward(out, first_node, manager, pins, (args, kwargs))
-        return _adopt(out, operands)
+        return adopt(out, operands)
 
 
 def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,10 +210,10 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     copies: list[torch.Tensor] = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in _MANAGED:
+        if type(tensor) not in MANAGED:
             return tensor
         # Outside the transform, whose levels take the copy for one that they captured.
-        with PlainTensors(), OutsideTransforms(), _pinned(tensor._ref.manager, [tensor]):  # type: ignore[attr-defined]
+        with PlainTensors(), OutsideTransforms(), pinned(tensor._ref.manager, [tensor]):  # type: ignore[attr-defined]
             copies.append(torch.clone(tensor))
         return copies[-1]
 
@@ -229,7 +229,7 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 @contextmanager
-def _pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
+def pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
     """Pin the operands, all of one model, for the block; those it writes to count as written."""
     tensors = [operand._ref.tensors[0] for operand in operands]
     versions = [operand._version for operand in operands]
@@ -247,25 +247,25 @@ def _written(operands: list[Any], versions: list[int]) -> list[int]:
     return [o._ref.tensors[0] for o, version in zip(operands, versions, strict=True) if o._version != version]
 
 
-def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the managed tensors among the arguments, also inside lists, tuples and dicts."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind in _MANAGED:
+        if kind in MANAGED:
             found.append(arg)
         elif kind in _LEAVES:
             continue
         elif isinstance(arg, (list, tuple)):
-            found.extend(_operands(arg, {}))
+            found.extend(operands_of(arg, {}))
         elif isinstance(arg, dict):
-            found.extend(_operands(arg.values(), {}))
+            found.extend(operands_of(arg.values(), {}))
     if kwargs:
-        found.extend(_operands(kwargs.values(), {}))
+        found.extend(operands_of(kwargs.values(), {}))
     return found
 
 
-def _adopt(out: Any, operands: list[Any]) -> Any:
+def adopt(out: Any, operands: list[Any]) -> Any:
     """Make results that view a window managed, so that their later use fetches the chunk."""
     kind = type(out)
     if kind is torch.Tensor:
@@ -274,7 +274,7 @@ def _adopt(out: Any, operands: list[Any]) -> Any:
                 if operand._ref.manager.views(operand._ref, out):
                     return as_managed(out, operand._ref)
     elif kind is list or kind is tuple:
-        return kind([_adopt(item, operands) for item in out])
+        return kind([adopt(item, operands) for item in out])
     return out
 
 
@@ -342,9 +342,9 @@ def _gradients(
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     if materialize_grads:
         options["allow_unused"] = True
-    edges: Any = [get_gradient_edge(t) if type(t) in _MANAGED else t for t in inputs]
+    edges: Any = [get_gradient_edge(t) if type(t) in MANAGED else t for t in inputs]
     found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        [torch.clone(t) if type(t) in _MANAGED else t for t in outputs], edges, *args, **options
+        [torch.clone(t) if type(t) in MANAGED else t for t in outputs], edges, *args, **options
     )
     if not materialize_grads:
         return found

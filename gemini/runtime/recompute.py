@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from gemini.errors import ConfigError
 from gemini.placement.recompute import NOTHING, RecomputeChoice, RecomputeReport, choose_blocks
 from gemini.placement.recomputed_trace import BlockCall
+from gemini.runtime.blocks import find_blocks, is_compiled
 from gemini.runtime.digest import CannotRepeat
 from gemini.runtime.phases import OPTIMIZER
 from gemini.runtime.repeatable import Given, Look, Repeat, training_modes
@@ -107,7 +108,8 @@ class Recompute:
         self._num_steps = 0  # watched
         self._watching = False  # within a block
         self._why_none = "no step would be shorter for it"
-        self.blocks = [Block(self, name, block) for name, block in find_blocks(module)]
+        found = [(name, block) for name, block in find_blocks(module) if _can_stand_in(block)]
+        self.blocks = [Block(self, name, block) for name, block in found]
         self.choice: RecomputeChoice | None = None if self.blocks else NOTHING
 
     @property
@@ -227,29 +229,9 @@ class Recompute:
         return sum(1 for phase, *_ in self._manager.order.log if phase != OPTIMIZER)
 
 
-def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
-    """Return the names and modules of a model's blocks: the outermost members of lists and sequences that
-    have a like beside them, and children."""
-    found: list[tuple[str, nn.Module]] = []
-    inside: tuple[str, ...] = ()
-    for name, container in module.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        if name.startswith(inside) and inside:
-            continue
-        kinds = [type(member) for member in container]
-        members = [
-            (f"{name}.{key}" if name else key, member)
-            for key, member in container.named_children()
-            if kinds.count(type(member)) > 1 and _has_parts(member)
-        ]
-        found += members
-        inside += tuple(f"{member_name}." for member_name, _ in members)
-    return list({id(block): (name, block) for name, block in reversed(found)}.values())[::-1]
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Say whether a module has children, and a forward that is its class's function."""
+def _can_stand_in(module: nn.Module) -> bool:
+    """Say whether a :class:`Block` can stand in for a module's forward, a function of its class. What is
+    compiled chooses for itself what is computed again."""
     own = "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
     is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
-    return is_function and not own and next(module.children(), None) is not None
+    return is_function and not own and not is_compiled(module)

@@ -12,6 +12,7 @@ from torch import nn
 from gemini.chunk import CPU, Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
 from gemini.chunk.chunk import whole_blocks
 from gemini.errors import ConfigError
+from gemini.runtime.blocks import is_compiled
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.mixture import Mixture
 from gemini.runtime.param import TensorRef
@@ -308,8 +309,8 @@ def largest_operator(
     submodule's name.
 
     Known for torch's own layers: an operator takes the parameters that its submodule holds directly;
-    attention takes its output projection's too. What other submodules do with theirs shows only when they
-    run.
+    attention takes its output projection's too; and for what is compiled, which takes all. What other
+    submodules do with theirs shows only when they run.
     """
 
     def nbytes(spec: GroupSpec, chunk: int) -> int:
@@ -324,9 +325,10 @@ def largest_operator(
     largest, largest_name = 0, ""
     for name, owner in module.named_modules():
         home = type(owner).__module__
-        if not home.startswith("torch.nn.modules.") or home == nn.ParameterList.__module__:
+        whole = is_compiled(owner)
+        if not whole and (not home.startswith("torch.nn.modules.") or home == nn.ParameterList.__module__):
             continue
-        used = owner.parameters(recurse=isinstance(owner, nn.MultiheadAttention))
+        used = owner.parameters(recurse=whole or isinstance(owner, nn.MultiheadAttention))
         sizes = dict(chunks[names[id(param)]] for param in used)
         if sum(sizes.values()) > largest:
             largest, largest_name = sum(sizes.values()), name or type(owner).__name__

@@ -1,0 +1,195 @@
+"""Compiled blocks: a submodule that torch.compile took is one operator.
+
+A compiler is shown plain tensors over the windows, never managed parameters. The whole call is pinned as one
+operator, and so is the node that it leaves for backward. See docs/notes/interception.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch._C._functorch import peek_interpreter_stack as in_transform
+
+from gemini.errors import ConfigError
+from gemini.runtime.backward import hook_backward, next_node_number
+from gemini.runtime.blocks import find_blocks, is_compiled
+from gemini.runtime.nested import map_tensors
+from gemini.runtime.param import ManagedParameter, ManagedTensor, adopt, operands_of, pinned
+
+if TYPE_CHECKING:
+    from gemini.runtime.gemini_mgr import GeminiManager
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledBlock:
+    """Stands in for the compiled call of a module: pins what it uses around it."""
+
+    def __init__(self, manager: GeminiManager, module: nn.Module, name: str) -> None:
+        self._manager = manager
+        self._module = module
+        self._name = name
+        self._before = module._compiled_call_impl
+        self._call: Callable[..., Any] = module._call_impl if self._before is None else self._before
+        module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Have the module called as before, if nobody compiled it again since."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled call with all parameters of the module on DEVICE.
+
+        Raises:
+            OutOfBudgetError: DEVICE cannot hold all of them at once.
+        """
+        if in_transform() is not None:  # whose levels take copies of parameters, operator by operator
+            return self._module._call_impl(*args, **kwargs)
+        places = list(_managed_places(self._module))
+        operands = operands_of(([param for *_, param in places], args), kwargs)
+        if not operands:
+            return self._call(*args, **kwargs)
+        if any(operand._ref.manager is not self._manager for operand in operands):
+            raise ConfigError(
+                f"compiled block {self._name!r} uses parameters of another managed model; give it copies"
+            )
+        plain = _PlainViews(operands)
+        args, kwargs = map_tensors((args, kwargs), plain)
+        num_graphs = _num_graphs()
+        first_node = next_node_number()
+        with pinned(self._manager, operands):
+            with _replaced(places, plain):
+                out = self._call(*args, **kwargs)
+            if _num_graphs() != num_graphs and self._manager.is_followed:
+                self._manager.abandon()  # the compiler took memory and time that no other step takes
+            with PlainTensors():
+                if torch.is_grad_enabled() and not self._manager.resident:
+                    self._hook_backward(out, first_node, operands, (args, kwargs))
+                return adopt(out, operands)
+
+    def _hook_backward(self, out: Any, first_node: int, operands: list[Any], arguments: Any) -> None:
+        tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
+        seen: list[Any] = []
+        if not hook_backward(out, first_node, self._manager, tensors, arguments, seen):
+            # What the call may have left elsewhere than in what it returned.
+            attributes = [vars(part) for part in self._module.modules()]
+            hook_backward(attributes, first_node, self._manager, tensors, seen=seen)
+
+
+class CompiledBlocks:
+    """The compiled blocks of one model, as far as they are known."""
+
+    def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
+        self._manager = manager
+        self._module = module
+        self._named = list(module.named_modules())
+        self._blocks: list[CompiledBlock] = []
+        self.warned = False  # that the model was compiled as a whole
+        self.run_uncompiled = _outside_compiler()
+        _keep_from_tracing()
+        self._find()
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile every block of the model, or all of it where it has none; with torch.compile's options."""
+        for _, block in find_blocks(self._module) or [("", self._module)]:
+            block.compile(*args, **options)
+        self._find()
+
+    def refresh(self) -> None:
+        """Look for modules that were compiled since the last time; called before every forward pass."""
+        if [module._compiled_call_impl for _, module in self._named] != self._seen:
+            self._find()
+
+    def _find(self) -> None:
+        """Have a :class:`CompiledBlock` around every outermost compiled module."""
+        while self._blocks:
+            self._blocks.pop().remove()
+        inside: tuple[str, ...] = ()
+        for name, module in self._named:
+            if is_compiled(module) and not (inside and name.startswith(inside)):
+                self._blocks.append(CompiledBlock(self._manager, module, name))
+                inside += (f"{name}." if name else "",)
+        self._seen = [module._compiled_call_impl for _, module in self._named]
+
+
+class _PlainViews:
+    """Plain tensors over the memory of managed ones, one for each; gradients go on to the managed one."""
+
+    def __init__(self, managed: Sequence[torch.Tensor]) -> None:
+        from torch._dynamo import mark_static_address  # large; loaded already where anything was compiled
+
+        with PlainTensors():
+            self._views = {id(tensor): tensor.view_as(tensor) for tensor in managed}
+        for view in self._views.values():
+            mark_static_address(view, guard=False)  # a window's never changes: CUDA graphs may rely on that
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or the plain view of a managed one."""
+        return self._views.get(id(tensor), tensor)
+
+
+def _managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
+    """Yield where the module and its parts keep managed parameters."""
+    for part in module.modules():
+        held: dict[str, Any] = part._parameters
+        for name, param in held.items():
+            if type(param) is ManagedParameter:
+                yield held, name, param
+
+
+@contextmanager
+def _replaced(
+    places: Sequence[tuple[dict[str, Any], str, ManagedParameter]], plain: _PlainViews
+) -> Iterator[None]:
+    """Have plain views in the places of managed parameters for the block."""
+    for held, name, param in places:
+        held[name] = plain(param)
+    try:
+        yield
+    finally:
+        for held, name, param in places:
+            held[name] = param
+
+
+@functools.cache
+def _outside_compiler() -> Callable[..., Any]:
+    """Return :func:`_run_uncompiled` as what the compiler calls and does not look into."""
+    return torch.compiler.disable(_run_uncompiled)  # type: ignore[no-any-return]
+
+
+def _run_uncompiled(blocks: CompiledBlocks, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``call``, the forward pass of a model that somebody has the compiler trace."""
+    if not blocks.warned:
+        blocks.warned = True
+        logger.warning(
+            "torch.compile leaves a managed model as it is, since its parameters are not all there at once; "
+            "model.compile() compiles each of its blocks"
+        )
+    return call(*args, **kwargs)
+
+
+@functools.cache
+def _keep_from_tracing() -> None:
+    """Have the compiler leave alone the managed tensors that it meets elsewhere, and the code that runs when
+    operators are given them."""
+    import torch._dynamo.config as settings
+    from torch._dynamo import trace_rules
+
+    settings.nontraceable_tensor_subclasses.update((ManagedParameter, ManagedTensor))
+    for package in ("chunk", "memstats", "offload", "optim", "placement", "runtime", "timeline", "zero"):
+        trace_rules.add(f"gemini.{package}")
+
+
+def _num_graphs() -> int:
+    """Return how many graphs were compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

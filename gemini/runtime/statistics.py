@@ -1,0 +1,38 @@
+"""What ``GeminiDDP.stats()`` says: usage per tier, traffic per link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemini import _C
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.storage import ModelStorage
+
+_TIERS = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
+_LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+
+def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str, Any]:
+    """Return usage per tier and traffic per link so far as a plain dict."""
+    chunks = manager.chunks
+    tiers = {name: _usage(chunks.table, tier) for name, tier in _TIERS.items()}
+    device = tiers["device"]
+    device["bytes"] += manager.loose.now
+    device["peak_bytes"] = max(device["peak_bytes"], manager.loose.peak_device)
+    links = chunks.link_stats()
+    return {
+        **tiers,
+        **{link: links[link] for link in _LINKS},
+        "stall_seconds": chunks.stall_seconds,
+        "step": manager.step,
+        "warmup": manager.is_warmup,
+        "num_chunks": len(chunks.chunks),
+        "wasted_bytes": storage.wasted_bytes,
+        "model_data_bytes": manager.context.size.total_bytes,
+        "pending_updates": len(manager.pending.all()),
+        "withheld_bytes": manager.shortage.withheld_bytes,
+    }
+
+
+def _usage(table: _C.ChunkTable, tier: _C.Tier) -> dict[str, int]:
+    return {"bytes": table.usage(tier), "peak_bytes": table.peak(tier), "budget_bytes": table.budget(tier)}
