@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.chunk import ComputeDevice
 from gemini.device import default_budget_bytes
 from gemini.errors import ConfigError
 from gemini.runtime.config import GeminiConfig
@@ -53,6 +54,10 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._timeout = _shortest_timeout(group, replicas)
         self._messages = _new_group(ranks, self._timeout)
+        # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
+        self._on_host = group
+        if not any(device.type == "cpu" for device in _devices(group)):
+            self._on_host = _new_group(dist.get_process_group_ranks(group), self._timeout)
         self._aside: dist.ProcessGroup | None = None
         self._several_hosts: bool | None = None  # not asked yet
         self._order = [dist.get_group_rank(self._messages, rank) for rank in ranks]
@@ -60,6 +65,11 @@ class ProcessGroupPeers(Peers):
     @property
     def share(self) -> Share:
         return self._share
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+        return int(said) if said.isdigit() and int(said) > 0 else self._share.world
 
     def on_several_hosts(self) -> bool:
         """Say whether not all ranks run on one machine; all of them call this."""
@@ -140,15 +150,22 @@ class ProcessGroupPeers(Peers):
             work.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            dist.broadcast(tensor, group=self._messages, group_src=self._order[0])
+            return
         dist.broadcast(tensor, group=self.group, group_src=0)
         if self._replicas is not None:
             dist.broadcast(tensor, group=self._replicas, group_src=0)
 
     def sum(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, group=self.group)
+        dist.all_reduce(values, group=self._group_for(values))
 
     def largest(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values))
+
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Return the group of this copy whose backend takes the memory of ``tensor``."""
+        return self._on_host if tensor.device.type == "cpu" else self.group
 
 
 class _Works(Transfer):
@@ -238,10 +255,16 @@ def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
     return min((found for found in map(_timeout, groups) if found is not None), default=None)
 
 
+def _devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the kinds of devices whose memory a backend of ``group`` takes."""
+    found: list[torch.device] = group._device_types
+    return found
+
+
 def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     if group is None:
         return None
-    backend: Any = group._get_backend(group._device_types[0])
+    backend: Any = group._get_backend(_devices(group)[0])
     found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found
 
@@ -283,19 +306,15 @@ def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> 
     return True
 
 
-def agreed(config: GeminiConfig, peers: ProcessGroupPeers) -> GeminiConfig:
+def agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice) -> GeminiConfig:
     """Return ``config`` with the DEVICE budget of the rank that has least: chunks are cut alike everywhere.
 
-    Without one each rank takes its part of what is free on its host.
+    Without one each rank takes what is free on its GPU, or its part of what is on its host.
     """
     device_bytes = config.device_bytes
     if device_bytes is None:
-        device_bytes = default_budget_bytes() // _ranks_on_this_host(peers.share.world)
+        device_bytes = default_budget_bytes(device.free_bytes())
+        if not device.has_own_memory:
+            device_bytes //= peers.ranks_on_this_host
     least = min(said[0] for said in peers.exchange([device_bytes]))
     return replace(config, device_bytes=least)
-
-
-def _ranks_on_this_host(world: int) -> int:
-    """Return how many ranks share this machine's memory: as torchrun says, else all."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(said) if said.isdigit() and int(said) > 0 else world

@@ -134,7 +134,7 @@ class GeminiDDP(nn.Module):
         self.peers = make_peers(process_group)
         self.config.refuse_unbuilt(self.device, several_ranks=self.peers is not None)
         if self.peers is not None:
-            self.config = agreed(self.config, self.peers)
+            self.config = agreed(self.config, self.peers, self.device)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self.compiled = CompiledBlocks(self.manager, module)

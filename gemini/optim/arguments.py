@@ -83,10 +83,12 @@ def host_updates_of(model: GeminiDDP, ratio: float | None) -> HostUpdates | None
             f"gpu_margin_mem_ratio is {ratio}, but the CPU updates states on HOST, not on DISK: leave out "
             "disk_dir and raise host_bytes, or leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
-    updates = HostUpdates.of_groups(model.storage.groups, ratio)
+    sharding = model.manager.sharding
+    whole_bytes = sharding.gather_bytes if sharding is not None else 0
+    updates = HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio)
+    pairs = [group.updated[:2] for group in model.storage.groups]
     least = updates.state_bytes + max(
-        (group.param.spec.nbytes + group.grad.spec.nbytes for group in model.storage.groups if group.grad),
-        default=0,
+        (param.spec.nbytes + grad.spec.nbytes for param, grad in pairs if grad is not None), default=0
     )
     if budgets.host_bytes < least:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 
@@ -11,6 +12,9 @@ from gemini import _C
 _EXPONENTS = 256  # of fp32; the last one counts what is not finite
 _LIMBS = 3
 _LIMB_BITS = 40
+_LIMB_MASK = 2**_LIMB_BITS - 1
+_BLOCK = 2**22  # elements whose lower limbs may be added before there is a carry
+_LANES = 64
 _BIAS = 150  # of an exponent, for a significand that is an integer
 
 
@@ -20,13 +24,37 @@ def empty_squares() -> torch.Tensor:
 
 
 def exact_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the exact sum of the squares of dense fp32 elements, one dimension, in CPU memory."""
+    """Return the exact sum, in CPU memory, of the squares of dense fp32 elements, one dimension."""
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise ValueError(
             f"exact_squares takes a flat fp32 tensor, not {values.dtype} of {tuple(values.shape)}"
         )
+    if values.device.type != "cpu":
+        return squares_by_operators(values).cpu()
     limbs = _C.exact_squares(values.data_ptr(), values.numel())
     return torch.tensor(limbs, dtype=torch.int64).view(_EXPONENTS, _LIMBS)
+
+
+def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
+    """Do as :func:`exact_squares` with torch's operators on the device of ``values``, and leave it there.
+
+    Integers are added, so the order, which a GPU does not keep, is of no account.
+    """
+    # Of many elements, sums of equal exponents side by side: many threads add to each.
+    num_lanes = min(_LANES, 1 + values.numel() // _EXPONENTS)
+    sums = torch.zeros(_LIMBS, num_lanes * _EXPONENTS, dtype=torch.int64, device=values.device)
+    lanes = torch.arange(min(_BLOCK, values.numel()), device=values.device) % num_lanes * _EXPONENTS
+    for block in values.view(torch.int32).split(_BLOCK):
+        exponents = (block >> 23) & 255
+        significands = (block & (2**23 - 1)).long() + (exponents > 0).long() * 2**23
+        squares = significands * significands
+        places = lanes[: block.numel()] + exponents
+        sums[0].scatter_add_(0, places, squares & _LIMB_MASK)
+        sums[1].scatter_add_(0, places, squares >> _LIMB_BITS)
+        for lower, upper in pairwise(sums):
+            upper.add_(lower >> _LIMB_BITS)
+            lower.bitwise_and_(_LIMB_MASK)
+    return sums.view(_LIMBS, num_lanes, _EXPONENTS).sum(1).t().contiguous()
 
 
 def norm_of(squares: torch.Tensor) -> torch.Tensor:

@@ -111,9 +111,9 @@ def _norm_of_shards(
         if norm_type == 2.0:
             squares.add_(exact_squares(values))
         elif norm_type == math.inf:
-            torch.maximum(found, values.abs().max().double(), out=found)
+            torch.maximum(found, values.abs().max().double().cpu(), out=found)
         else:
-            found.add_(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64) ** norm_type)
+            found.add_(float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)) ** norm_type)
 
     visit_gradients(storage, manager, measure)
     if norm_type == 2.0:

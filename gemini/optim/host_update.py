@@ -23,15 +23,17 @@ class Part(NamedTuple):
 def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, parts: Sequence[Part]) -> None:
     """Update ``parts`` of a piece in place; its chunks and those of parameters and gradients are pinned on
     HOST. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
-    if group.grad is None:
+    param_chunk, grad_chunk, first = group.updated
+    if grad_chunk is None:
         raise StateError("a group of frozen parameters has no update")
-    values, grads = host_tensor(chunks, group.param), host_tensor(chunks, group.grad)
+    values, grads = host_tensor(chunks, param_chunk), host_tensor(chunks, grad_chunk)
     states = {kind: host_tensor(chunks, chunk) for kind, chunk in piece.chunks.items()}
     rows: list[Row] = []
     for part in parts:
         start, stop = part.slot.overlapping(piece)
         flat = {kind: state[start - piece.start : stop - piece.start] for kind, state in states.items()}
-        param, half_out = values[start:stop], None
+        place = slice(start - first, stop - first)
+        param, half_out = values[place], None
         if ChunkKind.MASTER in flat:
             param, half_out = flat[ChunkKind.MASTER], param
             if part.rewritten:
@@ -40,5 +42,5 @@ def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, p
             "exp_avg": flat[ChunkKind.EXP_AVG].data_ptr(),
             "exp_avg_sq": flat[ChunkKind.EXP_AVG_SQ].data_ptr(),
         }
-        rows.append(make_row(param, grads[start:stop], moments, half_out=half_out, step_index=len(rows)))
+        rows.append(make_row(param, grads[place], moments, half_out=half_out, step_index=len(rows)))
     run_rows(rows, [part.step for part in parts], "cpu")

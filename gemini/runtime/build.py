@@ -79,7 +79,8 @@ def build_runtime(
     """
     check_can_initialize(module)
     share = peers.share if peers is not None else None
-    blueprint = draw_blueprint(module, config, share, device)
+    ranks_here = peers.ranks_on_this_host if peers is not None else 1
+    blueprint = draw_blueprint(module, config, share, device, ranks_here)
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
@@ -123,10 +124,14 @@ def build_runtime(
 
 
 def draw_blueprint(
-    module: nn.Module, config: GeminiConfig, share: Share | None = None, device: ComputeDevice = CPU
+    module: nn.Module,
+    config: GeminiConfig,
+    share: Share | None = None,
+    device: ComputeDevice = CPU,
+    ranks_here: int = 1,
 ) -> Blueprint:
     """Lay the module's parameters out in chunks for ``device``, of which this rank has ``share``; change
-    nothing.
+    nothing. ``ranks_here``: how many have this machine's memory together.
 
     Raises:
         ConfigError: a parameter cannot be managed, or a size allows no chunk.
@@ -151,7 +156,7 @@ def draw_blueprint(
     operator_bytes, operator_name = largest_operator(module, groups, device.block_bytes)
     gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
     size = _with_gathered(sizes, gather_bytes, operator_bytes, operator_name)
-    capacity = _capacity(config, device_bytes, size, device)
+    capacity = _capacity(config, device_bytes, size, device, ranks_here)
     signature = "+".join(spec.layout.signature() for spec in groups)
     signature += "+activations" if config.activation_offload else ""
     signature += f"/{share.size}" if share is not None else ""
@@ -208,13 +213,13 @@ def _group(
 
 
 def _capacity(
-    config: GeminiConfig, device_bytes: int, size: ModelDataSize, device: ComputeDevice
+    config: GeminiConfig, device_bytes: int, size: ModelDataSize, device: ComputeDevice, ranks_here: int
 ) -> TierCapacity:
     """Return the budgets with defaults filled in."""
     host_bytes = config.host_bytes
     if host_bytes is None and device.has_own_memory:
         # Page-locked memory is nobody else's: half of what is free.
-        host_bytes = default_budget_bytes() // 2
+        host_bytes = default_budget_bytes() // (2 * ranks_here)
         if not config.activation_offload:
             host_bytes = min(size.total_bytes, host_bytes)
     elif host_bytes is None:

@@ -134,11 +134,6 @@ class GeminiConfig:
             )
         if not device.has_own_memory:
             return
-        if several_ranks:
-            raise ConfigError(
-                f"several processes cannot share a model on {device.name} in this release; "
-                "pass device='cpu', or process_group= of this process alone"
-            )
         if self.activation_recompute:
             raise ConfigError(
                 f"activation_recompute is for the CPU in this release, not for {device.name}; "

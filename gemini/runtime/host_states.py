@@ -17,8 +17,8 @@ class HostUpdates:
     """States of the first chunk groups are updated on DEVICE, as many as fit a share of the room there; those
     of all others on HOST.
 
-    ``states``: the state chunks of each group and their bytes, in forward order. ``param_bytes``: what all
-    parameter chunks take. ``ratio``: the share, from 0 to 1, of what parameters and non-model data leave.
+    ``states``: the state chunks of each group and their bytes, in forward order. ``param_bytes``: what
+    parameters take. ``ratio``: the share, from 0 to 1, of what parameters and non-model data leave.
     """
 
     states: tuple[tuple[frozenset[int], int], ...]
@@ -26,13 +26,14 @@ class HostUpdates:
     ratio: float
 
     @classmethod
-    def of_groups(cls, groups: Iterable[ChunkGroup], ratio: float) -> HostUpdates:
-        """Return the choice for a model's ``groups``."""
-        states, param_bytes = [], 0
+    def of_groups(cls, groups: Iterable[ChunkGroup], whole_bytes: int, ratio: float) -> HostUpdates:
+        """Return the choice for a model's ``groups``; ``whole_bytes``: what whole chunks take over ranks."""
+        states, param_bytes = [], whole_bytes
         for group in groups:
             chunks = [chunk for piece in group.pieces for chunk in piece.chunks.values()]
-            param_bytes += group.param.spec.nbytes
-            if group.grad is not None:
+            param, grad, _ = group.updated
+            param_bytes += param.spec.nbytes
+            if grad is not None:
                 states.append(
                     (frozenset(chunk.id for chunk in chunks), sum(chunk.spec.nbytes for chunk in chunks))
                 )

@@ -78,6 +78,14 @@ class ChunkGroup:
             return self.shard.param_flat(start, stop)
         return self.param.tensor[start:stop]
 
+    @property
+    def updated(self) -> tuple[Chunk, Chunk | None, int]:
+        """The chunks of parameters and gradients that an update uses, the latter None for what is frozen, and
+        the element that both begin at: those of the shard if there is one."""
+        if self.shard is not None:
+            return self.shard.param, self.shard.grad, self.shard.start
+        return self.param, self.grad, 0
+
     def value_tensors(self, slots: Sequence[ManagedSlot]) -> list[int]:
         """Return the tensors to pin before :meth:`values` of ``slots`` are used."""
         if self.shard is not None:

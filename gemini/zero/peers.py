@@ -23,12 +23,18 @@ class Peers(Protocol):
     may be several copies (hybrid sharding).
 
     Every method is collective: all ranks call the same ones in the same order, with tensors of equal sizes,
-    contiguous, on the computing device. Where nothing else is said, those of one copy do it among themselves.
-    Errors are torch.distributed's.
+    contiguous, on the computing device; :meth:`broadcast`, :meth:`sum` and :meth:`largest` also take those in
+    CPU memory. Where nothing else is said, those of one copy do it among themselves. Errors are
+    torch.distributed's.
     """
 
     @property
     def share(self) -> Share: ...
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        """How many ranks share this machine's memory: as torchrun says, else all."""
+        ...
 
     def exchange(self, mine: Sequence[int]) -> list[list[int]]:
         """Return what every rank of every copy, in order of their places, has given here: as many 64-bit
