@@ -132,7 +132,8 @@ def train(model: nn.Module, optimizer: Any, device: torch.device, steps: range =
 
 
 def optimizer_of(model: GeminiDDP, **options: Any) -> GeminiOptimizer:
-    """Return the optimizer of a managed network."""
+    """Return the optimizer of a managed network; all updates are the GPU's where nothing else is said."""
+    options = {"gpu_margin_mem_ratio": None, **options}
     return GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model, **options)
 
 

@@ -9,12 +9,14 @@ import torch
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 from gemini.runtime.host_states import HostUpdates
 
 Overlap = bool | Literal["backward"]  # of GeminiOptimizer: where updates run
+Margin = float | Literal["auto"] | None  # its gpu_margin_mem_ratio
 
 
 def checked_max_norm(max_norm: float) -> float:
@@ -62,44 +64,56 @@ def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
                 )
 
 
-def host_updates_of(model: GeminiDDP, ratio: float | None) -> HostUpdates | None:
-    """Return what ``gpu_margin_mem_ratio=ratio`` has the CPU update on HOST; None: nothing.
+def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
+    """Return what ``gpu_margin_mem_ratio=ratio`` has the CPU update on HOST; None: nothing, as ``"auto"``
+    does where a number could not be had.
 
     Raises:
         ConfigError: it cannot be done with this model's tiers.
     """
-    if ratio is None or (ratio == 0 and not model.device.has_own_memory):
+    has_gpu = model.device.has_own_memory
+    if ratio is None or (ratio in ("auto", 0) and not has_gpu):
         return None
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"gpu_margin_mem_ratio is {ratio}; give a number from 0 to 1, or None")
-    if not model.device.has_own_memory:
+    if ratio != "auto" and not (isinstance(ratio, (int, float)) and 0 <= ratio <= 1):
+        raise ConfigError(f"gpu_margin_mem_ratio is {ratio!r}; give a number from 0 to 1, 'auto' or None")
+    if not has_gpu:
         raise ConfigError(
             f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: all updates are the CPU's, and optimizer "
             "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
         )
     budgets = model.manager.chunks.budgets
+    if ratio == "auto" and not _can_update_on_host(model):
+        return None
     if budgets.disk_dir is not None:
         raise ConfigError(
             f"gpu_margin_mem_ratio is {ratio}, but the CPU updates states on HOST, not on DISK: leave out "
             "disk_dir and raise host_bytes, or leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
-    sharding = model.manager.sharding
-    whole_bytes = sharding.gather_bytes if sharding is not None else 0
-    updates = HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio)
-    pairs = [group.updated[:2] for group in model.storage.groups]
-    least = updates.state_bytes + max(
-        (param.spec.nbytes + grad.spec.nbytes for param, grad in pairs if grad is not None), default=0
-    )
-    if budgets.host_bytes < least:
+    if not _can_update_on_host(model):
         raise ConfigError(
             f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {budgets.host_bytes}: the optimizer states "
-            f"and what one update needs beside them take {least}; raise host_bytes to that, or leave out "
-            "gpu_margin_mem_ratio: then states come to the GPU"
+            f"and what one update needs beside them take {_least_host_bytes(model)}; raise host_bytes to "
+            "that, or leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
-    return updates
+    sharding = model.manager.sharding
+    whole_bytes = sharding.gather_bytes if sharding is not None else 0
+    rate = elements_per_second() if ratio == "auto" else 1.0
+    return HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio, rate)
 
 
-def check_several(model: GeminiDDP, overlaps: set[Overlap], ratios: set[float | None]) -> None:
+def _can_update_on_host(model: GeminiDDP) -> bool:
+    budgets = model.manager.chunks.budgets
+    return budgets.disk_dir is None and budgets.host_bytes >= _least_host_bytes(model)
+
+
+def _least_host_bytes(model: GeminiDDP) -> int:
+    """Return what HOST has to hold: all states, and what one update needs beside them."""
+    groups = HostUpdates.of_groups(model.storage.groups, 0, 0.0).groups
+    beside = max((group.param_bytes + group.grad_bytes for group in groups), default=0)
+    return sum(group.state_bytes for group in groups) + beside
+
+
+def check_several(model: GeminiDDP, overlaps: set[Overlap], ratios: set[Margin]) -> None:
     """Raise ConfigError where ``model`` cannot have several optimizers with these values of ``overlap`` and
     ``gpu_margin_mem_ratio``."""
     if model.manager.sharding is not None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import (
+    Margin,
     Overlap,
     check_mode,
     check_optimizer,
@@ -45,11 +46,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
-
-        gpu_margin_mem_ratio: on a GPU, who updates which optimizer states. None: the GPU all of them, on
-            DEVICE. A number from 0 to 1: of the first chunks the GPU, as far as they fit this share of the
-            room that parameters and non-model data leave; the CPU updates the others where they lie on HOST,
-            with the same bits (docs/notes/gpu.md). Without a GPU None or 0.
+        gpu_margin_mem_ratio: on a GPU, which states the CPU updates where they lie on HOST, with the same
+            bits (docs/notes/gpu.md). None: none. A number from 0 to 1: all but those of the first chunks that
+            fit this share of the room that parameters and non-model data leave. ``"auto"``: as many as
+            shorten the step, by the measured speeds of links and CPU; none beside a DISK tier.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
             the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
@@ -77,7 +77,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2**32,
-        gpu_margin_mem_ratio: float | None = None,
+        gpu_margin_mem_ratio: Margin = "auto",
         overlap: Overlap = True,
     ) -> None:
         check_optimizer(optim, model)

@@ -219,9 +219,13 @@ class StepOrder(Learned):
         return is_update and self.is_on_host(place.chunks)
 
     def _choose_host_chunks(self) -> None:
-        room = None if self.trace is None else self.room_bytes
-        updates = self._host_updates
-        self.host_chunks = updates.on_host(room) if updates is not None else frozenset()
+        updates, trace = self._host_updates, self.trace
+        if updates is None:
+            self.host_chunks = frozenset()
+        elif trace is None:
+            self.host_chunks = updates.on_host(None, ())
+        else:
+            self.host_chunks = updates.on_host(self.room_bytes, trace.links)
 
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
         """A step left the trace: keep the old plan for a passing change, adopt the new order once it

@@ -27,7 +27,8 @@ from training_harness import assert_same_state, assert_within_budgets
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save
 from gemini.chunk import ComputeDevice
-from gemini.optim import chunk_update
+from gemini.optim import arguments, chunk_update
+from gemini.optim.host_update import elements_per_second
 
 NUM_PIECES = 11  # of the network's states, that hold parameters
 
@@ -239,6 +240,35 @@ def test_an_optimizer_may_be_followed_by_one_that_updates_elsewhere(
     assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
     assert_same_state(outcomes[0][1], outcomes[1][1])
     assert_same_state(outcomes[0][1], outcomes[2][1])
+
+
+@pytest.mark.parametrize(("elements_per_second", "any_on_host"), [(1e12, True), (1e-3, False)])
+def test_auto_has_the_cpu_update_where_that_is_faster(
+    gpu: ComputeDevice,
+    on_host: list[int],
+    elements_per_second: float,
+    any_on_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments, "elements_per_second", lambda: elements_per_second)
+    plain = network().to(gpu.torch_device)
+    want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
+    with GpuModel(network(), **options(gpu)) as model:
+        optimizer = optimizer_of(model, gpu_margin_mem_ratio="auto")
+        assert train(model, optimizer, gpu.torch_device) == want
+        assert_same_state(state_of(model, gpu), state_of(plain, gpu))
+        assert_within_budgets(model.stats())
+    assert bool(on_host) == any_on_host
+
+
+def test_auto_is_the_default_and_leaves_alone_what_a_number_could_not_have(tmp_path: Path) -> None:
+    gpu = simulated()
+    for changed in ({"disk_dir": str(tmp_path)}, {"host_bytes": 0}):
+        with GpuModel(network(), **options(gpu, "roomy", **changed)) as model:
+            optimizer = GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model)
+            train(model, optimizer, gpu.torch_device)
+            assert not model.manager.order.host_chunks
+    assert elements_per_second() > 1e5
 
 
 def test_what_the_cpu_cannot_update_is_refused_with_the_way_out(tmp_path: Path) -> None:
