@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 
 
@@ -58,30 +59,46 @@ class PlacementPlan:
         return replace(self, reserve_bytes=tuple(max(one, least) + nbytes for one in self.reserve_bytes))
 
 
+class DeviceTooSmallError(OutOfBudgetError):
+    """DEVICE cannot hold at once what has to be there at once: ``reason``; with chunks of these sizes
+    ``least_bytes`` could."""
+
+    def __init__(self, reason: str, size: ModelDataSize, least_bytes: int) -> None:
+        self._reason = reason
+        self._size = size
+        self.least_bytes = least_bytes
+        super().__init__(
+            f"{reason}; raise device_bytes to at least {least_bytes} ({format_bytes(least_bytes)}) or lower "
+            f"min_chunk_size_mb (largest chunk: {size.largest_chunk_bytes})"
+        )
+
+    def asking(self, least_bytes: int) -> DeviceTooSmallError:
+        """Return the same, where more is needed: a larger DEVICE has larger chunks."""
+        return DeviceTooSmallError(self._reason, self._size, least_bytes)
+
+
 def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     """Refuse what no placement can fit.
 
     Raises:
-        OutOfBudgetError: with the numbers and the way out.
+        DeviceTooSmallError, OutOfBudgetError: with the numbers and the way out.
     """
     reserved = capacity.non_model_bytes or 0
     room = capacity.device_bytes - reserved
+    budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
     if size.operator_bytes > room:
-        raise OutOfBudgetError(
+        raise DeviceTooSmallError(
             f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
-            f"DEVICE at once "
-            f"but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data; raise "
-            f"device_bytes to at least {size.operator_bytes + reserved} or lower min_chunk_size_mb "
-            f"(largest chunk: {size.largest_chunk_bytes})"
+            f"DEVICE at once but {budget}",
+            size,
+            max(size.operator_bytes, size.working_set_bytes) + reserved,
         )
     if size.working_set_bytes > room:
-        raise OutOfBudgetError(
+        raise DeviceTooSmallError(
             f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
-            f"gradients and optimizer "
-            f"states) but device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model "
-            f"data; raise device_bytes to "
-            f"at least {size.working_set_bytes + reserved} or lower min_chunk_size_mb (largest chunk: "
-            f"{size.largest_chunk_bytes})"
+            f"gradients and optimizer states) but {budget}",
+            size,
+            size.working_set_bytes + reserved,
         )
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return

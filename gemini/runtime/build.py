@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,8 +22,10 @@ from gemini.chunk import (
     search_chunk_size,
 )
 from gemini.device import default_budget_bytes
+from gemini.errors import OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
+from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
 from gemini.runtime.adopt import adopt_module, check_can_initialize, unique_parameters
 from gemini.runtime.config import GeminiConfig
@@ -84,7 +86,10 @@ def build_runtime(
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
-    plan = blueprint.refuse_misfit()
+    try:
+        plan = blueprint.refuse_misfit()
+    except DeviceTooSmallError as error:
+        raise error.asking(_least_device_bytes(error, module, config, share, device)) from None
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
     storage = ModelStorage(
@@ -121,6 +126,26 @@ def build_runtime(
         )
     manager.name_parameters(storage.parameter_names())
     return storage, manager, blueprint.search
+
+
+def _least_device_bytes(
+    error: DeviceTooSmallError,
+    module: nn.Module,
+    config: GeminiConfig,
+    share: Share | None,
+    device: ComputeDevice,
+) -> int:
+    """Return a DEVICE that holds what ``error`` says it cannot; chunks grow with it, so it is tried."""
+    while True:
+        larger = replace(config, device_bytes=error.least_bytes)
+        try:
+            draw_blueprint(module, larger, share, device).refuse_misfit()
+        except DeviceTooSmallError as larger_error:
+            error = larger_error
+        except OutOfBudgetError:  # of the tiers below
+            return error.least_bytes
+        else:
+            return error.least_bytes
 
 
 def draw_blueprint(
