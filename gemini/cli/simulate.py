@@ -50,14 +50,19 @@ def add_parser(subparsers: Any) -> None:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="what Trace.save wrote")
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="trace-step.json of gemini trace, or what model.memstats().save(path) wrote",
+    )
     for tier, text in (("device", "where operators compute"), ("host", "absent"), ("disk", "absent")):
         default = "100%" if tier == "device" else "0"
         parser.add_argument(
             f"--{tier}-bytes",
             default=default,
             metavar="SIZE",
-            help=f"budget of {tier.upper()} (default: {default}, {text})",
+            help=f"budget of {tier.upper()} (default: {default.replace('%', '%%')}, {text})",
         )
     parser.add_argument(
         "--link",

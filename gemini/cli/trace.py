@@ -26,6 +26,8 @@ in the --out directory (written over if they are there):
   trace.html   one page for any browser: where the time went, what waited for what, which link was
                busy when, how full each tier was; needs no network
   trace.json   the same events for https://ui.perfetto.dev or chrome://tracing
+  trace-step.json
+               the order of a step: what gemini simulate reads
   trace-2.html, trace-2.json, ... of further models that a script trains
 
 The first step of a model only records its order, in the second the plan settles: leave them out (--warmup).
@@ -122,6 +124,10 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
             )
 
 
+# What the files of a recording are for.
+_USES = {"html": "open it in a browser", "chrome": "for ui.perfetto.dev", "step": "for gemini simulate"}
+
+
 class _Output:
     """The files and the summaries of one command."""
 
@@ -131,20 +137,23 @@ class _Output:
         self._num_written = 0
 
     def write(self, recorder: TimelineRecorder, title: str) -> None:
-        """Write both files of a recording and print its summary. Raises ConfigError, IoError."""
+        """Write the files of a recording and print its summary. Raises ConfigError, IoError."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make --out {self._directory}: {error.strerror}") from error
         self._num_written += 1
         name = "trace" if self._num_written == 1 else f"trace-{self._num_written}"
-        html, chrome = (self._directory / f"{name}.{kind}" for kind in ("html", "json"))
-        recorder.save_html(html, title=title)
-        recorder.save_chrome(chrome)
+        files = {"html": self._directory / f"{name}.html", "chrome": self._directory / f"{name}.json"}
+        recorder.save_html(files["html"], title=title)
+        recorder.save_chrome(files["chrome"])
+        if recorder.trace is not None:
+            files["step"] = self._directory / f"{name}-step.json"
+            recorder.trace.save(files["step"])
         steps = recorder.summary()
         if self._as_json:
-            files = {"html": str(html), "chrome": str(chrome)}
-            print(json.dumps({"title": title, **files, "steps": [step.to_dict() for step in steps]}))
+            paths = {kind: str(path) for kind, path in files.items()}
+            print(json.dumps({"title": title, **paths, "steps": [step.to_dict() for step in steps]}))
             return
         from rich.console import Console
 
@@ -152,9 +161,8 @@ class _Output:
 
         console = Console()
         console.print(step_table(title, steps))
-        console.print(
-            f"wrote {html} (open it in a browser) and {chrome}", soft_wrap=True, highlight=False, markup=False
-        )
+        wrote = [f"{path} ({_USES[kind]})" for kind, path in files.items()]
+        console.print(f"wrote {', '.join(wrote)}", soft_wrap=True, highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
         """Say something that is no result."""

@@ -45,7 +45,10 @@ def read_trace(path: Path) -> tuple[dict[str, Any], str]:
             f"how long operators take, which {FORMAT} does; {_AGAIN}"
         )
     if found != FORMAT:
-        raise CheckpointError(f"{path} is not a {FORMAT} file; {_AGAIN}")
+        raise CheckpointError(
+            f"{path} is not a {FORMAT} file: that is what Trace.save writes, and gemini trace as "
+            "trace-step.json"
+        )
     fields, identity = document.get("trace"), document.get("hash")
     if not isinstance(fields, dict) or document.get("checksum") != digest(fields):
         raise damaged(path, "its checksum does not match")

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from gemini import _C
 from gemini.errors import StateError
+from gemini.memstats import Trace
 from gemini.runtime import GeminiManager
 from gemini.runtime.pending import PendingUpdate
 from gemini.runtime.storage import ModelStorage
@@ -49,6 +50,7 @@ class TimelineRecorder:
         self._in_step = False
         self._context = Context()
         self._built: tuple[int, Timeline] | None = None  # of so many raw events
+        self._trace: Trace | None = None
 
     # -- the user's side -------------------------------------------------------------------------
 
@@ -74,6 +76,7 @@ class TimelineRecorder:
     def stop(self) -> None:
         """End the recording and let go of the model; leaving the block does it. Idempotent."""
         if self._manager is not None and self._manager.observer is self:
+            self._trace = self._manager.trace
             self._manager.observe(None)
         self._manager = self._storage = None
 
@@ -93,6 +96,11 @@ class TimelineRecorder:
     def is_recording(self) -> bool:
         """Whether events are being collected."""
         return self._started and self._manager is not None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The order of a step, for ``gemini simulate`` once it is saved; None before one was recorded."""
+        return self._manager.trace if self._manager is not None else self._trace
 
     def timeline(self) -> Timeline:
         """Return what was recorded so far."""

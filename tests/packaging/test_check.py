@@ -93,6 +93,21 @@ def test_errors_are_one_line_and_an_exit_code(
     assert capsys.readouterr().err == f"{printed}\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["check", "plan", "train", "ckpt", "ckpt inspect", "ckpt verify", "ckpt convert", "trace", "simulate"]
+    + [
+        f"bench {name}"
+        for name in ("adam", "io", "nvme", "placement", "zero", "gpu", "runtime", "checkpoint")
+    ],
+)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert f"usage: gemini {command}" in capsys.readouterr().out
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--help"])

@@ -97,6 +97,11 @@ def test_summary_is_a_table_that_fits_a_terminal(
     assert "step 4" in table
     assert max(map(len, table.splitlines())) <= 80
     assert str(tmp_path / "trace.html") in files
+    step = str(tmp_path / "trace-step.json")
+    assert step in files
+    assert main.main(["simulate", step, "--device-bytes", "50%", "--disk-bytes", "200%"]) == 0
+    assert main.main(["simulate", str(tmp_path / "trace.json")]) == main.EXIT_ERROR
+    assert "trace-step.json" in capsys.readouterr().err
 
 
 class Interrupting(SilentDisplay):
