@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error of ours is one line on standard error and code 2; Ctrl-C is code 130.
     """
     options = build_parser().parse_args(arguments)
+    logging.basicConfig(format="gemini: %(message)s")
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)

@@ -13,7 +13,8 @@ from gemini.train.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
 
 EPILOG = """\
 examples:
-  gemini train --device-bytes 24MiB --disk-dir out/disk --layers 8 --hidden 256 --heads 8 --verify
+  gemini train --device-bytes 24MiB --activations plan --disk-dir out/disk --layers 8 --hidden 256 \\
+      --heads 8 --verify
       train a model several times larger than 24 MiB, the rest on disk; prove that this changed nothing
   gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200
       train on your own text and keep a checkpoint; Ctrl-C saves one and ends cleanly

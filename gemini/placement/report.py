@@ -77,10 +77,13 @@ class PlanReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        limit = format_bytes(self.placement.device_limit_bytes)
+        limit = self.placement.device_limit_bytes
         reserve = max(self.placement.reserve_bytes, default=0)
-        less = format_bytes(reserve)
-        yield f"DEVICE: up to {limit} of model data, up to {less} less where a period needs it"
+        if reserve < limit:
+            less = f"{format_bytes(reserve)} less where activations and temporaries need it"
+        else:
+            less = "none but what an operator uses where activations and temporaries need all of it"
+        yield f"DEVICE: up to {format_bytes(limit)} of model data, {less}"
         if self.recompute is not None:
             yield from self.recompute.lines()
         if self.step is None:

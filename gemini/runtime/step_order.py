@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gemini.chunk import ChunkKind, ChunkManager
+from gemini.config import format_bytes
 from gemini.memstats import Trace
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
@@ -45,6 +46,7 @@ class StepOrder(Learned):
     def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
         """Start in warmup, or with the plan made from ``memstats`` when that is of a step with this
         layout."""
+        self._warned = False  # that activations and one update do not fit
         self.updates_in_backward = False  # as far as they may be moved at all
         self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
         self.host_chunks: frozenset[int] = frozenset()  # of states that are updated on HOST
@@ -188,15 +190,16 @@ class StepOrder(Learned):
         }
         context = self._context
         peak = max(self.plan.reserve_bytes, default=0) - self.withheld_bytes
-        if peak + context.size.working_set_bytes > context.capacity.device_bytes:
+        if peak + context.size.working_set_bytes > context.capacity.device_bytes and not self._warned:
+            self._warned = True
             logger.warning(
-                "the recorded step needed %d bytes for non-model data; with the %d bytes that the largest "
-                "update needs this is more "
-                "than device_bytes=%d: model data is kept to the minimum; raise device_bytes or lower the "
-                "batch size",
-                peak,
-                context.size.working_set_bytes,
-                context.capacity.device_bytes,
+                "activations and temporaries of the recorded step took %s; with the %s that the largest "
+                "update needs this is more than the %s of device_bytes: model data is kept to the minimum; "
+                "raise device_bytes, lower the batch size, use torch.utils.checkpoint or "
+                "activation_offload='auto'",
+                format_bytes(peak),
+                format_bytes(context.size.working_set_bytes),
+                format_bytes(context.capacity.device_bytes),
             )
 
     def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> Planned:

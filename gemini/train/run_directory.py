@@ -81,12 +81,14 @@ class RunDirectory:
                 f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
             )
         saved = self._read_identity()
-        for name, value in identity.items():
-            if saved.get(name) != value:
-                raise ConfigError(
-                    f"the run in {self.path} has {name} = {saved.get(name)!r}, this one {value!r}; "
-                    "resume with the options of the first run (budgets, tiers and policy may change)"
-                )
+        others = [name for name, value in identity.items() if saved.get(name) != value]
+        if others:
+            has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
+            asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
+            raise ConfigError(
+                f"the run in {self.path} has {has}; this one {asked}; "
+                "resume with the options of the first run (budgets, tiers and policy may change)"
+            )
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line, readable at once by whoever follows the file; one that failed goes with the next."""

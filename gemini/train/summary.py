@@ -28,8 +28,8 @@ def summary_table(summary: Summary) -> Table:
         table.add_row("model data / (DEVICE + HOST)", f"{summary.ratio:.2f} x the budget")
     for name in TIERS:
         if summary.peak_bytes.get(name, 0) or summary.budget_bytes.get(name):
-            table.add_row(f"{name.upper()} peak", _peak_text(summary, name))
-    table.add_row("non-model memory, peak", format_bytes(summary.peak_non_model_bytes))
+            table.add_row(f"{name.upper()} peak, model data", _peak_text(summary, name))
+    table.add_row("activations and temporaries, peak", format_bytes(summary.peak_non_model_bytes))
     for link in LINKS:
         if summary.link_bytes.get(link, 0):
             table.add_row(_LINK_NAMES[link], format_bytes(summary.link_bytes[link]))
