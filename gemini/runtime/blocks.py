@@ -31,4 +31,7 @@ def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
 def is_compiled(module: nn.Module) -> bool:
     """Say whether calling ``module`` calls code of torch.compile: after ``module.compile()``, as what
     ``torch.compile(module)`` returned, or because its class has a compiled ``forward``."""
-    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+    if module._compiled_call_impl is not None:
+        return True
+    forward = module.forward
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")

@@ -59,6 +59,12 @@ class DecoratedBlock(Block):
     forward = torch.compile(Block.forward, **TRACED)
 
 
+class UncompiledBlock(Block):
+    """A block that the compiler is to leave alone."""
+
+    forward = torch.compiler.disable(Block.forward)
+
+
 class Stack(nn.Module):
     """Blocks between layers."""
 
@@ -276,6 +282,11 @@ def test_a_block_is_one_moment_and_steps_that_compile_are_not_recorded(tmp_path:
         trace = model.memstats()
         assert trace is not None
         assert sum(phase == "forward" for phase in trace.phases) == 2 + 4
+    with GeminiDDP(seeded(lambda: Stack(UncompiledBlock)), **tight(tmp_path, 160 * KIB)) as model:
+        managed_step(model, managed_optimizer(model), stack_loss, Recipe(), 0)
+        trace = model.memstats()
+        assert trace is not None
+        assert sum(phase == "forward" for phase in trace.phases) == 2 + 4 * 3
 
 
 def test_compiling_a_managed_model_from_outside_leaves_it_as_it_is(
