@@ -96,7 +96,7 @@ build() {
     -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
     | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "$(missing_packages)" "$(cat "$STAMPS/venv")")
   if is_fresh build "$want" && compgen -G 'gemini/_C.*.so' > /dev/null; then return; fi
-  say "building gemini._C and installing the checkout into $VENV"
+  say "building gemini._C and installing the checkout into $VENV: takes some minutes, the first time longer"
   quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . \
     || die "the build failed"
   quietly "$VENV/bin/python" -c 'import gemini' || die "the build does not import"
