@@ -194,11 +194,12 @@ class StepOrder(Learned):
             self._warned = True
             logger.warning(
                 "activations and temporaries of the recorded step took %s; with the %s that the largest "
-                "update needs this is more than the %s of device_bytes: model data is kept to the minimum; "
+                "update needs this is more than device_bytes=%d (%s): model data is kept to the minimum; "
                 "raise device_bytes, lower the batch size, use torch.utils.checkpoint or "
                 "activation_offload='auto'",
                 format_bytes(peak),
                 format_bytes(context.size.working_set_bytes),
+                context.capacity.device_bytes,
                 format_bytes(context.capacity.device_bytes),
             )
 
