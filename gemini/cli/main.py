@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error of ours is one line on standard error and code 2; Ctrl-C is code 130.
     """
     options = build_parser().parse_args(arguments)
-    logging.basicConfig(format="gemini: %(message)s")
+    if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
+        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
