@@ -93,7 +93,7 @@ class CompiledBlocks:
         self._named = list(module.named_modules())
         self._blocks: list[CompiledBlock] = []
         self.warned = False  # that the model was compiled as a whole
-        self.run_uncompiled = _outside_compiler()
+        self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
         _keep_from_tracing()
         self._find()
 

@@ -73,12 +73,9 @@ class HostUpdates:
             count = self._fastest(room_bytes, {link.name: link for link in links})
         else:
             left = 0.0 if room_bytes is None else self.ratio * (room_bytes - self.param_bytes)
-            count = sum(1 for total in self._totals() if 0 < total <= left)
+            totals = accumulate(group.state_bytes for group in self.groups)
+            count = sum(1 for total in totals if total <= left)
         return frozenset().union(*(group.chunks for group in self.groups[count:]))
-
-    def _totals(self) -> list[int]:
-        """Return what the states of the first groups take, up to and with each of them."""
-        return list(accumulate(group.state_bytes for group in self.groups))
 
     def _fastest(self, room_bytes: int | None, links: Mapping[str, LinkSpeed]) -> int:
         """Return how many groups are updated on DEVICE so that the slowest of three that work side by side
