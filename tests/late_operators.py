@@ -8,6 +8,7 @@ GPU's refusal.
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +40,11 @@ _ON_THE_HOST = ("aten::set_",)
 
 
 class LateOperators(TorchDispatchMode):
-    """While entered, operators of this thread run late on ``stream``. Leave it to have them all done."""
+    """While entered, operators of this thread run late on ``stream``. Leave it to have them all done.
+
+    Meanwhile Python collects no cycles: it would do so in whichever thread allocates, and the end of a
+    model's memory waits for the stream, for ever in the thread that runs it.
+    """
 
     def __init__(self, stream: _C.SimulatedStream) -> None:
         super().__init__()
@@ -56,9 +61,17 @@ class LateOperators(TorchDispatchMode):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> LateOperators:
+        gc.disable()
+        super().__enter__()
+        return self
+
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.synchronize()
+        try:
+            self.synchronize()
+        finally:
+            gc.enable()
 
     def close(self) -> None:
         """Do what is left and end the thread."""
