@@ -320,7 +320,14 @@ class AdamOptions:
         check_finite: bool = False,
     ) -> None: ...
 
-def adam_step(table: int, rows: int, options: list[AdamOptions], *, threads: int = 0) -> bool: ...
+def adam_step(
+    table: int,
+    rows: int,
+    options: list[AdamOptions],
+    *,
+    threads: int = 0,
+    processors: Sequence[int] = [],
+) -> bool: ...
 def cuda_adam_step(table: int, rows: int, options: list[AdamOptions], *, stream: int) -> bool: ...
 
 class TensorWatch:

@@ -14,6 +14,7 @@
 #include "adam/parallel.h"
 #include "bindings/bind.h"
 #include "common/error.h"
+#include "common/processors.h"
 
 namespace py = pybind11;
 
@@ -78,9 +79,11 @@ struct Jobs {
   std::vector<AdamJob> list;
 };
 
-bool step(int64_t table, int64_t rows, const std::vector<AdamOptions>& options, int threads) {
+bool step(int64_t table, int64_t rows, const std::vector<AdamOptions>& options, int threads,
+          const Processors& processors) {
   const Jobs jobs(table, rows, options);
   const py::gil_scoped_release unlocked;
+  const KeepsTo near(processors);
   return adam_step(jobs.list, threads);
 }
 
@@ -138,9 +141,10 @@ void bind_adam(py::module_& m) {
            py::arg("clip_value") = std::numeric_limits<double>::infinity(),
            py::arg("post_scale") = 1.0, py::arg("check_finite") = false);
   m.def("adam_step", &step, py::arg("table"), py::arg("rows"), py::arg("options"), py::kw_only(),
-        py::arg("threads") = 0,
+        py::arg("threads") = 0, py::arg("processors") = Processors(),
         "Update the tensors of a table of `rows` times 12 int64 at address `table`, in place; say "
-        "whether all gradients were finite (True where not asked).");
+        "whether all gradients were finite (True where not asked). Threads run on `processors`, "
+        "where that is not empty.");
   m.def("cuda_adam_step", &cuda_step, py::arg("table"), py::arg("rows"), py::arg("options"),
         py::kw_only(), py::arg("stream"),
         "The same for tensors of the current GPU, enqueued on a CUDA stream given as an integer.");

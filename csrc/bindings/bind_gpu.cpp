@@ -11,6 +11,7 @@
 #include "bindings/bind.h"
 #include "bindings/dlpack.h"
 #include "common/error.h"
+#include "common/processors.h"
 #include "gpu/cuda_driver.h"
 #include "gpu/gpu_engine.h"
 #include "gpu/simulated_gpu.h"
@@ -35,9 +36,10 @@ Gpu cuda_gpu(int device) {
   return {driver, std::make_shared<GpuLanes>(driver), kDlCuda, device};
 }
 
-Gpu simulated_gpu(int64_t total_bytes, int64_t granularity, int64_t max_delay_us, uint32_t seed) {
+Gpu simulated_gpu(int64_t total_bytes, int64_t granularity, int64_t max_delay_us, uint32_t seed,
+                  Processors processors) {
   const auto driver = std::make_shared<SimulatedGpu>(
-      SimulatedGpuOptions{total_bytes, granularity, max_delay_us, seed});
+      SimulatedGpuOptions{total_bytes, granularity, max_delay_us, seed, std::move(processors)});
   return {driver, std::make_shared<GpuLanes>(driver), kDlCpu, 0};
 }
 
@@ -245,13 +247,16 @@ void bind_gpu(py::module_& m) {
                   "Open an NVIDIA GPU in the context that torch uses.")
       .def_static("simulated", &simulated_gpu, py::arg("total_bytes"),
                   py::arg("granularity") = 64 << 10, py::arg("max_delay_us") = 0,
-                  py::arg("seed") = 0,
+                  py::arg("seed") = 0, py::arg("processors") = Processors(),
                   "Make one in host memory, whose copies begin up to max_delay_us late.")
       .def(
           "follow", [](Gpu& self, uintptr_t stream) { self.lanes->follow(stream); }, ReleaseGil(),
           py::arg("stream"), "Say which stream operators are given to from now on.")
       .def_property_readonly("granularity",
                              [](const Gpu& self) { return self.driver->granularity(); })
+      .def_property_readonly(
+          "processors", [](const Gpu& self) { return self.driver->processors(); },
+          "Numbers of the processors in its memory node; empty: not known.")
       .def(
           "memory",
           [](const Gpu& self) {

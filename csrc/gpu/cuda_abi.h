@@ -56,6 +56,7 @@ inline constexpr unsigned kHostAllocPortable = 1;
 #define GEMINI_CUDA_CALLS(X)                                                                     \
   X(init, "cuInit", (unsigned))                                                                  \
   X(device_get, "cuDeviceGet", (Device*, int))                                                   \
+  X(bus_id, "cuDeviceGetPCIBusId", (char*, int, Device))                                         \
   X(retain, "cuDevicePrimaryCtxRetain", (Context*, Device))                                      \
   X(release_context, "cuDevicePrimaryCtxRelease_v2", (Device))                                   \
   X(push, "cuCtxPushCurrent_v2", (Context))                                                      \

@@ -33,6 +33,7 @@ struct SameCall<abi::Result (*)(Own...), CUresult(Theirs...)> {
   static_assert(SameCall<decltype(abi::Calls::member), decltype(function)>::value, #function)
 SAME(init, cuInit);
 SAME(device_get, cuDeviceGet);
+SAME(bus_id, cuDeviceGetPCIBusId);
 SAME(retain, cuDevicePrimaryCtxRetain);
 SAME(release_context, cuDevicePrimaryCtxRelease);
 SAME(push, cuCtxPushCurrent);

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <array>
 #include <string>
 
 #include "common/error.h"
@@ -52,6 +53,10 @@ class CudaDriver : public GpuDriver {
   explicit CudaDriver(int device) {
     check(calls().init(0), "start");
     check(calls().device_get(&device_, device), "find the device");
+    std::array<char, 32> bus_id{};
+    check(calls().bus_id(bus_id.data(), static_cast<int>(bus_id.size()), device_),
+          "find the device's bus");
+    processors_ = processors_near_pci(bus_id.data());
     check(calls().retain(&context_, device_), "use the device");
     properties_.type = kAllocationPinned;
     properties_.location = {kLocationDevice, device_};
@@ -77,6 +82,8 @@ class CudaDriver : public GpuDriver {
     check(calls().memory_info(&free_bytes, &total_bytes), "ask for the free memory");
     return {static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
   }
+
+  [[nodiscard]] const Processors& processors() const override { return processors_; }
 
   [[nodiscard]] GpuAddress reserve(int64_t nbytes) override {
     const Entered entered(*this);
@@ -211,6 +218,7 @@ class CudaDriver : public GpuDriver {
   Context context_ = nullptr;
   AllocationProperties properties_{};
   int64_t granularity_ = 0;
+  Processors processors_;
 };
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/processors.h"
+
 namespace gemini {
 
 // In the one address space that host and GPU memory share.
@@ -31,6 +33,8 @@ class GpuDriver {
   // Sizes of blocks and mappings, and their addresses, are multiples of it.
   [[nodiscard]] virtual int64_t granularity() const = 0;
   [[nodiscard]] virtual Memory memory() = 0;
+  // Those near it.
+  [[nodiscard]] virtual const Processors& processors() const = 0;
 
   // Addresses without memory behind them.
   [[nodiscard]] virtual GpuAddress reserve(int64_t nbytes) = 0;

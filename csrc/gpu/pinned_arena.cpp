@@ -9,6 +9,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/processors.h"
 
 namespace gemini {
 
@@ -28,6 +29,7 @@ char* ordinary_memory(int64_t nbytes) {
 
 PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin)
     : lanes_(std::move(lanes)), nbytes_(nbytes), pinned_(pin) {
+  const KeepsTo near(lanes_->driver().processors());
   if (pin) {
     try {
       address_ = lanes_->driver().allocate_pinned(nbytes);
@@ -37,6 +39,8 @@ PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool p
     }
   }
   address_ = ordinary_memory(nbytes);
+  // Pages come when they are touched first, from the memory of whoever does.
+  if (near.restricts()) std::memset(address_, 0, static_cast<size_t>(nbytes));
 }
 
 PinnedBlock::~PinnedBlock() {

@@ -10,7 +10,8 @@
 
 namespace gemini {
 
-// Page-locked host memory, or ordinary where that is not wanted or the system refuses to lock it.
+// Page-locked host memory, or ordinary where that is not wanted or the system refuses to lock it;
+// in the memory node of the GPU.
 class PinnedBlock {
  public:
   PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin = true);

@@ -15,6 +15,7 @@ struct SimulatedGpuOptions {
   int64_t granularity = 64 << 10;
   int64_t max_delay_us = 0;  // what a stream is given begins up to this much later, at random
   uint32_t seed = 0;         // of the delays
+  Processors processors{};   // near it
 };
 
 // A range that work on a stream reads or writes.
@@ -44,6 +45,7 @@ class SimulatedGpu : public GpuDriver {
 
   [[nodiscard]] int64_t granularity() const override;
   [[nodiscard]] Memory memory() override;
+  [[nodiscard]] const Processors& processors() const override { return options_.processors; }
   [[nodiscard]] GpuAddress reserve(int64_t nbytes) override;
   void release(GpuAddress address, int64_t nbytes) noexcept override;
   [[nodiscard]] Block create_block(int64_t nbytes) override;

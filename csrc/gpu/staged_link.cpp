@@ -6,6 +6,7 @@
 
 #include "aio/worker_thread.h"
 #include "common/error.h"
+#include "common/processors.h"
 #include "common/steady_clock.h"
 
 namespace gemini {
@@ -61,6 +62,7 @@ void StagedLink::close() {
 }
 
 void StagedLink::work() {
+  const KeepsTo near(lanes_->driver().processors());
   std::unique_lock lock(mutex_);
   for (;;) {
     ready_.wait(lock, [&] { return closing_ || !jobs_.empty(); });

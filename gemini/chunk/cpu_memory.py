@@ -131,6 +131,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     block_bytes = 4096
     has_own_memory = False
+    processors = ()
 
     def free_bytes(self) -> int:
         return free_memory_bytes()

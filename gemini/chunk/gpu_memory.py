@@ -222,6 +222,7 @@ class CudaDevice:
         self.name = str(self.torch_device)
         self._gpu = _C.Gpu.cuda(index)
         self.block_bytes = self._gpu.granularity
+        self.processors = tuple(self._gpu.processors)
         self._stream = 0
         self._pin = pin
         self._held_bytes = 0  # by torch, when the model was in its chunks
@@ -270,10 +271,12 @@ class SimulatedDevice:
         block_bytes: int = 2**16,
         max_delay_us: int = 0,
         seed: int = 0,
+        processors: tuple[int, ...] = (),
     ) -> None:
         """Make one with ``total_bytes`` in blocks, whose copies begin up to ``max_delay_us`` late."""
-        self._gpu = _C.Gpu.simulated(total_bytes, block_bytes, max_delay_us, seed)
+        self._gpu = _C.Gpu.simulated(total_bytes, block_bytes, max_delay_us, seed, list(processors))
         self.block_bytes = self._gpu.granularity
+        self.processors = processors
 
     def free_bytes(self) -> int:
         return self._gpu.memory()[0]

@@ -152,6 +152,10 @@ class ComputeDevice(Protocol):
         """Whether DEVICE is other memory than HOST. There torch keeps what operators have given up: the most
         that they took counts at every moment."""
 
+    @property
+    def processors(self) -> tuple[int, ...]:
+        """Numbers of the CPU's processors near it; empty: not known, or all alike."""
+
     def free_bytes(self) -> int:
         """Return the DEVICE bytes that could still be taken."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Literal
 
 import torch
@@ -14,6 +16,8 @@ from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 from gemini.runtime.host_states import HostUpdates
+
+logger = logging.getLogger(__name__)
 
 Overlap = bool | Literal["backward"]  # of GeminiOptimizer: where updates run
 Margin = float | Literal["auto"] | None  # its gpu_margin_mem_ratio
@@ -97,8 +101,26 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
         )
     sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
-    rate = elements_per_second() if ratio == "auto" else 1.0
+    _warn_of_one_thread(model)
+    rate = elements_per_second(model.device.processors) if ratio == "auto" else 1.0
     return HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio, rate)
+
+
+def _warn_of_one_thread(model: GeminiDDP) -> None:
+    """Tell who launches several ranks that the CPU updates with fewer threads than there are processors."""
+    sharding = model.manager.sharding
+    if sharding is None or torch.get_num_threads() > 1:
+        return
+    usable = os.sched_getaffinity(0)
+    near = usable.intersection(model.device.processors) or usable
+    share = len(near) // sharding.peers.ranks_on_this_host
+    if share > 1:
+        logger.warning(
+            "the CPU updates optimizer states with one thread, and there are processors for %d in each of "
+            "the ranks here; torchrun sets OMP_NUM_THREADS=1 where it is not set: set OMP_NUM_THREADS=%d",
+            share,
+            share,
+        )
 
 
 def _can_update_on_host(model: GeminiDDP) -> bool:

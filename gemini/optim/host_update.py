@@ -49,19 +49,19 @@ def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, p
             "exp_avg_sq": flat[ChunkKind.EXP_AVG_SQ].data_ptr(),
         }
         rows.append(make_row(param, grads[place], moments, half_out=half_out, step_index=len(rows)))
-    run_rows(rows, [part.step for part in parts], "cpu")
+    run_rows(rows, [part.step for part in parts], "cpu", chunks.device.processors)
 
 
 @cache
-def elements_per_second() -> float:
-    """Return how many elements the CPU updates per second with torch's threads. Tried once, for some 10 ms,
-    on memory that was touched."""
+def elements_per_second(processors: tuple[int, ...] = ()) -> float:
+    """Return how many elements the CPU updates per second with torch's threads, on ``processors`` where they
+    are given. Tried once, for some 10 ms, on memory that was touched."""
     tensors = [torch.zeros(_TRIED_ELEMENTS) for _ in range(4)]
     param, grad, exp_avg, exp_avg_sq = tensors
     step = AdamStep(AdamHyper(lr=0.0), 1, GradScale())
     moments = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}
     row = make_row(param, grad, moments, half_out=None, step_index=0)
-    run_rows([row], [step], "cpu")
+    run_rows([row], [step], "cpu", processors)
     began = time.perf_counter()
-    run_rows([row], [step], "cpu")
+    run_rows([row], [step], "cpu", processors)
     return _TRIED_ELEMENTS / (time.perf_counter() - began)

@@ -168,12 +168,16 @@ def make_row(
 
 
 def run_rows(
-    rows: Sequence[Row] | Table, steps: Sequence[AdamStep], device: torch.device | str = "cpu"
+    rows: Sequence[Row] | Table,
+    steps: Sequence[AdamStep],
+    device: torch.device | str = "cpu",
+    processors: Sequence[int] = (),
 ) -> bool:
     """Update the tensors of ``rows`` in place; each row's last column is its index in ``steps``.
 
     The caller owns the memory and keeps it alive. On the CPU at most ``torch.get_num_threads()`` threads
-    work, without the GIL; on a GPU one launch goes to the current stream.
+    work, without the GIL, on ``processors`` where they are given; on a GPU one launch goes to the current
+    stream.
 
     Returns:
         Whether all gradients were finite, where ``check_finite`` asks; else True.
@@ -187,7 +191,8 @@ def run_rows(
     options = [step.options() for step in steps]
     where = torch.device(device)
     if where.type == "cpu":
-        return _C.adam_step(table.ctypes.data, len(table), options, threads=torch.get_num_threads())
+        threads = torch.get_num_threads()
+        return _C.adam_step(table.ctypes.data, len(table), options, threads=threads, processors=processors)
     with launching(where) as stream:
         return _C.cuda_adam_step(table.ctypes.data, len(table), options, stream=stream)
 

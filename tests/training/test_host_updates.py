@@ -250,7 +250,7 @@ def test_auto_has_the_cpu_update_where_that_is_faster(
     any_on_host: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arguments, "elements_per_second", lambda: elements_per_second)
+    monkeypatch.setattr(arguments, "elements_per_second", lambda _: elements_per_second)
     plain = network().to(gpu.torch_device)
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
     with GpuModel(network(), **options(gpu)) as model:
