@@ -10,6 +10,7 @@ from typing import Any
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError
 from gemini.train.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
+from gemini.train.run_directory import saved_options
 
 EPILOG = """\
 examples:
@@ -18,8 +19,9 @@ examples:
       train a model several times larger than 24 MiB, the rest on disk; prove that this changed nothing
   gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200
       train on your own text and keep a checkpoint; Ctrl-C saves one and ends cleanly
-  gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200 --resume
-      go on where it ended: the same losses, bit for bit, as if it had never stopped
+  gemini train --checkpoint out/book --resume
+      go on where it ended, with the same options: the same losses, bit for bit, as if it had never
+      stopped; options given here replace those of budgets, tiers, policy and --steps
   gemini train --device-bytes 64MiB --disk-dir out/disk --quiet --json > summary.json
       for scripts: nothing but the summary, as JSON
 
@@ -63,12 +65,14 @@ def add_parser(subparsers: Any) -> None:
 
 def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
     """Return the run that parsed ``options``, all or some of those there are, describe, with ``changes``.
+    One that is resumed has the options it last had where none are given.
 
-    Raise ConfigError for one that cannot work.
+    Raise ConfigError for one that cannot work, CheckpointError for a run whose options cannot be read.
     """
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(options).items() if name in names}
-    return TrainConfig(**{**given, **changes})
+    saved = saved_options(given["checkpoint"]) if given.keys() >= {"resume", "checkpoint"} else {}
+    return TrainConfig(**{**saved, **given, **changes})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -198,7 +202,12 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="also save after every N steps; 0: at the end and on Ctrl-C only",
     )
-    _add(group, "--resume", action="store_true", help="continue the run in --checkpoint, bit for bit")
+    _add(
+        group,
+        "--resume",
+        action="store_true",
+        help="continue the run in --checkpoint, bit for bit, with its options",
+    )
     _add(
         group,
         "--overwrite",
@@ -217,12 +226,12 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, option: str, **settings: Any) -> None:
-    """Add ``option`` with the default of its TrainConfig field, named in the help where there is one."""
+    """Add ``option``, absent where it is not given; the help names the default of its TrainConfig field."""
     name = option.lstrip("-").replace("-", "_")
     default = TrainConfig.__dataclass_fields__[name].default
     if default is not None and default is not False:
         settings["help"] += f" (default: {default})"
-    group.add_argument(option, default=default, **settings)
+    group.add_argument(option, default=argparse.SUPPRESS, **settings)
 
 
 def _size(text: str) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from gemini.errors import ConfigError
 from gemini.train.model import GPTConfig
@@ -78,6 +80,16 @@ class TrainConfig:
         """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1)."""
         names = ("layers", "hidden", "heads", "seq", "batch", "lr", "precision", "seed", "accumulate", "clip")
         return {name: getattr(self, name) for name in names}
+
+    def options(self) -> dict[str, Any]:
+        """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
+        given = asdict(self)
+        for name in ("checkpoint", "resume", "overwrite", "verify"):
+            del given[name]
+        for name in ("data", "disk_dir"):
+            if given[name] is not None:
+                given[name] = str(Path(given[name]).absolute())
+        return given
 
     @property
     def tokens_per_step(self) -> int:

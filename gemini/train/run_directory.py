@@ -1,6 +1,6 @@
 """The directory of a run: its checkpoint, and metrics, summary and picture next to it.
 
-``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers of the run depend on),
+``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
 ``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched.
 """
 
@@ -15,6 +15,9 @@ from typing import Any
 
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import append_whole, io_errors, replacing
+from gemini.train.config import TrainConfig
+
+_RUN = "run.json"
 
 
 class RunDirectory:
@@ -49,8 +52,8 @@ class RunDirectory:
         return self.path / "memory.png"
 
     @property
-    def _identity(self) -> Path:
-        return self.path / "run.json"
+    def _run(self) -> Path:
+        return self.path / _RUN
 
     def refuse_older_run(self) -> None:
         """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it."""
@@ -62,15 +65,16 @@ class RunDirectory:
                 "continue it with --resume, start over with --overwrite, or choose another directory"
             )
 
-    def start(self, identity: Mapping[str, Any]) -> None:
-        """Make the directory, without any older run, for a run of this ``identity``. Raise ConfigError."""
+    def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Make the directory, without any older run, for a run of this ``identity``, which has ``options``
+        when it is resumed. Raise ConfigError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if self.checkpoint.exists():
                 shutil.rmtree(self.checkpoint)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
-            _write(self._identity, json.dumps(identity, indent=2) + "\n")
+            _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write to --checkpoint {self.path}: {error.strerror}") from error
 
@@ -80,7 +84,7 @@ class RunDirectory:
             raise CheckpointError(
                 f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
             )
-        saved = self._read_identity()
+        saved = _read_run(self._run)
         others = [name for name, value in identity.items() if saved.get(name) != value]
         if others:
             has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
@@ -89,6 +93,10 @@ class RunDirectory:
                 f"the run in {self.path} has {has}; this one {asked}; "
                 "resume with the options of the first run (budgets, tiers and policy may change)"
             )
+
+    def keep_options(self, options: Mapping[str, Any]) -> None:
+        """Have the run go on with ``options`` when it is resumed once more."""
+        _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line, readable at once by whoever follows the file; one that failed goes with the next."""
@@ -119,13 +127,29 @@ class RunDirectory:
         """Write the summary, whole or not at all."""
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
-    def _read_identity(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self._identity.read_text(encoding="ascii")))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{self._identity} cannot be read, so the run is unknown: {error}"
-            ) from error
+
+def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the options that the run in ``path`` last had; none where there is no run.
+
+    Raise CheckpointError where they cannot be read.
+    """
+    file = Path(path) / _RUN
+    options = _read_run(file).get("options", {}) if file.exists() else {}
+    if not isinstance(options, dict):
+        raise CheckpointError(f"{file} has options = {options!r}, which are none of gemini train")
+    defaults = TrainConfig().options()
+    for name, value in options.items():
+        likes = (int, str, type(None)) if defaults.get(name) is None else (int, type(defaults[name]))
+        if name not in defaults or not isinstance(value, likes):
+            raise CheckpointError(f"{file} has {name} = {value!r}, which is no option of gemini train")
+    return options
+
+
+def _read_run(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="ascii")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}") from error
 
 
 def _write(path: Path, text: str) -> None:

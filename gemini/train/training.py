@@ -68,7 +68,7 @@ class Training:
                 self._restore(engine, scheduler)
             elif self._directory is not None:
                 # Not before the engine stands: a refused budget must not cost the run to be overwritten.
-                self._directory.start(self._identity)
+                self._directory.start(self._identity, self._config.options())
             self._stall_seconds = float(engine.stats()["stall_seconds"])
             self._loop(engine, scheduler)
             self._save(engine, scheduler)
@@ -154,6 +154,7 @@ class Training:
                 "give more --steps"
             )
         self._check_horizon(list(extra["horizons"]))
+        self._directory.keep_options(self._config.options())
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):
             self._progress.losses[record["step"] - 1] = float(record["loss"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from gemini.cli import train
-from gemini.errors import ConfigError
+from gemini.errors import CheckpointError, ConfigError
 from gemini.train.config import TrainConfig
+from gemini.train.run_directory import RunDirectory
 from gemini.train.schedule import lr_factor
 
 
@@ -70,3 +72,35 @@ def test_learning_rate_warms_up_then_falls_to_a_tenth(steps: int) -> None:
     assert factors[:peak] == sorted(factors[:peak])
     assert factors[peak:] == sorted(factors[peak:], reverse=True)
     assert math.isclose(lr_factor(steps, steps=steps), 1.0 if steps == 1 else 0.1)
+
+
+def test_a_run_is_resumed_with_its_options_but_for_those_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = train.config_from(
+        parse("--layers", "2", "--data", "book.txt", "--steps", "9", "--device-bytes", "1MiB", "--verify")
+    )
+    RunDirectory("run", lambda _: True).start(first.identity(), first.options())
+    config = train.config_from(parse("--checkpoint", "run", "--resume", "--device-bytes", "2MiB"))
+    wanted = dataclasses.replace(
+        first,
+        data=str(tmp_path / "book.txt"),
+        device_bytes=2**21,
+        verify=False,
+        checkpoint="run",
+        resume=True,
+    )
+    assert config == wanted
+    assert train.config_from(parse("--checkpoint", "run", "--overwrite")).layers == TrainConfig().layers
+    assert train.config_from(parse("--checkpoint", "none", "--resume")).layers == TrainConfig().layers
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"options": {"layers": "4"}}', '{"options": {"resume": true}}', "no", "[1]", '{"options": "no"}'],
+)
+def test_options_of_a_run_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"run\.json"):
+        train.config_from(parse("--checkpoint", str(tmp_path), "--resume"))

@@ -96,7 +96,7 @@ def blocking(name: str, steps: range) -> type[FakeEngine]:
 
 def test_a_line_that_did_not_fit_is_written_whole_with_the_next(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, fake_is_complete)
-    directory.start({})
+    directory.start({}, {})
     directory.append_metrics({"step": 1, "loss": 1.5})
     before = directory.metrics.read_bytes()
     with files_of_at_most(len(before) + 7), pytest.raises(IoError, match=r"metrics\.jsonl"):

@@ -18,7 +18,7 @@ from gemini.errors import CheckpointError, ConfigError, GeminiError
 from gemini.train import job
 from gemini.train.config import TrainConfig
 from gemini.train.job import TrainResult
-from gemini.train.run_directory import RunDirectory
+from gemini.train.run_directory import RunDirectory, saved_options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,6 +193,8 @@ def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="at step 6, past --steps 3"):
         run(config, resume=True, steps=3)
     assert run(config, resume=True, steps=8).summary.last_step == 8
+    assert config.checkpoint is not None
+    assert saved_options(config.checkpoint)["steps"] == 8
 
 
 def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainConfig) -> None:
@@ -210,7 +212,7 @@ def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainC
 
 def test_metrics_of_a_killed_run_end_at_the_checkpoint(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, fake_is_complete)
-    directory.start({})
+    directory.start({}, {})
     for step in (1, 2, 3):
         directory.append_metrics({"step": step, "loss": 0.1 + step})
     with directory.metrics.open("a") as file:
@@ -225,5 +227,5 @@ def test_starting_a_run_touches_no_file_of_others(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     directory = RunDirectory(tmp_path, fake_is_complete)
     directory.refuse_older_run()
-    directory.start({"seed": 0})
+    directory.start({"seed": 0}, {})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "run.json", "step-00000001"]
