@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,9 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number
 from gemini.runtime.blocks import find_blocks, is_compiled
-from gemini.runtime.nested import map_tensors
-from gemini.runtime.param import ManagedParameter, ManagedTensor, adopt, operands_of, pinned
+from gemini.runtime.nested import tensors_in
+from gemini.runtime.param import ManagedParameter, ManagedTensor, operands_of, pinned
+from gemini.runtime.plain_views import PlainViews, managed_places
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -53,7 +53,7 @@ class CompiledBlock:
         """
         if in_transform() is not None:  # whose levels take copies of parameters, operator by operator
             return self._module._call_impl(*args, **kwargs)
-        places = list(_managed_places(self._module))
+        places = managed_places(self._module)
         operands = operands_of(([param for *_, param in places], args), kwargs)
         if not operands:
             return self._call(*args, **kwargs)
@@ -61,24 +61,28 @@ class CompiledBlock:
             raise ConfigError(
                 f"compiled block {self._name!r} uses parameters of another managed model; give it copies"
             )
-        plain = _PlainViews(operands)
-        args, kwargs = map_tensors((args, kwargs), plain)
+        views = PlainViews(operands)
         num_graphs = _num_graphs()
         first_node = next_node_number()
         with pinned(self._manager, operands):
-            with _replaced(places, plain):
-                out = self._call(*args, **kwargs)
+            args, kwargs = arguments = views.plain((args, kwargs))
+            try:
+                with views.replacing(self._module):
+                    out = self._call(*args, **kwargs)
+            finally:
+                views.managed(arguments)  # lists and the like, which the caller has
             if _num_graphs() != num_graphs and self._manager.is_followed:
                 self._manager.abandon()  # the compiler took memory and time that no other step takes
-            with PlainTensors():
-                if torch.is_grad_enabled() and not self._manager.resident:
-                    self._hook_backward(out, first_node, operands, (args, kwargs))
-                return adopt(out, operands)
+            if torch.is_grad_enabled() and not self._manager.resident:
+                with PlainTensors():
+                    self._hook_backward(out, first_node, operands, arguments)
+            return views.managed(out)
 
     def _hook_backward(self, out: Any, first_node: int, operands: list[Any], arguments: Any) -> None:
         tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
         seen: list[Any] = []
-        if not hook_backward(out, first_node, self._manager, tensors, arguments, seen):
+        returned = tensors_in(out)
+        if not hook_backward(returned, first_node, self._manager, tensors, arguments, seen):
             # What the call may have left elsewhere than in what it returned.
             attributes = [vars(part) for part in self._module.modules()]
             hook_backward(attributes, first_node, self._manager, tensors, seen=seen)
@@ -105,7 +109,7 @@ class CompiledBlocks:
 
     def refresh(self) -> None:
         """Look for modules that were compiled since the last time; called before every forward pass."""
-        if [module._compiled_call_impl for _, module in self._named] != self._seen:
+        if self._calls() != self._seen:
             self._find()
 
     def _find(self) -> None:
@@ -117,46 +121,11 @@ class CompiledBlocks:
             if is_compiled(module) and not (inside and name.startswith(inside)):
                 self._blocks.append(CompiledBlock(self._manager, module, name))
                 inside += (f"{name}." if name else "",)
-        self._seen = [module._compiled_call_impl for _, module in self._named]
+        self._seen = self._calls()
 
-
-class _PlainViews:
-    """Plain tensors over the memory of managed ones, one for each; gradients go on to the managed one."""
-
-    def __init__(self, managed: Sequence[torch.Tensor]) -> None:
-        from torch._dynamo import mark_static_address  # large; loaded already where anything was compiled
-
-        with PlainTensors():
-            self._views = {id(tensor): tensor.view_as(tensor) for tensor in managed}
-        for view in self._views.values():
-            mark_static_address(view, guard=False)  # a window's never changes: CUDA graphs may rely on that
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, or the plain view of a managed one."""
-        return self._views.get(id(tensor), tensor)
-
-
-def _managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
-    """Yield where the module and its parts keep managed parameters."""
-    for part in module.modules():
-        held: dict[str, Any] = part._parameters
-        for name, param in held.items():
-            if type(param) is ManagedParameter:
-                yield held, name, param
-
-
-@contextmanager
-def _replaced(
-    places: Sequence[tuple[dict[str, Any], str, ManagedParameter]], plain: _PlainViews
-) -> Iterator[None]:
-    """Have plain views in the places of managed parameters for the block."""
-    for held, name, param in places:
-        held[name] = plain(param)
-    try:
-        yield
-    finally:
-        for held, name, param in places:
-            held[name] = param
+    def _calls(self) -> list[Any]:
+        """Return what may say of a module that it is compiled, and can be set at any time."""
+        return [(module._compiled_call_impl, vars(module).get("forward")) for _, module in self._named]
 
 
 @functools.cache

@@ -41,6 +41,63 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def exchange_tensors(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], around: tuple[int, ...] = ()
+) -> Any:
+    """Return ``value`` with every tensor in it replaced by ``change(tensor)``, where that is another one.
+
+    Looks where :func:`map_tensors` does, but lists, mappings and dataclasses are changed in place: whoever
+    else has them sees it. ``around``: ids of the containers that ``value`` is in; one in itself is looked
+    into once.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if id(value) in around:
+        return value
+    around = (*around, id(value))
+    if isinstance(value, tuple):
+        items = [exchange_tensors(item, change, around) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    for key, item in _items(value):
+        new = exchange_tensors(item, change, around)
+        if new is not item:
+            _set_item(value, key, new)
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``value``, looking where :func:`exchange_tensors` does."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    exchange_tensors(value, note)
+    return found
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a list, a mapping or a dataclass; of anything else none."""
+    if isinstance(container, list):
+        return list(enumerate(container))
+    if isinstance(container, MutableMapping):
+        return list(container.items())
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        names = (item.name for item in dataclasses.fields(container))
+        return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+    return []
+
+
+def _set_item(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, (list, MutableMapping)):
+        container[key] = value
+    else:
+        object.__setattr__(container, key, value)
+
+
 def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a floating-point tensor as ``dtype``, any other as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,207 @@
+"""What compiled blocks are given, what they return and leave behind is what it is without a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_harness import (
+    KIB,
+    Recipe,
+    assert_identical,
+    random_batch,
+    seeded,
+    tight,
+    train_managed,
+    train_plain,
+)
+
+from gemini import GeminiDDP
+from gemini.runtime.param import ManagedParameter
+
+TRACED = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layers(nn.Module):
+    """What the blocks here are made of, ``[n, 32]`` to ``[n, 32]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 96), nn.Linear(96, 32)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return the hidden layer."""
+        return F.gelu(self.up(x))
+
+
+class Appends(Layers):
+    """Notes an auxiliary loss in the caller's list."""
+
+    def forward(self, x: Tensor, into: list[Tensor]) -> Tensor:
+        """Return the block's sum."""
+        hidden = self.hidden(x)
+        into.append(hidden.square().mean())
+        return x + self.down(hidden)
+
+
+class Writes(Layers):
+    """Notes it in the caller's dict."""
+
+    def forward(self, x: Tensor, into: dict[str, Any]) -> Tensor:
+        """Return the block's sum."""
+        hidden = self.hidden(x)
+        into["aux"] = into.get("aux", 0) + hidden.square().mean()
+        return x + self.down(hidden)
+
+
+@dataclass
+class Both:
+    """What a block may return."""
+
+    out: Tensor
+    aux: Tensor
+
+
+class Pair(NamedTuple):
+    """What a block may return."""
+
+    out: Tensor
+    weight: Tensor
+
+
+class ReturnsDataclass(Layers):
+    """Returns an object with fields."""
+
+    def forward(self, x: Tensor) -> Both:
+        """Return the sum and an auxiliary loss."""
+        hidden = self.hidden(x)
+        return Both(x + self.down(hidden), hidden.square().mean())
+
+
+class ReturnsWeights(Layers):
+    """Returns a view of a weight in a tuple with names, leaves another in an attribute."""
+
+    def forward(self, x: Tensor) -> Pair:
+        """Return the sum and a weight."""
+        self.left = self.down.weight.t()
+        return Pair(x + self.down(self.hidden(x)), self.up.weight[:4])
+
+
+class Holder(nn.Module):
+    """Compiled blocks and what their values go to."""
+
+    def __init__(self, kind: type[Layers]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss."""
+        losses: list[Tensor] = []
+        noted: dict[str, Any] = {}
+        for block in self.blocks:
+            if isinstance(block, Appends):
+                x = block(x, losses)
+            elif isinstance(block, Writes):
+                x = block(x, noted)
+            elif isinstance(block, ReturnsDataclass):
+                both = block(x)
+                x = both.out
+                losses.append(both.aux)
+            else:
+                x, weight = block(x)
+                losses.append(weight.square().sum() + block.left.abs().sum())
+        assert noted or len(losses) == len(self.blocks)
+        return self.last(x).square().mean() + sum(losses) + noted.get("aux", 0.0)
+
+
+def compiled_holder(kind: type[Layers]) -> nn.Module:
+    """Return a holder of compiled blocks."""
+    model = Holder(kind)
+    for block in model.blocks:
+        block.compile(**TRACED)
+    return model
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    """Return the loss of a batch, whose size changes."""
+    loss: Tensor = model(random_batch(index, 4 + index % 3, 32))
+    return loss
+
+
+@pytest.mark.parametrize("kind", [Appends, Writes, ReturnsDataclass, ReturnsWeights])
+@pytest.mark.parametrize("device_bytes", [200 * KIB, "16MiB"])
+def test_values_are_those_of_the_model_alone(
+    kind: type[Layers], device_bytes: int | str, tmp_path: Path
+) -> None:
+    recipe = Recipe(steps=3)
+    want = train_plain(seeded(lambda: compiled_holder(kind)), loss_of, recipe)
+    torch._dynamo.reset()
+    model = GeminiDDP(seeded(lambda: compiled_holder(kind)), **tight(tmp_path, device_bytes))
+    assert_identical(train_managed(model, loss_of, recipe), want)
+
+
+def _evaluates_between(model: nn.Module, index: int) -> Tensor:
+    """Return the loss of a batch, after another use of the model while gradients are there."""
+    if index % 2:
+        with torch.no_grad():
+            model.eval()(random_batch(index, 2, 32))
+        model.train()
+    return loss_of(model, index)
+
+
+@pytest.mark.parametrize("loss", [loss_of, _evaluates_between])
+@pytest.mark.parametrize("device_bytes", [200 * KIB, "16MiB"])
+def test_a_block_is_compiled_anew_while_there_are_gradients(
+    loss: Any, device_bytes: int | str, tmp_path: Path
+) -> None:
+    recipe = Recipe(steps=3, accumulate=2)
+    want = train_plain(seeded(lambda: compiled_holder(ReturnsDataclass)), loss, recipe)
+    torch._dynamo.reset()
+    model = GeminiDDP(seeded(lambda: compiled_holder(ReturnsDataclass)), **tight(tmp_path, device_bytes))
+    assert_identical(train_managed(model, loss, recipe), want)
+
+
+class TakesWeights(Layers):
+    """Uses weights that come in a list, and adds its own to it."""
+
+    def forward(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """Return the block's sum."""
+        weights.append(self.up.weight)
+        return x + self.down(self.hidden(x)) + F.linear(x, weights[0])
+
+
+def test_a_callers_list_has_managed_weights_again_afterwards(tmp_path: Path) -> None:
+    model = nn.ModuleList([TakesWeights(), nn.Linear(32, 32)])
+    with GeminiDDP(model, **tight(tmp_path, 200 * KIB)) as managed:
+        block, layer = managed.module
+        block.compile(**TRACED)
+        managed.compiled.refresh()
+        weights = [layer.weight]
+        with torch.no_grad():
+            block(random_batch(0, 4, 32), weights)
+        assert weights[0] is layer.weight
+        assert weights[1] is block.up.weight
+        assert type(weights[1]) is ManagedParameter
+
+
+def test_a_forward_that_is_compiled_after_wrapping_is_found(tmp_path: Path) -> None:
+    want = train_plain(seeded(lambda: compiled_holder(ReturnsDataclass)), loss_of, Recipe(steps=2))
+    torch._dynamo.reset()
+    model = GeminiDDP(seeded(lambda: Holder(ReturnsDataclass)), **tight(tmp_path, 200 * KIB))
+    for block in model.module.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, **TRACED)
+    assert_identical(train_managed(model, loss_of, Recipe(steps=2)), want)
