@@ -61,20 +61,20 @@ class PlacementPlan:
 
 class DeviceTooSmallError(OutOfBudgetError):
     """DEVICE cannot hold at once what has to be there at once: ``reason``; with chunks of these sizes
-    ``least_bytes`` could."""
+    ``least_bytes`` could. ``otherwise``: another way out."""
 
-    def __init__(self, reason: str, size: ModelDataSize, least_bytes: int) -> None:
+    def __init__(self, reason: str, least_bytes: int, otherwise: str) -> None:
         self._reason = reason
-        self._size = size
+        self._otherwise = otherwise
         self.least_bytes = least_bytes
         super().__init__(
-            f"{reason}; raise device_bytes to at least {least_bytes} ({format_bytes(least_bytes)}) or lower "
-            f"min_chunk_size_mb (largest chunk: {size.largest_chunk_bytes})"
+            f"{reason}; raise device_bytes to at least {least_bytes} ({format_bytes(least_bytes)}) or "
+            f"{otherwise}"
         )
 
     def asking(self, least_bytes: int) -> DeviceTooSmallError:
         """Return the same, where more is needed: a larger DEVICE has larger chunks."""
-        return DeviceTooSmallError(self._reason, self._size, least_bytes)
+        return DeviceTooSmallError(self._reason, least_bytes, self._otherwise)
 
 
 def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
@@ -85,20 +85,21 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     """
     reserved = capacity.non_model_bytes or 0
     room = capacity.device_bytes - reserved
+    smaller = f"lower min_chunk_size_mb (largest chunk: {size.largest_chunk_bytes})"
     budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
     if size.operator_bytes > room:
         raise DeviceTooSmallError(
             f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
             f"DEVICE at once but {budget}",
-            size,
             max(size.operator_bytes, size.working_set_bytes) + reserved,
+            smaller,
         )
     if size.working_set_bytes > room:
         raise DeviceTooSmallError(
             f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
             f"gradients and optimizer states) but {budget}",
-            size,
             size.working_set_bytes + reserved,
+            smaller,
         )
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return

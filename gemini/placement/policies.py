@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.errors import ConfigError
 from gemini.memstats import Trace
-from gemini.placement.plan import ModelDataSize, PlacementPlan, TierCapacity, check_fits
+from gemini.placement.plan import (
+    DeviceTooSmallError,
+    ModelDataSize,
+    PlacementPlan,
+    TierCapacity,
+    check_fits,
+)
 
 # Share of DEVICE that model data may take while non-model memory is still unknown (the seeds' example).
 WARMUP_SHARE = 0.30
@@ -51,12 +57,13 @@ class CudaPolicy:
     """Keep everything on the computing device; refuse up front what cannot fit there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
-        room = capacity.device_bytes - (capacity.non_model_bytes or 0)
-        if size.total_bytes > room:
-            raise OutOfBudgetError(
+        reserved = capacity.non_model_bytes or 0
+        if size.total_bytes > capacity.device_bytes - reserved:
+            raise DeviceTooSmallError(
                 f"placement_policy='cuda' keeps all {size.total_bytes} bytes of model data on DEVICE but "
-                f"only {room} are free "
-                "there; raise device_bytes or choose 'auto' with host_bytes or disk_dir"
+                f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data",
+                size.total_bytes + reserved,
+                "choose 'auto' with host_bytes or disk_dir",
             )
         return PlacementPlan(capacity.device_bytes)
 

@@ -21,7 +21,9 @@ class Odd(nn.Module):
         self.head = nn.Linear(128, 2000)
 
 
-@pytest.mark.parametrize("options", [{}, {"non_model_bytes": 2**18}, {"mixed_precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"non_model_bytes": 2**18}, {"mixed_precision": "bf16"}, {"placement_policy": "cuda"}]
+)
 @pytest.mark.parametrize("build", [Odd, lambda: nn.Linear(700, 900), lambda: nn.LSTM(300, 300)])
 def test_what_a_refusal_asks_for_is_accepted(build: Any, options: dict[str, Any], tmp_path: Any) -> None:
     with pytest.raises(OutOfBudgetError) as refused:
