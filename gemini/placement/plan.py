@@ -81,9 +81,10 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     """Refuse what no placement can fit.
 
     Raises:
-        DeviceTooSmallError, OutOfBudgetError: with the numbers and the way out.
+        DeviceTooSmallError: with the numbers and the way out.
     """
     reserved = capacity.non_model_bytes or 0
+    _check_total(size, capacity, reserved)
     room = capacity.device_bytes - reserved
     smaller = f"lower min_chunk_size_mb (largest chunk: {size.largest_chunk_bytes})"
     budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
@@ -101,18 +102,23 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
             size.working_set_bytes + reserved,
             smaller,
         )
+
+
+def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> None:
+    """Refuse model data that all tiers together cannot hold."""
+    room = capacity.device_bytes - reserved
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return
     # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. A
     # DISK that cannot take every chunk keeps the places of chunks that are elsewhere for a while, so HOST
     # does not add to it.
     below = capacity.disk_bytes or capacity.host_bytes
-    held = room - size.working_set_bytes - size.largest_chunk_bytes + below
+    passing = size.working_set_bytes + size.largest_chunk_bytes
+    held = room - passing + below
     if size.total_bytes > held:
-        raise OutOfBudgetError(
+        raise DeviceTooSmallError(
             f"the model data is {size.total_bytes} bytes but the tiers hold {max(held, 0)} besides the "
-            f"largest update: DEVICE {room}, "
-            f"HOST {capacity.host_bytes}, DISK {capacity.disk_bytes}; raise device_bytes or host_bytes, or "
-            f"give disk_dir with "
-            f"disk_bytes of at least {size.total_bytes}"
+            f"largest update: DEVICE {room}, HOST {capacity.host_bytes}, DISK {capacity.disk_bytes}",
+            min(size.total_bytes, size.total_bytes + passing - below) + reserved,
+            f"raise host_bytes, or give disk_dir with disk_bytes of at least {size.total_bytes}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,14 +82,18 @@ def build_runtime(
     check_can_initialize(module)
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
-    blueprint = draw_blueprint(module, config, share, device, ranks_here)
+
+    def draw(config: GeminiConfig) -> Blueprint:
+        return draw_blueprint(module, config, share, device, ranks_here)
+
+    blueprint = draw(config)
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     try:
         plan = blueprint.refuse_misfit()
     except DeviceTooSmallError as error:
-        raise error.asking(_least_device_bytes(error, module, config, share, device)) from None
+        raise error.asking(_least_device_bytes(error, config, draw)) from None
     offload = config.activation_offload
     check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
     storage = ModelStorage(
@@ -129,20 +133,15 @@ def build_runtime(
 
 
 def _least_device_bytes(
-    error: DeviceTooSmallError,
-    module: nn.Module,
-    config: GeminiConfig,
-    share: Share | None,
-    device: ComputeDevice,
+    error: DeviceTooSmallError, config: GeminiConfig, draw: Callable[[GeminiConfig], Blueprint]
 ) -> int:
     """Return a DEVICE that holds what ``error`` says it cannot; chunks grow with it, so it is tried."""
     while True:
-        larger = replace(config, device_bytes=error.least_bytes)
         try:
-            draw_blueprint(module, larger, share, device).refuse_misfit()
+            draw(replace(config, device_bytes=error.least_bytes)).refuse_misfit()
         except DeviceTooSmallError as larger_error:
             error = larger_error
-        except OutOfBudgetError:  # of the tiers below
+        except OutOfBudgetError:  # of a policy of the user's own
             return error.least_bytes
         else:
             return error.least_bytes

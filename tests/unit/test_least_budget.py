@@ -32,3 +32,16 @@ def test_what_a_refusal_asks_for_is_accepted(build: Any, options: dict[str, Any]
     assert asked is not None
     with GeminiDDP(build(), device_bytes=int(asked[1]), disk_dir=str(tmp_path), **options):
         pass
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"host_bytes": 2**20}, {"host_bytes": 2**20, "mixed_precision": "bf16"}]
+)
+@pytest.mark.parametrize("build", [Odd, lambda: nn.Sequential(*(nn.Linear(90, 90) for _ in range(30)))])
+def test_it_is_accepted_without_a_disk_too(build: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(OutOfBudgetError, match="raise host_bytes, or give disk_dir") as refused:
+        GeminiDDP(build(), device_bytes=2**16, **options)
+    asked = re.search(r"raise device_bytes to at least (\d+)", str(refused.value))
+    assert asked is not None
+    with GeminiDDP(build(), device_bytes=int(asked[1]), **options):
+        pass
