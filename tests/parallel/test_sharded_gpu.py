@@ -136,6 +136,9 @@ def _train_otherwise(kind: str, precision: str | None, directory: str) -> dict[s
             "all on DEVICE": train(mlp, gpu, recipe, **all_on_device, mixed_precision=precision),
             "updates on HOST": train(mlp, gpu, recipe, **all_on_host, gpu_margin_mem_ratio=0.0),
             "some on HOST": train(mlp, gpu, recipe, **all_on_host, gpu_margin_mem_ratio=0.5),
+            "each otherwise": train(
+                mlp, gpu, recipe, **all_on_host, gpu_margin_mem_ratio=float(torch.distributed.get_rank())
+            ),
             "activations": train(mlp, gpu, recipe, **on_disk, activation_offload=True),
             "no overlap": train(mlp, gpu, recipe, **on_host, overlap=False),
         }

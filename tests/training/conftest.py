@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
     """Every test here."""
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Have torch.compile know nothing of other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,9 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import ConfigError, GeminiDDP, OutOfBudgetError, StateError
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 TRACED = {"backend": "aot_eager"}  # all of the compiler but the making of machine code
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +24,9 @@ from training_harness import (
 from gemini import GeminiDDP
 from gemini.runtime.param import ManagedParameter
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 TRACED = {"backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_was_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Layers(nn.Module):
