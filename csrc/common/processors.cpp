@@ -8,6 +8,7 @@
 #include <charconv>
 #include <fstream>
 #include <system_error>
+#include <utility>
 
 namespace gemini {
 namespace {
