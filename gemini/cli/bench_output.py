@@ -42,7 +42,7 @@ def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir"
 
 def progress() -> Callable[[str], None]:
     """Return what tells people, on standard error, what is being measured."""
-    from rich.console import Console
+    from gemini.cli.console import Console
 
     console = Console(stderr=True)
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
@@ -55,9 +55,8 @@ def command() -> list[str]:
 
 def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Write and print a record; return the exit code that it deserves."""
-    from rich.console import Console
-
     from gemini.bench.table import render
+    from gemini.cli.console import Console
 
     text = json.dumps(record, indent=2)
     if options.out is not None:

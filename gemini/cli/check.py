@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from gemini import _C
+from gemini.cli.console import Console
 from gemini.config import format_bytes
 from gemini.device import free_memory_bytes
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gemini.cli.console import Console
 from gemini.config import format_bytes
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
 from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
+from gemini.cli.console import discard
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -51,14 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    An error of ours is one line on standard error and code 2; Ctrl-C is code 130.
+    An error of ours is one line on standard error and code 2; Ctrl-C is code 130. A reader of standard output
+    that has left (head, less) is no error.
     """
-    options = build_parser().parse_args(arguments)
-    if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
-        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
+        return _run(arguments)
     except GeminiError as error:
         print(f"gemini: error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -66,9 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("gemini: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has left; the interpreter must not try to flush into the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        _flush()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = build_parser().parse_args(arguments)
+    if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
+        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def _flush() -> None:
+    """Write what standard output still holds; left to the interpreter's end, a failure would be the code."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout.fileno())
 
 
 if __name__ == "__main__":

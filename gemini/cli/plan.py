@@ -115,8 +115,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 0 where it fits, 1 where it does not."""
-    from rich.console import Console
-
+    from gemini.cli.console import Console
     from gemini.cli.plan_model import ModelOptions, find_model
     from gemini.cli.plan_output import render
     from gemini.forecast.report import make_report

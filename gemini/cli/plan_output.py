@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from gemini.cli.console import Console
 from gemini.config import format_bytes
 from gemini.forecast.forecast import StepTime
 from gemini.forecast.report import Report, Wear

@@ -192,8 +192,9 @@ def _links(given: Sequence[str], recorded: Sequence[LinkSpeed]) -> Iterator[Link
 
 
 def _render(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from gemini.cli.console import Console
 
     table = Table(title=f"{found['trace']}, {found['policy']}", title_justify="left", show_header=False)
     table.add_column(style="bold")

@@ -87,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
-    from rich.console import Console
-
+    from gemini.cli.console import Console
     from gemini.train.display import LineDisplay, SilentDisplay
     from gemini.train.recording import record_training
 
@@ -155,8 +154,7 @@ class _Output:
             paths = {kind: str(path) for kind, path in files.items()}
             print(json.dumps({"title": title, **paths, "steps": [step.to_dict() for step in steps]}))
             return
-        from rich.console import Console
-
+        from gemini.cli.console import Console
         from gemini.cli.trace_table import step_table
 
         console = Console()
@@ -166,7 +164,7 @@ class _Output:
 
     def warn(self, text: str) -> None:
         """Say something that is no result."""
-        from rich.console import Console
+        from gemini.cli.console import Console
 
         Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 

@@ -78,8 +78,7 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
 def run(options: argparse.Namespace) -> int:
     """Train, print the summary, and return the exit code."""
     config = config_from(options)
-    from rich.console import Console
-
+    from gemini.cli.console import Console
     from gemini.train import job
     from gemini.train.display import make_display
     from gemini.train.summary import difference_table, summary_table

@@ -1,0 +1,60 @@
+"""Where the output of a command goes is no reason for another exit code, nor to stop working."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from gemini.cli.console import Console
+from gemini.cli.main import EXIT_ERROR, main
+
+TRACE = str(Path(__file__).resolve().parents[2] / "benchmarks/traces/gpt2.json")
+SIMULATE = ["simulate", TRACE, "--policy", "lru"]
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[TextIO]:
+    """A stream whose reader has left; nothing may be left in it that fails once more as it is closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("arguments", [["check"], SIMULATE, [*SIMULATE, "--json"]])
+def test_a_reader_that_has_left_is_no_error(
+    arguments: list[str], closed_pipe: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    assert main(arguments) == 0
+
+
+def test_help_for_a_reader_that_has_left_is_no_error(
+    closed_pipe: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert not end.value.code
+
+
+def test_an_error_stays_one_although_the_reader_has_left(
+    closed_pipe: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    print("what was found before")
+    assert main(["plan", "no-such-model"]) == EXIT_ERROR
+
+
+def test_progress_that_nobody_reads_does_not_stop_the_work(
+    closed_pipe: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", closed_pipe)
+    console = Console(stderr=True)
+    for step in range(3):
+        console.print(f"step {step}")
