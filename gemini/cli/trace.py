@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini.cli import train
 from gemini.config import format_bytes
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, GeminiError
 
 if TYPE_CHECKING:
-    from gemini.timeline import TimelineRecorder
+    from gemini.timeline import StepSummary, TimelineRecorder
     from gemini.train.config import TrainConfig
 
 EPILOG = """\
@@ -39,6 +40,8 @@ exit codes:
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. All options come before --script.
 """
+
+EXIT_UNWRITTEN = 2
 
 
 def add_parser(subparsers: Any) -> None:
@@ -93,12 +96,13 @@ def run(options: argparse.Namespace) -> int:
 
     config = train.config_from(options, steps=options.warmup + options.record)
     display = SilentDisplay() if options.quiet else LineDisplay(Console(stderr=True), config.steps)
-    return record_training(
+    code = record_training(
         config,
         warmup=options.warmup,
         display=display,
-        keep=lambda recorder: out.write(recorder, _title(config)),
+        keep=lambda recorder: out.keep(recorder, _title(config)),
     )
+    return code or out.exit_code
 
 
 def _run_script(options: argparse.Namespace, out: _Output) -> int:
@@ -112,15 +116,16 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
     recording = ScriptRecording(warmup=options.warmup, steps=options.record)
     try:
         with recording:
-            return run_script(path, arguments)
+            code = run_script(path, arguments)
     finally:
         for recorder, model in recording.recorders:
-            out.write(recorder, f"{model} of {path}")
+            out.keep(recorder, f"{model} of {path}")
         if not recording.recorders:
             out.warn(
                 f"nothing was recorded: no GeminiDDP in {path} began a training step after "
                 f"--warmup {options.warmup}; try --warmup 0"
             )
+    return code or out.exit_code
 
 
 # What the files of a recording are for.
@@ -131,12 +136,24 @@ class _Output:
     """The files and the summaries of one command."""
 
     def __init__(self, directory: Path, *, as_json: bool) -> None:
+        self.exit_code = 0
         self._directory = directory
         self._as_json = as_json
         self._num_written = 0
 
-    def write(self, recorder: TimelineRecorder, title: str) -> None:
-        """Write the files of a recording and print its summary. Raises ConfigError, IoError."""
+    def keep(self, recorder: TimelineRecorder, title: str) -> None:
+        """Write the files of a recording and print its summary. Raise nothing where that fails, for an error
+        of the training or further recordings may wait: say so, which also makes ``exit_code`` 2."""
+        try:
+            files = self._write(recorder, title)
+            self._print(files, title, recorder.summary())
+        except BrokenPipeError:
+            return  # of the summary: who wanted it has left, the files are there
+        except (GeminiError, OSError) as error:
+            self.exit_code = EXIT_UNWRITTEN
+            self.warn(f"gemini: error: {error}")
+
+    def _write(self, recorder: TimelineRecorder, title: str) -> dict[str, Path]:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -149,7 +166,9 @@ class _Output:
         if recorder.trace is not None:
             files["step"] = self._directory / f"{name}-step.json"
             recorder.trace.save(files["step"])
-        steps = recorder.summary()
+        return files
+
+    def _print(self, files: Mapping[str, Path], title: str, steps: Sequence[StepSummary]) -> None:
         if self._as_json:
             paths = {kind: str(path) for kind, path in files.items()}
             print(json.dumps({"title": title, **paths, "steps": [step.to_dict() for step in steps]}))

@@ -32,6 +32,21 @@ TINY = [
     "--device-bytes",
     "256KiB",
 ]
+TWO_MODELS = """
+import sys
+import torch
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
+
+for _ in range(2):
+    model = GeminiDDP(torch.nn.Linear(8, 8))
+    optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
+    for step in range(2):
+        optimizer.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+    model.close()
+if sys.argv[1] == "fail":
+    raise RuntimeError("the script's own")
+"""
 SCRIPT = """
 import sys
 import torch
@@ -194,3 +209,20 @@ def test_a_script_without_a_managed_model_says_what_to_do(
     assert main.main(["trace", "--out", str(tmp_path / "out"), "--script", str(script)]) == 0
     assert "no GeminiDDP in" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", ["fail", "end well"])
+def test_a_recording_that_cannot_be_written_costs_neither_the_others_nor_the_scripts_error(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_MODELS)
+    (tmp_path / "trace.json").mkdir()  # the first recording cannot replace it
+    arguments = ["trace", "--out", str(tmp_path), "--warmup", "0", "--script", str(script), end]
+    if end == "fail":
+        with pytest.raises(RuntimeError, match="the script's own"):
+            main.main(arguments)
+    else:
+        assert main.main(arguments) == main.EXIT_ERROR
+    assert "trace.json" in capsys.readouterr().err
+    assert traced_steps(tmp_path, "trace-2") == ["step 1", "step 2"]
