@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gemini.cli import train
 from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError
+from gemini.files import io_errors
 
 if TYPE_CHECKING:
     from gemini.timeline import StepSummary, TimelineRecorder
@@ -23,7 +26,7 @@ examples:
   gemini trace --out out/mine --script train.py --epochs 1
       run your own script as `python train.py --epochs 1` does, and record every GeminiDDP in it
 
-in the --out directory (written over if they are there):
+in the --out directory (those of an earlier recording are removed, all else there stays):
   trace.html   one page for any browser: where the time went, what waited for what, which link was
                busy when, how full each tier was; needs no network
   trace.json   the same events for https://ui.perfetto.dev or chrome://tracing
@@ -85,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("warmup", 0), ("record", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
-    if Path(options.out).exists() and not Path(options.out).is_dir():
-        raise ConfigError(f"--out {options.out} is not a directory; name another")
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.train.recording import record_training
 
     config = train.config_from(options, steps=options.warmup + options.record)
+    out.prepare()
     display = SilentDisplay() if options.quiet else LineDisplay(Console(stderr=True), config.steps)
     code = record_training(
         config,
@@ -113,6 +115,7 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
     path, *arguments = options.script
     if not Path(path).is_file():
         raise ConfigError(f"--script {path}: there is no such file")
+    out.prepare()
     recording = ScriptRecording(warmup=options.warmup, steps=options.record)
     try:
         with recording:
@@ -130,6 +133,7 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
 
 # What the files of a recording are for.
 _USES = {"html": "open it in a browser", "chrome": "for ui.perfetto.dev", "step": "for gemini simulate"}
+_OWN_NAME = re.compile(r"trace(-\d+)?(-step)?\.(html|json)", re.ASCII)
 
 
 class _Output:
@@ -137,9 +141,25 @@ class _Output:
 
     def __init__(self, directory: Path, *, as_json: bool) -> None:
         self.exit_code = 0
-        self._directory = directory
+        self._directory = directory.absolute()  # a script may go to another
         self._as_json = as_json
         self._num_written = 0
+
+    def prepare(self) -> None:
+        """Make the directory and try to write there, before any work is done that would be lost.
+
+        Raises:
+            ConfigError: it cannot be made or written.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                file.write(b"tried")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to --out {self._directory}: {error.strerror}; "
+                "name a directory that can be written, or one that can be made"
+            ) from error
 
     def keep(self, recorder: TimelineRecorder, title: str) -> None:
         """Write the files of a recording and print its summary. Raise nothing where that fails, for an error
@@ -154,10 +174,8 @@ class _Output:
             self.warn(f"gemini: error: {error}")
 
     def _write(self, recorder: TimelineRecorder, title: str) -> dict[str, Path]:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make --out {self._directory}: {error.strerror}") from error
+        if not self._num_written:
+            self._remove_older()
         self._num_written += 1
         name = "trace" if self._num_written == 1 else f"trace-{self._num_written}"
         files = {"html": self._directory / f"{name}.html", "chrome": self._directory / f"{name}.json"}
@@ -167,6 +185,13 @@ class _Output:
             files["step"] = self._directory / f"{name}-step.json"
             recorder.trace.save(files["step"])
         return files
+
+    def _remove_older(self) -> None:
+        """Remove what an earlier command has left: it would pass for what this one has written."""
+        with io_errors("remove the files of an earlier recording", self._directory):
+            for path in self._directory.iterdir():
+                if _OWN_NAME.fullmatch(path.name) and path.is_file():
+                    path.unlink()
 
     def _print(self, files: Mapping[str, Path], title: str, steps: Sequence[StepSummary]) -> None:
         if self._as_json:

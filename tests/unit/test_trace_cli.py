@@ -187,7 +187,6 @@ def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> N
         (["--warmup", "-1"], "--warmup is -1"),
         (["--script"], "--script needs the file to run"),
         (["--script", "missing.py"], "missing.py: there is no such file"),
-        (["--out", __file__], "is not a directory; name another"),
         (["--hidden", "30", "--heads", "4"], "take hidden 32"),
     ],
 )
@@ -208,7 +207,7 @@ def test_a_script_without_a_managed_model_says_what_to_do(
     script.write_text("print('trained')\n")
     assert main.main(["trace", "--out", str(tmp_path / "out"), "--script", str(script)]) == 0
     assert "no GeminiDDP in" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("end", ["fail", "end well"])
@@ -226,3 +225,50 @@ def test_a_recording_that_cannot_be_written_costs_neither_the_others_nor_the_scr
         assert main.main(arguments) == main.EXIT_ERROR
     assert "trace.json" in capsys.readouterr().err
     assert traced_steps(tmp_path, "trace-2") == ["step 1", "step 2"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc"])
+def test_a_directory_that_cannot_be_written_is_refused_before_the_work(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    script = tmp_path / "plain.py"
+    script.write_text("raise RuntimeError('it ran')\n")
+    arguments = ["--out", str(tmp_path / out)]
+    for work in (["--script", str(script)], TINY):
+        assert main.main(["trace", *arguments, *work]) == main.EXIT_ERROR
+        said = capsys.readouterr().err
+        assert f"cannot write to --out {tmp_path / out}: " in said
+        assert "name a directory that can be written" in said
+        assert "recorded" not in said
+
+
+def test_files_of_an_earlier_recording_go_and_nothing_else(script: str, tmp_path: Path) -> None:
+    older = ["trace-2.html", "trace-2.json", "trace-2-step.json", "trace-13.html"]
+    others = ["trace.png", "my-trace.json", "trace-2.json.bak", "trace-x.html", "summary.json"]
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (*older, *others):
+        (out / name).touch()
+    (out / "trace-3.html").mkdir()
+    assert main.main(["trace", "--out", str(out), "--warmup", "1", "--script", script, "3", "-1"]) == 7
+    own = ["trace.html", "trace.json", "trace-step.json"]
+    assert {path.name for path in out.iterdir()} == {*own, *others, "trace-3.html"}
+
+
+def test_a_script_may_go_to_another_directory(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "else").mkdir()
+    Path(script).write_text(f"import os\nos.chdir('else')\n{SCRIPT}")
+    assert main.main(["trace", "--out", "out", "--warmup", "0", "--script", script, "2", "-1"]) == 7
+    assert traced_steps(tmp_path / "out") == ["step 1", "step 2"]
+
+
+def test_an_earlier_recording_stays_where_there_is_no_new_one(tmp_path: Path) -> None:
+    (tmp_path / "trace.html").touch()
+    script = tmp_path / "plain.py"
+    script.touch()
+    assert main.main(["trace", "--out", str(tmp_path), "--script", str(script)]) == 0
+    assert (tmp_path / "trace.html").exists()
