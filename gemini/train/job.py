@@ -72,7 +72,7 @@ def run(
         if weights is not None and not stop.requested:
             outcome = _verify(config, corpus, progress.losses, weights, shown, stop)
     summary = _summarize(config, progress, outcome, directory, interrupted=stop.requested)
-    if directory is not None:
+    if directory is not None and progress.reports:  # else there is that of the steps that were trained
         try:
             directory.write_summary(summary.to_dict())
         except IoError as error:

@@ -173,6 +173,14 @@ def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> N
     assert run(config, resume=True).summary.last_step == 6
 
 
+def test_summary_of_a_finished_run_stays_when_it_is_resumed(config: TrainConfig) -> None:
+    run(config)
+    summary = Path(str(config.checkpoint), "summary.json")
+    before = summary.read_bytes()
+    assert run(config, resume=True).summary.tokens == 0
+    assert summary.read_bytes() == before
+
+
 def test_refused_budget_does_not_cost_the_run_to_be_overwritten(config: TrainConfig) -> None:
     run(config)
 
