@@ -57,13 +57,14 @@ class RunDirectory:
 
     def refuse_older_run(self) -> None:
         """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it."""
-        with io_errors("look for an older run", self.checkpoint):
-            is_there = self.checkpoint.exists()
-        if is_there:
-            raise ConfigError(
-                f"{self.path} already holds a run; "
-                "continue it with --resume, start over with --overwrite, or choose another directory"
-            )
+        if not self._has_checkpoint():
+            return
+        if not self._is_complete(self.checkpoint):
+            raise ConfigError(self._incomplete())
+        raise ConfigError(
+            f"{self.path} already holds a run; "
+            "continue it with --resume, start over with --overwrite, or choose another directory"
+        )
 
     def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Make the directory, without any older run, for a run of this ``identity``, which has ``options``
@@ -80,10 +81,12 @@ class RunDirectory:
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
         """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run."""
-        if not self._is_complete(self.checkpoint):
+        if not self._has_checkpoint():
             raise CheckpointError(
                 f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
             )
+        if not self._is_complete(self.checkpoint):
+            raise CheckpointError(self._incomplete())
         saved = _read_run(self._run)
         others = [name for name, value in identity.items() if saved.get(name) != value]
         if others:
@@ -93,6 +96,17 @@ class RunDirectory:
                 f"the run in {self.path} has {has}; this one {asked}; "
                 "resume with the options of the first run (budgets, tiers and policy may change)"
             )
+
+    def _has_checkpoint(self) -> bool:
+        """Return whether there is one, complete or not."""
+        with io_errors("look for an older run", self.checkpoint):
+            return self.checkpoint.exists()
+
+    def _incomplete(self) -> str:
+        return (
+            f"no complete checkpoint in {self.path}: its run was stopped while it saved its first, or files "
+            f"of {self.checkpoint} are gone; start over with --overwrite, or choose another directory"
+        )
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
         """Have the run go on with ``options`` when it is resumed once more."""

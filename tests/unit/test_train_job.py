@@ -173,6 +173,16 @@ def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> N
     assert run(config, resume=True).summary.last_step == 6
 
 
+def test_run_killed_in_its_first_save_has_one_way_out(config: TrainConfig) -> None:
+    assert config.checkpoint is not None
+    run(config, steps=1)
+    (Path(config.checkpoint, "checkpoint") / "state").unlink()
+    for options in ({}, {"resume": True}):
+        with pytest.raises(GeminiError, match=r"no complete checkpoint in .*start over with --overwrite"):
+            run(config, **options)
+    assert run(config, overwrite=True).summary.last_step == 6
+
+
 def test_summary_of_a_finished_run_stays_when_it_is_resumed(config: TrainConfig) -> None:
     run(config)
     summary = Path(str(config.checkpoint), "summary.json")
