@@ -39,7 +39,7 @@ Ctrl-C ends after the step and writes what was recorded; a second one does so at
 
 exit codes:
   0 done    2 an error, with its reason    130, 143 ended by Ctrl-C or SIGTERM
-  with --script also what the script exits with
+  with --script also what the script exits with: 1 where it ends by an error
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. All options come before --script.
 """

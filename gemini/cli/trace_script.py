@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,17 +61,52 @@ class ScriptRecording:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> int:
-    """Run ``path`` as ``python path arguments...`` does and return its exit code. Let pass what it raises."""
+    """Run ``path`` as ``python path arguments...`` does and return its exit code.
+
+    What it raises is shown as Python does, with the lines of the script; an error of ours too, for the way
+    out is in the script. KeyboardInterrupt passes. SIGTERM ends it as ``sys.exit`` does.
+    """
     argv, search = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        with _sigterm_exits():
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
+    except Exception as error:  # as the interpreter does where a script ends by one
+        frames = _frames_of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return 1
     finally:
         sys.argv, sys.path[:] = argv, search
     return 0
+
+
+def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` from the script's own first line on."""
+    ours = (__file__, runpy.run_path.__code__.co_filename)
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """While entered SIGTERM raises SystemExit, unless it has been given another meaning."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)

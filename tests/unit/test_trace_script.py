@@ -1,0 +1,80 @@
+"""A script under ``gemini trace`` ends as it does under ``python``, and what was recorded is written."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gemini.cli import main
+
+TRAINING = """
+import os
+import signal
+import torch
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
+from gemini.errors import ConfigError
+
+model = GeminiDDP(torch.nn.Linear(8, 8))
+optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model)
+def train(num_steps):
+    for step in range(num_steps):
+        optimizer.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+train(2)
+"""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Callable[..., int]:
+    def run(text: str, *arguments: str) -> int:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return main.main(
+            ["trace", "--out", str(tmp_path), "--warmup", "0", "--script", str(path), *arguments]
+        )
+
+    return run
+
+
+def recorded_steps(directory: Path) -> list[str]:
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "step"]
+
+
+def test_sigterm_writes_what_was_recorded(trace: Callable[..., int], tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert trace(f"{TRAINING}os.kill(os.getpid(), signal.SIGTERM)\ntrain(1)\n") == 128 + signal.SIGTERM
+    assert recorded_steps(tmp_path) == ["step 1", "step 2"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_keeps_the_meaning_that_a_script_gives_it(trace: Callable[..., int]) -> None:
+    handler = "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+    assert trace(f"{TRAINING}{handler}os.kill(os.getpid(), signal.SIGTERM)\nraise SystemExit(9)\n") == 9
+
+
+@pytest.mark.parametrize("error", ["BrokenPipeError", "ConfigError('of ours')", "ValueError", "OSError(5)"])
+def test_an_error_of_a_script_is_shown_with_its_lines(
+    error: str, trace: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trace(f"{TRAINING}raise {error}\n") == 1
+    said = capsys.readouterr().err
+    first, *_, line = (each for each in said.splitlines() if each.startswith("  "))
+    assert first == f'  File "{tmp_path / "script.py"}", line {TRAINING.count(chr(10)) + 1}, in <module>'
+    assert line.strip() == f"raise {error}"
+    assert recorded_steps(tmp_path) == ["step 1", "step 2"]
+
+
+def test_a_script_that_cannot_be_compiled_is_shown(
+    trace: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trace("def wrong(:\n") == 1
+    said = capsys.readouterr().err
+    assert "SyntaxError" in said
+    assert "trace_script.py" not in said
