@@ -69,11 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = build_parser().parse_args(arguments)
+    options = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
         logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    if arguments[:1] != ["trace"]:
+        return build_parser().parse_args(arguments)
+    own, script = trace.split_script(arguments)
+    options = build_parser().parse_args(own)
+    options.script = script
+    return options
 
 
 def _flush() -> None:

@@ -56,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
         "transfer, the fill of every tier. The training is that of `gemini train`, or a script of your own.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # split_script knows --script by its whole name
     )
     group = parser.add_argument_group("recording")
     group.add_argument(
@@ -81,6 +82,18 @@ def add_parser(subparsers: Any) -> None:
     train.add_training_options(parser.add_argument_group("training"))
     train.add_memory_options(parser.add_argument_group("memory"))
     parser.set_defaults(run=run)
+
+
+def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Return the arguments of the command up to ``--script``, and the script with its own, or None.
+
+    argparse looks at all arguments alike: it takes options of a script for its own, and ``--`` for an end.
+    """
+    for index, argument in enumerate(arguments):
+        option, has_value, value = argument.partition("=")
+        if option == "--script":
+            return [*arguments[:index], option], [*([value] if has_value else []), *arguments[index + 1 :]]
+    return list(arguments), None
 
 
 def run(options: argparse.Namespace) -> int:

@@ -78,3 +78,21 @@ def test_a_script_that_cannot_be_compiled_is_shown(
     said = capsys.readouterr().err
     assert "SyntaxError" in said
     assert "trace_script.py" not in said
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_everything_behind_a_script_is_its_own(joined: bool, tmp_path: Path) -> None:
+    own = ["--ba", "3", "-o", "x y", "--se=4", "-h", "--", "--script", "--out", "-1", "--ver", ""]
+    seen, script = tmp_path / "seen.json", tmp_path / "script.py"
+    script.write_text(
+        f"import json, pathlib, sys\npathlib.Path({str(seen)!r}).write_text(json.dumps(sys.argv))\n"
+    )
+    option = [f"--script={script}"] if joined else ["--script", str(script)]
+    assert main.main(["trace", "--out", str(tmp_path), *option, *own]) == 0
+    assert json.loads(seen.read_text()) == [str(script), *own]
+
+
+def test_an_option_of_trace_is_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["trace", "--scr", __file__])
+    assert "unrecognized arguments" in capsys.readouterr().err
