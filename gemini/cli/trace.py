@@ -139,7 +139,7 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
         if not recording.recorders:
             out.warn(
                 f"nothing was recorded: no GeminiDDP in {path} began a training step after "
-                f"--warmup {options.warmup}; try --warmup 0"
+                f"--warmup {options.warmup} that the script did not record itself; try --warmup 0"
             )
     return code or out.exit_code
 

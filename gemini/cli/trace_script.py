@@ -25,7 +25,8 @@ class ScriptRecording:
     """While entered: records ``steps`` steps of every GeminiDDP that trains, after ``warmup`` of its steps.
 
     It learns of forward passes by torch's own hook for all modules, so the script needs no change. A model
-    that is being recorded by the script itself is left alone. ``recorders``: each with its model's class.
+    that is being recorded by the script itself is left alone; where it begins to be, what was recorded until
+    then is kept. ``recorders``: each with its model's class.
     """
 
     def __init__(self, *, warmup: int, steps: int) -> None:
@@ -54,7 +55,7 @@ class ScriptRecording:
             return
         first = self._first_step.setdefault(module, module.manager.step)
         if module.manager.step - first >= self._warmup and module.manager.observer is None:
-            recorder = module.record_timeline(steps=self._steps)
+            recorder = TimelineRecorder(module.storage, module.manager, steps=self._steps, gives_way=True)
             recorder.start()
             self._recorded[module] = True
             self.recorders.append((recorder, type(module.module).__name__))

@@ -37,13 +37,22 @@ class TimelineRecorder:
     thread, the one that trains.
     """
 
-    def __init__(self, storage: ModelStorage, manager: GeminiManager, *, steps: int | None = None) -> None:
-        """``steps``: stop by itself after so many complete steps."""
+    def __init__(
+        self,
+        storage: ModelStorage,
+        manager: GeminiManager,
+        *,
+        steps: int | None = None,
+        gives_way: bool = False,
+    ) -> None:
+        """``steps``: stop by itself after so many complete steps. ``gives_way``: also where another recorder
+        of the model starts."""
         if steps is not None and steps < 1:
             raise StateError(f"steps is {steps}; a recording has at least one, or None until it is left")
         self._manager: GeminiManager | None = manager
         self._storage: ModelStorage | None = storage
         self._steps_left = steps
+        self._gives_way = gives_way
         self._started = False
         self._raw: list[RawEvent] = []
         self._late = False  # inside an update that was put off
@@ -62,6 +71,9 @@ class TimelineRecorder:
         """
         if self._started or self._manager is None or self._storage is None:
             raise StateError("a recorder records once; call record_timeline() again")
+        before = self._manager.observer
+        if isinstance(before, TimelineRecorder) and before._gives_way:
+            before.stop()
         table = self._manager.chunks.table
         tiers = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
         self._context = Context(

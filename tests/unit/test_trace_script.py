@@ -80,6 +80,28 @@ def test_a_script_that_cannot_be_compiled_is_shown(
     assert "trace_script.py" not in said
 
 
+RECORDING = """
+with model.record_timeline() as timeline:
+    train(2)
+assert [step.number for step in timeline.timeline().steps] == [{numbers}]
+train(2)
+"""
+
+
+def test_a_script_that_records_itself_goes_on_and_what_was_recorded_before_is_written(
+    trace: Callable[..., int], tmp_path: Path
+) -> None:
+    assert trace(TRAINING + RECORDING.format(numbers="3, 4")) == 0
+    assert recorded_steps(tmp_path) == ["step 1", "step 2"]
+
+
+def test_a_model_that_the_script_records_is_recorded_once_that_has_ended(
+    trace: Callable[..., int], tmp_path: Path
+) -> None:
+    assert trace(TRAINING.removesuffix("train(2)\n") + RECORDING.format(numbers="1, 2")) == 0
+    assert recorded_steps(tmp_path) == ["step 3", "step 4"]
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_everything_behind_a_script_is_its_own(joined: bool, tmp_path: Path) -> None:
     own = ["--ba", "3", "-o", "x y", "--se=4", "-h", "--", "--script", "--out", "-1", "--ver", ""]
