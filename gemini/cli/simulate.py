@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,8 +108,8 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
     from gemini.placement.simulator import Simulator
 
     trace = Trace.load(options.trace)
-    if not options.compute_scale > 0:
-        raise ConfigError(f"--compute-scale is {options.compute_scale}; it must be > 0")
+    if not 0 < options.compute_scale < math.inf:
+        raise ConfigError(f"--compute-scale is {options.compute_scale}; it must be a number > 0, as 0.5 or 2")
     order = order_of(trace, overlap=options.overlap)
     iteration = Iteration.of_order(trace, order, trace.reserve_bytes())
     scaled = tuple(options.compute_scale * seconds for seconds in iteration.seconds)
@@ -156,12 +157,28 @@ def _machine(options: argparse.Namespace, iteration: Iteration, trace: Trace) ->
     from gemini.placement.machine import Machine
 
     reserve = max(iteration.reserve_bytes, default=0)
+    host_bytes = _budget(options.host_bytes, "--host-bytes", iteration.total_bytes)
+    disk_bytes = _budget(options.disk_bytes, "--disk-bytes", iteration.total_bytes)
+    links = tuple(_links(options.link, trace.links))
+    _require_links(links, "--host-bytes", host_bytes, LINKS[:2])
+    _require_links(links, "--disk-bytes", disk_bytes, LINKS[2:])
     return Machine(
         device_bytes=_budget(options.device_bytes, "--device-bytes", iteration.total_bytes, reserve),
-        host_bytes=_budget(options.host_bytes, "--host-bytes", iteration.total_bytes),
-        disk_bytes=_budget(options.disk_bytes, "--disk-bytes", iteration.total_bytes),
-        links=tuple(_links(options.link, trace.links)),
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        links=links,
     )
+
+
+def _require_links(links: Sequence[LinkSpeed], option: str, nbytes: int, needed: Sequence[str]) -> None:
+    missing = [name for name in needed if name not in {link.name for link in links}]
+    if nbytes and missing:
+        wanted = " ".join(f"--link {name}=2GB/s" for name in missing)
+        raise ConfigError(
+            f"{option} is {nbytes}, but the speed of {' and '.join(missing)} is unknown: the step was "
+            f"recorded without that tier; give {wanted} with the speeds "
+            f"to assume, or leave out {option}"
+        )
 
 
 def _budget(text: str, name: str, model_data: int, reserve: int = 0) -> int:
@@ -172,9 +189,9 @@ def _budget(text: str, name: str, model_data: int, reserve: int = 0) -> int:
         share = float(text[:-1]) / 100
     except ValueError:
         share = -1.0
-    if not share >= 0:
+    if not 0 <= share < math.inf:
         raise ConfigError(f"{name} is {text!r}; write a share as 20% or 150%")
-    return int(share * model_data) + reserve
+    return (parse_bytes(int(share * model_data), name=name) or 0) + reserve
 
 
 def _links(given: Sequence[str], recorded: Sequence[LinkSpeed]) -> Iterator[LinkSpeed]:
