@@ -11,13 +11,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import append_whole, io_errors, replacing
 from gemini.train.config import TrainConfig
 
 _RUN = "run.json"
+_REPAIR = "repair it, or start over with --overwrite"
 
 
 class RunDirectory:
@@ -122,20 +123,34 @@ class RunDirectory:
     def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
         """Return the records of steps 1 to ``before_step`` and forget later ones, to be trained again.
 
-        A line that a killed run left unfinished ends the file.
+        A last line that a killed run left unfinished is no record. Raise CheckpointError for any other that
+        is none.
         """
         records: list[dict[str, Any]] = []
         with io_errors("read metrics", self.metrics):
             text = self.metrics.read_text(encoding="ascii", errors="replace") if self.metrics.exists() else ""
-        for line in text.splitlines():
+        lines = text.splitlines()
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-            except ValueError:
-                break
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):
+                    break
+                raise self._bad_line(number, str(error)) from error
+            if not isinstance(record, dict) or not _is_step(record.get("step")):
+                raise self._bad_line(number, "it has no step, a number from 1")
+            if not _is_number(record.get("loss")):
+                raise self._bad_line(number, "it has no loss, a number")
             if record["step"] <= before_step:
                 records.append(record)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
         return records
+
+    def _bad_line(self, number: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"line {number} of {self.metrics} is no record of a step: {why}; repair it, or remove the file "
+            "to go on without the losses of the steps before"
+        )
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, whole or not at all."""
@@ -150,20 +165,45 @@ def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / _RUN
     options = _read_run(file).get("options", {}) if file.exists() else {}
     if not isinstance(options, dict):
-        raise CheckpointError(f"{file} has options = {options!r}, which are none of gemini train")
-    defaults = TrainConfig().options()
+        raise CheckpointError(
+            f"{file} has options = {options!r:.200}, which are none of gemini train; {_REPAIR}"
+        )
+    types, names = get_type_hints(TrainConfig), TrainConfig().options()
     for name, value in options.items():
-        likes = (int, str, type(None)) if defaults.get(name) is None else (int, type(defaults[name]))
-        if name not in defaults or not isinstance(value, likes):
-            raise CheckpointError(f"{file} has {name} = {value!r}, which is no option of gemini train")
+        if name not in names or not _is_a(value, types[name]):
+            raise CheckpointError(
+                f"{file} has {name} = {value!r:.200}, which is no option of gemini train; {_REPAIR}"
+            )
     return options
 
 
 def _read_run(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="ascii")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}") from error
+        found = json.loads(file.read_text(encoding="ascii"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}; {_REPAIR}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object, so the run is unknown; {_REPAIR}")
+    return found
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Return whether a value that was read can be that of an option of type ``kind``."""
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, str) and "\0" in value:
+        return False
+    if type(value) in (int, float):
+        return _is_number(value) and (kind is float or isinstance(value, kind))
+    return isinstance(value, kind)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _write(path: Path, text: str) -> None:

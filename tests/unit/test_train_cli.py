@@ -98,9 +98,24 @@ def test_a_run_is_resumed_with_its_options_but_for_those_given(
 
 @pytest.mark.parametrize(
     "text",
-    ['{"options": {"layers": "4"}}', '{"options": {"resume": true}}', "no", "[1]", '{"options": "no"}'],
+    [
+        '{"options": {"layers": "4"}}',
+        '{"options": {"layers": true}}',
+        '{"options": {"resume": true}}',
+        '{"options": {"data": 5}}',
+        '{"options": {"device_bytes": "4"}}',
+        '{"options": {"disk_dir": "a\\u0000b"}}',
+        '{"options": {"lr": 1' + 400 * "0" + "}}",
+        '{"options": "no"}',
+        "no",
+        "[1]",
+        '[["layers", 4]]',
+        "\0\0",
+        100_000 * "[",
+    ],
+    ids=range(13),
 )
 def test_options_of_a_run_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"run\.json"):
+    with pytest.raises(CheckpointError, match=r"run\.json .*; repair it, or start over"):
         train.config_from(parse("--checkpoint", str(tmp_path), "--resume"))

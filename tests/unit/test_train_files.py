@@ -15,7 +15,7 @@ import torch
 from fake_train_engine import FakeEngine, fake_is_complete
 
 from gemini.cli import main
-from gemini.errors import IoError
+from gemini.errors import CheckpointError, IoError
 from gemini.train import job
 from gemini.train.config import TrainConfig
 from gemini.train.job import TrainResult
@@ -104,6 +104,21 @@ def test_a_line_that_did_not_fit_is_written_whole_with_the_next(tmp_path: Path) 
     assert directory.metrics.read_bytes() == before
     directory.append_metrics({"step": 3, "loss": 3.5})
     assert [record["loss"] for record in directory.read_metrics(3)] == [1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", '{"step": "1", "loss": 1.0}', '{"step": 1}', '{"step": 1, "loss": []}', "\0", 100_000 * "["],
+)
+def test_a_line_of_the_metrics_that_is_no_record_is_named_and_nothing_is_lost(
+    line: str, tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path, fake_is_complete)
+    directory.metrics.write_text(f'{{"step": 1, "loss": 2.5}}\n{line}\n{{"step": 3, "loss": 1.5}}\n')
+    before = directory.metrics.read_bytes()
+    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics\.jsonl .*remove the file"):
+        directory.read_metrics(3)
+    assert directory.metrics.read_bytes() == before
 
 
 def test_training_goes_on_without_metrics_and_saves_and_says_so(config: TrainConfig) -> None:
