@@ -126,12 +126,14 @@ def _factory(name: str, options: ModelOptions) -> ModelSource:
 
 def _import(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{name!r} names no module; write package.module:function, without a path")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise ConfigError(
             f"cannot import {name!r}: {error}; run in its directory or set PYTHONPATH"
         ) from error

@@ -146,6 +146,22 @@ def test_a_factory_that_will_not_do_is_one_line(
     assert error.startswith("gemini: error: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("broken:x", "invalid syntax (broken.py, line 1)"),
+        ("..:x", "package.module:function"),
+        ("./a:x", "path"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    name: str, what: str, factories: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.py").write_text("def wrong(:\n")
+    assert main(["plan", name, *described]) == 2
+    assert what in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "gpt:layers=x", "gpt:wheels=4"])
 def test_an_unknown_model_is_refused_with_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError, match="gpt"):
