@@ -1,19 +1,73 @@
-"""The file of the DISK tier."""
+"""The file of the DISK tier, and the places of chunks in it."""
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.offload.async_file import AsyncFile
 
 
-def open_disk_file(budgets: TierBudgets, file_bytes: int) -> AsyncFile | None:
-    """Make the file, of ``file_bytes``, in which every chunk has a place; None where there is no DISK tier.
+class DiskFile:
+    """A file with a place for every chunk; none where there is no DISK tier.
 
-    Raises:
-        IoError: the directory is missing, read-only or too small.
+    With a smaller budget than that each chunk still has its place, and only what the table admits takes disk
+    space: what a chunk holds no more is given back then.
     """
-    if budgets.disk_dir is None or budgets.disk_bytes == 0:
-        return None
-    # With a smaller budget each chunk still has its place; only what the table admits takes disk space.
-    reserve = not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
-    return AsyncFile(budgets.disk_dir, file_bytes, reserve=reserve)
+
+    def __init__(self, budgets: TierBudgets, chunk_bytes: int, table: _C.ChunkTable) -> None:
+        """Make the file for chunks of ``chunk_bytes`` together and for later ones.
+
+        Raises:
+            IoError: the directory is missing, read-only or too small.
+        """
+        self.file: AsyncFile | None = None
+        self._table = table
+        self._budget_bytes = budgets.disk_bytes
+        # A model may have no parameters.
+        self._file_bytes = max(chunk_bytes, 1) + budgets.spare_disk_bytes
+        self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
+        self._placed_bytes = 0
+        self._taken: set[int] = set()  # chunks that took space and have not given it back
+        if budgets.disk_dir is None or budgets.disk_bytes == 0:
+            return
+        reserve = not budgets.spare_disk_bytes and budgets.disk_bytes >= self._file_bytes
+        self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
+
+    def has_place(self, nbytes: int) -> bool:
+        """Say whether one more chunk of this size has a place."""
+        return self.file is None or self._placed_bytes + nbytes <= self._file_bytes
+
+    def place(self, nbytes: int) -> int:
+        """Return where the next chunk begins, in the order of their ids."""
+        offset, fitted = self._placed_bytes, not self.gives_back
+        self._places.append((offset, nbytes))
+        self._placed_bytes += nbytes
+        if fitted:
+            self.give_back(self._taken.copy())
+        return offset
+
+    def written(self, chunk_id: int) -> None:
+        """Note that a chunk is about to take space."""
+        self._taken.add(chunk_id)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the places exceed the budget."""
+        return self.file is not None and self._placed_bytes > self._budget_bytes
+
+    def give_back(self, chunk_ids: Set[int]) -> None:
+        """Where the places exceed the budget, return to the disk what those of the chunks took that the table
+        holds none for any more. Raises IoError."""
+        if self.file is None or not self.gives_back:
+            return
+        for chunk_id in self._taken & chunk_ids:
+            if _C.Tier.DISK not in self._table.held_tiers(chunk_id):
+                self._taken.discard(chunk_id)
+                self.file.discard(*self._places[chunk_id])
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self.file is not None:
+            self.file.close()

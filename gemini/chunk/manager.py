@@ -11,7 +11,7 @@ from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.cpu_memory import CPU
-from gemini.chunk.disk_file import open_disk_file
+from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
@@ -42,16 +42,13 @@ class ChunkManager:
         self.budgets = budgets
         self.device = device
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
-        # A model may have no parameters.
-        self._file_bytes = max(sum(spec.nbytes for spec in specs), 1) + budgets.spare_disk_bytes
-        self._places_bytes = 0  # of the file, that chunks have
-        self._file = open_disk_file(budgets, self._file_bytes)
-        self._memory = device.open([spec.nbytes for spec in specs], budgets, self._file)
+        sizes = [spec.nbytes for spec in specs]
+        self._disk = DiskFile(budgets, sum(sizes), self.table)
+        self._memory = device.open(sizes, budgets, self._disk.file)
         self.chunks: list[Chunk] = []
         for spec in specs:
             self._append(spec)
         self._in_flight: dict[int, _C.Action] = {}  # ticket -> action
-        self._sparse: set[int] = set()  # chunks that took disk space in a file that does not reserve it
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.park_limit_bytes = budgets.device_bytes
@@ -65,26 +62,19 @@ class ChunkManager:
         chunk_id = self.table.add_chunk(spec.nbytes)
         window, place = self._memory.windows(spec.nbytes, later=later)
         tensor = self._memory.tensor(window, spec.dtype, spec.numel)
-        chunk = Chunk(chunk_id, spec, window, place, self._places_bytes, tensor)
+        chunk = Chunk(chunk_id, spec, window, place, self._disk.place(spec.nbytes), tensor)
         self.chunks.append(chunk)
-        self._places_bytes += spec.nbytes
         return chunk
 
     # -- what the runtime calls ------------------------------------------------------------------
 
     def has_place(self, nbytes: int) -> bool:
         """Say whether one more chunk of this size has a place in the DISK file, where there is one."""
-        return self._file is None or self._places_bytes + nbytes <= self._file_bytes
+        return self._disk.has_place(nbytes)
 
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
         """Add a chunk without content, for which the caller knows that there is a place."""
-        fitted = self._places_bytes <= self.budgets.disk_bytes
-        chunk = self._append(spec, later=True)
-        if fitted and self._places_bytes > self.budgets.disk_bytes and self._file is not None:
-            # What is given up has to be given back from now on, whichever was written before.
-            self._sparse.update(range(len(self.chunks)))
-            self._discard_unheld(set(self._sparse))
-        return chunk
+        return self._append(spec, later=True)
 
     def add_tensor(self, chunk: Chunk) -> int:
         """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""
@@ -150,8 +140,8 @@ class ChunkManager:
         except BaseException:
             self._suspect = True
             raise
-        if self._sparse:
-            self._discard_unheld({self.table.chunk_of(tensor) for tensor in tensors})
+        if self._disk.gives_back:
+            self._disk.give_back({self.table.chunk_of(tensor) for tensor in tensors})
 
     def prefetch(self) -> None:
         """Start the transfers that the recorded order asks for next; return without waiting."""
@@ -263,8 +253,7 @@ class ChunkManager:
                 exposed = [chunk.window for chunk in self.chunks if chunk.spec.kind in _SEEN_BY_AUTOGRAD]
                 self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks], exposed)
             finally:
-                if self._file is not None:
-                    self._file.close()
+                self._disk.close()
 
     # -- carrying out actions --------------------------------------------------------------------
 
@@ -327,8 +316,7 @@ class ChunkManager:
             return memory.load(window, nbytes, chunk.disk_offset)
         if action.kind == _C.ActionKind.EVICT:
             return memory.evict(chunk.host, window, nbytes)
-        if self.budgets.disk_bytes < self._places_bytes:
-            self._sparse.add(chunk.id)
+        self._disk.written(chunk.id)
         source = window if action.from_tier == _C.Tier.DEVICE else chunk.host
         return memory.spill(source, nbytes, chunk.disk_offset)
 
@@ -360,7 +348,7 @@ class ChunkManager:
         if outcome.destination_freed:
             self._unmap(chunk, action.to_tier)
             if action.to_tier == _C.Tier.DISK:
-                self._discard_unheld({chunk.id})
+                self._disk.give_back({chunk.id})
 
     def _reconcile(self) -> None:
         """Make memory what the table says after an exception. May be interrupted and repeated."""
@@ -373,17 +361,6 @@ class ChunkManager:
         tensors = idle_tensors(self.table, self._unfounded)
         self._unfounded.clear()
         self._execute(self.table.free(tensors))
-
-    def _discard_unheld(self, chunk_ids: set[int]) -> None:
-        """Give back the disk space of those chunks that the table holds none for, where space is not
-        reserved."""
-        for chunk_id in self._sparse & chunk_ids:
-            if _C.Tier.DISK in self.table.held_tiers(chunk_id):
-                continue
-            self._sparse.discard(chunk_id)
-            if self._file is not None:
-                chunk = self.chunks[chunk_id]
-                self._file.discard(chunk.disk_offset, chunk.spec.nbytes)
 
     def _unmap(self, chunk: Chunk, tier: _C.Tier) -> None:
         """Take the memory of one copy back; DEVICE memory is parked for the next chunk where that is

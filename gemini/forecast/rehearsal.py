@@ -25,6 +25,7 @@ from gemini.chunk import (
     TensorIds,
     TierBudgets,
 )
+from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import AnyMemory
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, GeminiError
@@ -150,7 +151,7 @@ class _MetaChunks(ChunkManager):
         self.parks_always = False
         self._meter = meter
         self._in_flight = {}
-        self._sparse = set()
+        self._disk = DiskFile(self.budgets, 0, self.table)
         self._unfounded = set()
         self._suspect = self._under_pressure = self._closed = False
 
