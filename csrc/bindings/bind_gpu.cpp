@@ -137,10 +137,10 @@ void bind_gpu_memory(py::module_& m) {
       .def_property_readonly("address", &GpuSpace::address)
       .def_property_readonly("reserved_bytes", &GpuSpace::reserved_bytes);
   py::class_<GpuArena>(m, "GpuArena", "GPU memory of one budget, recycled between windows.")
-      .def(py::init([](const Gpu& gpu, int64_t capacity_bytes) {
-             return std::make_unique<GpuArena>(gpu.lanes, capacity_bytes);
+      .def(py::init([](const Gpu& gpu, int64_t capacity_bytes, int64_t unit_bytes) {
+             return std::make_unique<GpuArena>(gpu.lanes, capacity_bytes, unit_bytes);
            }),
-           py::arg("gpu"), py::arg("capacity_bytes"))
+           py::arg("gpu"), py::arg("capacity_bytes"), py::arg("unit_bytes") = 0)
       .def("map", &GpuArena::map, ReleaseGil(), py::arg("window"), py::kw_only(),
            py::arg("zero") = false, "Put memory under a window for operators.")
       .def("map_incoming", &GpuArena::map_incoming, ReleaseGil(), py::arg("window"),

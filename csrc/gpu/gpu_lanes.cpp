@@ -4,6 +4,13 @@
 
 namespace gemini {
 
+void Uses::include(const Uses& others) {
+  for (size_t lane = 0; lane < last_.size(); ++lane) {
+    const Mark& other = others.last_[lane];
+    if (other && (!last_[lane] || other->number > last_[lane]->number)) last_[lane] = other;
+  }
+}
+
 // Lives as long as the last mark.
 struct GpuLanes::EventPool {
   explicit EventPool(std::shared_ptr<GpuDriver> driver) : driver(std::move(driver)) {}
@@ -53,38 +60,38 @@ void GpuLanes::follow(GpuDriver::Stream stream) {
   auto& compute = streams_[static_cast<size_t>(Lane::kCompute)];
   if (stream == compute) return;
   const Mark before = mark(Lane::kCompute);
-  driver_->wait(stream, *before);
+  driver_->wait(stream, before->event);
   compute = stream;
 }
 
 Mark GpuLanes::mark(Lane lane) {
   struct Deleter {
     std::shared_ptr<EventPool> pool;
-    void operator()(const GpuDriver::Event* event) const noexcept {
-      pool->give_back(*event);
-      delete event;
+    void operator()(const LanePoint* point) const noexcept {
+      pool->give_back(point->event);
+      delete point;
     }
   };
-  auto event = std::make_unique<const GpuDriver::Event>(events_->take());
-  const Mark result(event.release(), Deleter{events_});
-  driver_->record(*result, stream(lane));
+  auto point = std::make_unique<const LanePoint>(events_->take(), ++num_marks_);
+  const Mark result(point.release(), Deleter{events_});
+  driver_->record(result->event, stream(lane));
   return result;
 }
 
 void GpuLanes::wait(Lane lane, const Uses& uses) {
   for (const Lane other : {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost}) {
     const Mark& mark = uses.of(other);
-    if (other != lane && mark) driver_->wait(stream(lane), *mark);
+    if (other != lane && mark) driver_->wait(stream(lane), mark->event);
   }
 }
 
 void GpuLanes::wait(GpuDriver::Stream stream, const Uses& uses) const {
   for (const Lane lane : {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost}) {
-    if (const Mark& mark = uses.of(lane)) driver_->wait(stream, *mark);
+    if (const Mark& mark = uses.of(lane)) driver_->wait(stream, mark->event);
   }
 }
 
-bool GpuLanes::passed(const Mark& mark) const { return !mark || driver_->passed(*mark); }
+bool GpuLanes::passed(const Mark& mark) const { return !mark || driver_->passed(mark->event); }
 
 bool GpuLanes::passed(const Uses& uses) const {
   return passed(uses.of(Lane::kCompute)) && passed(uses.of(Lane::kHostToDevice)) &&
@@ -92,7 +99,7 @@ bool GpuLanes::passed(const Uses& uses) const {
 }
 
 void GpuLanes::await(const Mark& mark) const {
-  if (mark) driver_->await(*mark);
+  if (mark) driver_->await(mark->event);
 }
 
 void GpuLanes::await(const Uses& uses) const {
@@ -102,7 +109,7 @@ void GpuLanes::await(const Uses& uses) const {
 }
 
 double GpuLanes::seconds(const Mark& from, const Mark& to) const {
-  return driver_->seconds(*from, *to);
+  return driver_->seconds(from->event, to->event);
 }
 
 }  // namespace gemini

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -14,15 +15,22 @@ namespace gemini {
 enum class Lane { kCompute, kHostToDevice, kDeviceToHost };
 inline constexpr int kNumLanes = 3;
 
-// A point in the order of a lane, null: the beginning. Its event is used again when nobody refers
-// to it any more.
-using Mark = std::shared_ptr<const GpuDriver::Event>;
+// Its event is used again when nobody refers to the point any more.
+struct LanePoint {
+  GpuDriver::Event event;
+  uint64_t number;  // later points of a lane have greater ones
+};
+
+// A point in the order of a lane, null: the beginning.
+using Mark = std::shared_ptr<const LanePoint>;
 
 // The last use of a piece of memory by each lane.
 class Uses {
  public:
   // `mark` comes after what was noted for the lane before.
   void note(Lane lane, Mark mark) { last_[static_cast<size_t>(lane)] = std::move(mark); }
+  // Of each lane the later mark: what comes after these uses comes after `others` as well.
+  void include(const Uses& others);
   [[nodiscard]] const Mark& of(Lane lane) const { return last_[static_cast<size_t>(lane)]; }
 
  private:
@@ -67,6 +75,7 @@ class GpuLanes {
   std::shared_ptr<GpuDriver> driver_;
   std::shared_ptr<EventPool> events_;
   std::array<GpuDriver::Stream, kNumLanes> streams_{};
+  uint64_t num_marks_ = 0;
 };
 
 }  // namespace gemini

@@ -21,30 +21,44 @@ GpuBlock::GpuBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes)
 
 GpuBlock::~GpuBlock() { lanes_->driver().destroy_block(handle_); }
 
-Uses& GpuWindow::uses() const {
+Uses& GpuWindow::uses() {
   if (!mapped()) throw StateError("the window is not mapped");
-  return block_->uses;
+  return uses_;
 }
 
-void GpuWindow::show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
-  if (shown_ == block) return;
+void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks) {
+  if (shown_ == blocks) return;
   if (poisoned_) lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
-  hide(lanes);
-  block->shown_by.reserve(block->shown_by.size() + 1);
-  lanes.driver().map(address_, span_bytes_, block->handle());
-  shown_ = block;
-  block->shown_by.push_back(this);
+  if (poisoned_ || shown_.size() != blocks.size()) hide(lanes);
+  shown_.resize(blocks.size());
+  const int64_t nbytes = blocks.front()->nbytes();
+  for (size_t place = 0; place < blocks.size(); ++place) {
+    const std::shared_ptr<GpuBlock>& block = blocks[place];
+    if (shown_[place] == block) continue;
+    hide(lanes, place);
+    block->shown_by.reserve(block->shown_by.size() + 1);
+    lanes.driver().map(address_ + place * static_cast<uint64_t>(nbytes), nbytes, block->handle());
+    shown_[place] = block;
+    block->shown_by.push_back(this);
+  }
 }
 
 void GpuWindow::hide(GpuLanes& lanes) {
   if (poisoned_) poison_->unmap(address_, span_bytes_);
   poisoned_ = false;
-  if (!shown_) return;
-  lanes.await(left_);
-  lanes.driver().unmap(address_, span_bytes_);
-  std::erase(shown_->shown_by, this);
-  shown_.reset();
+  for (size_t place = 0; place < shown_.size(); ++place) hide(lanes, place);
+  shown_.clear();
   left_ = {};
+}
+
+void GpuWindow::hide(GpuLanes& lanes, size_t place) {
+  std::shared_ptr<GpuBlock>& shown = shown_[place];
+  if (!shown) return;
+  lanes.await(left_);
+  const int64_t nbytes = shown->nbytes();
+  lanes.driver().unmap(address_ + place * static_cast<uint64_t>(nbytes), nbytes);
+  std::erase(shown->shown_by, this);
+  shown.reset();
 }
 
 void GpuWindow::poison(GpuLanes& lanes) {
@@ -88,9 +102,9 @@ int64_t reservation(int64_t total_bytes, int64_t num_windows, int64_t granularit
   return round_up(total_bytes, granularity) + num_windows * granularity;
 }
 
-int64_t checked_capacity(int64_t capacity_bytes) {
-  if (capacity_bytes >= 0) return capacity_bytes;
-  throw StateError("an arena's capacity cannot be negative, got " + std::to_string(capacity_bytes));
+int64_t not_negative(int64_t nbytes, const char* what) {
+  if (nbytes >= 0) return nbytes;
+  throw StateError(std::string(what) + " cannot be negative, got " + std::to_string(nbytes));
 }
 
 }  // namespace
@@ -153,8 +167,15 @@ int64_t GpuSpace::find(GpuAddress address) const {
   return std::prev(after) - windows_.begin();
 }
 
-GpuArena::GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes)
-    : lanes_(std::move(lanes)), capacity_bytes_(checked_capacity(capacity_bytes)) {}
+GpuArena::GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int64_t unit_bytes)
+    : lanes_(std::move(lanes)),
+      capacity_bytes_(not_negative(capacity_bytes, "an arena's capacity")),
+      unit_bytes_(not_negative(unit_bytes, "an arena's unit")) {}
+
+int64_t GpuArena::block_bytes(const GpuWindow& window) const {
+  const bool even = unit_bytes_ > 0 && window.span_bytes() % unit_bytes_ == 0;
+  return even ? unit_bytes_ : window.span_bytes();
+}
 
 void GpuArena::map_incoming(GpuWindow& window) {
   process_.require("this GpuArena");
@@ -165,19 +186,24 @@ void GpuArena::map_incoming(GpuWindow& window) {
                       std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
                       " bytes are mapped; unmap other windows or raise the budget");
   }
-  const auto chosen = choose(window);
-  if (chosen != parked_.end()) {
-    window.show(*lanes_, *chosen);
-    window.block_ = std::move(*chosen);
-    parked_.erase(chosen);
-    parked_bytes_ -= nbytes;
-  } else {
-    while (parked_bytes_ > capacity() - mapped_bytes_ - nbytes) drop_oldest();
-    const auto block = std::make_shared<GpuBlock>(lanes_, nbytes);
-    window.show(*lanes_, block);
-    window.block_ = block;
-  }
+  Blocks blocks = take_parked(window);
   mapped_bytes_ += nbytes;
+  try {
+    while (parked_bytes_ > capacity() - mapped_bytes_) drop_oldest();
+    for (std::shared_ptr<GpuBlock>& block : blocks) {
+      if (!block) block = std::make_shared<GpuBlock>(lanes_, block_bytes(window));
+    }
+    window.show(*lanes_, blocks);
+  } catch (...) {
+    mapped_bytes_ -= nbytes;
+    for (const std::shared_ptr<GpuBlock>& block : blocks) {
+      if (block) park(block);
+    }
+    throw;
+  }
+  window.uses_ = {};
+  for (const std::shared_ptr<GpuBlock>& block : blocks) window.uses_.include(block->uses);
+  window.blocks_ = std::move(blocks);
   peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
 }
 
@@ -189,14 +215,35 @@ void GpuArena::map(GpuWindow& window, bool zero) {
   }
 }
 
-std::vector<std::shared_ptr<GpuBlock>>::iterator GpuArena::choose(const GpuWindow& window) {
-  const auto fits = [&](const auto& block) { return block->nbytes() == window.span_bytes(); };
-  const auto own = std::find(parked_.begin(), parked_.end(), window.shown_);
-  if (window.shown_ && own != parked_.end()) return own;
-  const auto idle = std::find_if(parked_.begin(), parked_.end(), [&](const auto& block) {
-    return fits(block) && lanes_->passed(block->uses);
-  });
-  return idle != parked_.end() ? idle : std::find_if(parked_.begin(), parked_.end(), fits);
+Blocks GpuArena::take_parked(const GpuWindow& window) {
+  const int64_t nbytes = block_bytes(window);
+  Blocks taken(static_cast<size_t>(window.span_bytes() / nbytes));
+  for (size_t place = 0; place < std::min(taken.size(), window.shown_.size()); ++place) {
+    const auto own = std::ranges::find(parked_, window.shown_[place]);
+    if (own != parked_.end() && (*own)->nbytes() == nbytes) taken[place] = take(own);
+  }
+  const auto fits = [&](const auto& block) { return block->nbytes() == nbytes; };
+  const auto idle = [&](const auto& block) { return fits(block) && lanes_->passed(block->uses); };
+  for (std::shared_ptr<GpuBlock>& block : taken) {
+    if (block) continue;
+    auto found = std::ranges::find_if(parked_, idle);
+    if (found == parked_.end()) found = std::ranges::find_if(parked_, fits);
+    if (found == parked_.end()) break;
+    block = take(found);
+  }
+  return taken;
+}
+
+std::shared_ptr<GpuBlock> GpuArena::take(Blocks::iterator parked) {
+  std::shared_ptr<GpuBlock> block = std::move(*parked);
+  parked_.erase(parked);
+  parked_bytes_ -= block->nbytes();
+  return block;
+}
+
+void GpuArena::park(const std::shared_ptr<GpuBlock>& block) {
+  parked_.push_back(block);
+  parked_bytes_ += block->nbytes();
 }
 
 void GpuArena::unmap(GpuWindow& window, bool park) {
@@ -204,12 +251,16 @@ void GpuArena::unmap(GpuWindow& window, bool park) {
   if (!window.mapped()) throw StateError("the window is not mapped");
   window.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
   window.left_ = window.uses();
-  parked_.push_back(std::exchange(window.block_, nullptr));
+  const Blocks blocks = std::exchange(window.blocks_, {});
   mapped_bytes_ -= window.span_bytes();
-  parked_bytes_ += window.span_bytes();
+  for (const std::shared_ptr<GpuBlock>& block : blocks) {
+    block->uses = window.left_;
+    this->park(block);
+  }
   if (!park) {
-    std::rotate(parked_.begin(), std::prev(parked_.end()), parked_.end());
-    drop_oldest();
+    const auto num_left = static_cast<std::ptrdiff_t>(blocks.size());
+    std::rotate(parked_.begin(), parked_.end() - num_left, parked_.end());
+    for (std::ptrdiff_t i = 0; i < num_left; ++i) drop_oldest();
   }
   if (debug_level() >= kPoisonLevel) window.poison(*lanes_);
 }

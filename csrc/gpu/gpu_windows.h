@@ -27,7 +27,7 @@ class GpuBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] GpuDriver::Block handle() const noexcept { return handle_; }
 
-  Uses uses;
+  Uses uses;                         // while it is parked
   std::vector<GpuWindow*> shown_by;  // they keep it alive
 
  private:
@@ -36,13 +36,14 @@ class GpuBlock {
   const GpuDriver::Block handle_;
 };
 
+using Blocks = std::vector<std::shared_ptr<GpuBlock>>;
+
 // An address range that is a chunk's for the whole run. Made by GpuSpace, which owns it; given
-// memory by GpuArena.
+// memory by GpuArena: blocks of one size, side by side.
 //
-// A window that has lost its block goes on showing it, since taking a mapping away has to wait for
-// the GPU: the block may be under another window meanwhile. So a stale window must not be read;
-// with GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written
-// stays.
+// A window that has lost its blocks goes on showing them, since taking a mapping away has to wait
+// for the GPU: they may be under other windows meanwhile. So a stale window must not be read; with
+// GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written stays.
 class GpuWindow {
  public:
   GpuWindow(const GpuWindow&) = delete;
@@ -51,9 +52,9 @@ class GpuWindow {
   [[nodiscard]] GpuAddress address() const noexcept { return address_; }     // never changes
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as asked for
   [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
-  [[nodiscard]] bool mapped() const noexcept { return block_ != nullptr; }
-  // Throws StateError when it is not mapped.
-  [[nodiscard]] Uses& uses() const;
+  [[nodiscard]] bool mapped() const noexcept { return !blocks_.empty(); }
+  // The last ones of its memory, whoever had it. Throws StateError when it is not mapped.
+  [[nodiscard]] Uses& uses();
 
  private:
   friend class GpuSpace;
@@ -63,10 +64,11 @@ class GpuWindow {
             std::shared_ptr<GpuPoison> poison)
       : address_(address), nbytes_(nbytes), span_bytes_(span_bytes), poison_(std::move(poison)) {}
 
-  // Shows `block` and no other. Waits for the GPU only where it showed another one before.
-  void show(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block);
-  // Takes the mapping away, after the last use through it; of poison the caller knows the last.
+  // Shows `blocks` and no others. Waits for the GPU only where it showed another one before.
+  void show(GpuLanes& lanes, const Blocks& blocks);
+  // Takes the mappings away, after the last use through them; of poison the caller knows the last.
   void hide(GpuLanes& lanes);
+  void hide(GpuLanes& lanes, size_t place);
   // Shows poison, until it is given a block.
   void poison(GpuLanes& lanes);
 
@@ -75,9 +77,10 @@ class GpuWindow {
   const int64_t span_bytes_;
   const std::shared_ptr<GpuPoison> poison_;  // the space's
   bool poisoned_ = false;
-  std::shared_ptr<GpuBlock> block_;  // null: not mapped
-  std::shared_ptr<GpuBlock> shown_;  // what is mapped at the address
-  Uses left_;                        // the last uses through the address, when the block left
+  Blocks blocks_;  // none: not mapped
+  Blocks shown_;   // what is mapped at its addresses, null: nothing, by place
+  Uses uses_;      // while it is mapped
+  Uses left_;      // the last uses through its addresses, when the blocks left
 };
 
 // A piece of memory that is under all of every poisoned window, made when it is needed first.
@@ -127,11 +130,13 @@ class GpuSpace {
   std::vector<std::unique_ptr<GpuWindow>> windows_;  // ascending addresses
 };
 
-// The GPU memory of one budget: blocks that are recycled between windows of the same size.
+// The GPU memory of one budget: blocks that are recycled between windows. A window gets as many of
+// `unit_bytes` as it is long, so that any of them serves any window; where that does not come out
+// even, or without a unit, one block of its own size, which serves windows of that size alone.
 // mapped_bytes() + parked_bytes() <= capacity() at every moment. Not thread-safe.
 class GpuArena {
  public:
-  GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes);
+  GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int64_t unit_bytes = 0);
   GpuArena(const GpuArena&) = delete;
   GpuArena& operator=(const GpuArena&) = delete;
 
@@ -155,18 +160,22 @@ class GpuArena {
   [[nodiscard]] int64_t capacity() const noexcept { return capacity_bytes_; }
 
  private:
-  // The parked block that a window is given: its own, or one that nobody waits for, or the oldest;
-  // the end when there is none of the size.
-  [[nodiscard]] std::vector<std::shared_ptr<GpuBlock>>::iterator choose(const GpuWindow& window);
+  [[nodiscard]] int64_t block_bytes(const GpuWindow& window) const;
+  // Takes parked blocks for a window, by place: its own, else those that nobody waits for, else the
+  // oldest; null where there is none of the size.
+  [[nodiscard]] Blocks take_parked(const GpuWindow& window);
+  [[nodiscard]] std::shared_ptr<GpuBlock> take(Blocks::iterator parked);
+  void park(const std::shared_ptr<GpuBlock>& block);
   void drop_oldest();
 
   ProcessGuard process_;
   const std::shared_ptr<GpuLanes> lanes_;
   const int64_t capacity_bytes_;
+  const int64_t unit_bytes_;
   int64_t mapped_bytes_ = 0;
   int64_t parked_bytes_ = 0;
   int64_t peak_bytes_ = 0;
-  std::vector<std::shared_ptr<GpuBlock>> parked_;  // oldest first
+  Blocks parked_;  // oldest first
 };
 
 }  // namespace gemini

@@ -6,6 +6,7 @@ Copies are ordered by the GPU's streams: the thread that trains waits for none o
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +37,9 @@ _LINKS = {
     "disk_write": _C.Link.DISK_WRITE,
 }
 
+# Of one chunk: each costs two calls of the driver when it comes under another window.
+_MOST_BLOCKS = 16
+
 # What DLPack calls the types that chunks have: kind and bits.
 _DLPACK_TYPES = {
     torch.float32: (2, 32),
@@ -50,6 +54,14 @@ class _Life:
     """What a storage over a window keeps."""
 
     __slots__ = ("__weakref__",)
+
+
+def _common_block(sizes: Sequence[int], granularity: int) -> int:
+    """Return the bytes of blocks that chunks of ``sizes`` are made of, all of the same, so that the memory of
+    any is good for any; 0 where that would be many small ones."""
+    spans = [-(-size // granularity) * granularity for size in sizes]
+    block = math.gcd(*spans)
+    return block if max(spans, default=0) <= _MOST_BLOCKS * block else 0
 
 
 class GpuMemory:
@@ -71,7 +83,7 @@ class GpuMemory:
         self._spare = spare
         self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
         self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # of whole blocks
-        self._arena = _C.GpuArena(gpu, budgets.device_bytes)
+        self._arena = _C.GpuArena(gpu, budgets.device_bytes, _common_block(sizes, gpu.granularity))
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
         self._has_host = budgets.host_bytes > 0
         self._engine = _C.GpuEngine(gpu, file.native if file is not None else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -64,6 +66,45 @@ def test_operators_of_another_stream_come_after_the_copies_they_need() -> None:
     assert operate(0, None) == {1.0}
     gpu.current = 0
     assert operate(1, None) == {2.0}
+    chunks.close()
+
+
+def test_chunks_of_two_sizes_share_memory_without_the_host_waiting_for_operators() -> None:
+    gpu = TwoStreams()
+    large = ChunkSpec(ChunkKind.PARAM, BLOCK // 2, torch.float32, 2 * BLOCK)
+    small = ChunkSpec(ChunkKind.PARAM, BLOCK // 4, torch.float32, BLOCK)
+    chunks = ChunkManager([large, small, small], TierBudgets(2 * BLOCK, 8 * BLOCK), gpu)
+    tensors = [chunks.add_tensor(chunk) for chunk in chunks.chunks]
+    seen: list[set[float]] = []
+
+    def hold(index: int) -> Callable[[float], None]:
+        """Give an operator that will find what the one before left, and write to the chunk."""
+        chunk = chunks.chunks[index]
+        chunks.acquire((tensors[index],), traced=False)
+        turn = gpu.streams[0].turn([(chunk.window.address, chunk.spec.nbytes)])
+        chunks.release((tensors[index],), dirty=True)
+
+        def run(value: float) -> None:
+            turn.wait()
+            seen.append(set(chunk.tensor.tolist()))
+            chunk.tensor.fill_(value)
+            turn.finish()
+
+        return run
+
+    for index in range(3):
+        hold(index)(float(index))
+    seen.clear()
+    given: SimpleQueue[Callable[[float], None]] = SimpleQueue()
+    giver = threading.Thread(target=lambda: [given.put(hold(index)) for index in (0, 1, 2, 0)])
+    giver.start()
+    giver.join(10)
+    waited = giver.is_alive()
+    for value in range(4):
+        given.get(timeout=10)(10.0 + value)
+    giver.join()
+    assert not waited
+    assert seen == [{0.0}, {1.0}, {2.0}, {10.0}]
     chunks.close()
 
 

@@ -1,0 +1,156 @@
+// Laws of memory that windows of several sizes share, block by block, on the simulated GPU.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "common/error.h"
+#include "gpu/gpu_windows.h"
+#include "gpu_test_util.h"
+
+namespace gemini {
+namespace {
+
+class GpuBlocks : public testing::TestWithParam<uint32_t> {};
+
+// Windows of one, two and three blocks, more than fit; one in four leaves at random, none fits to
+// any that took its blocks.
+TEST_P(GpuBlocks, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
+  constexpr size_t kNumChunks = 9;
+  const int64_t capacity = 5 * kChunkBytes;
+  Machine machine(GetParam(), 300);
+  GpuSpace space(machine.lanes, 3 * kNumChunks * kChunkBytes, kNumChunks);
+  GpuArena arena(machine.lanes, capacity, kChunkBytes);
+  PinnedArena host_arena(machine.lanes, 3 * kNumChunks * kChunkBytes);
+  GpuEngine engine(machine.lanes, nullptr);
+  std::vector<GpuWindow*> windows;
+  std::vector<std::unique_ptr<HostPlace>> places;
+  for (size_t i = 0; i < kNumChunks; ++i) {
+    const int64_t nbytes = static_cast<int64_t>(i % 3 + 1) * kChunkBytes;
+    windows.push_back(space.create(nbytes));
+    places.push_back(std::make_unique<HostPlace>(nbytes));
+  }
+  std::vector<int64_t> values(kNumChunks, 0);
+  std::vector<size_t> resident;
+  std::mt19937 random(GetParam());
+  const auto evict_one = [&] {
+    const auto victim = resident.begin() + static_cast<std::ptrdiff_t>(random() % resident.size());
+    const size_t chunk = *victim;
+    host_arena.map(*places[chunk]);
+    await_report(engine, engine.copy(*places[chunk], *windows[chunk], windows[chunk]->nbytes()));
+    arena.unmap(*windows[chunk], random() % 8 != 0);
+    resident.erase(victim);
+  };
+  for (int round = 0; round < 300; ++round) {
+    const size_t chunk = random() % kNumChunks;
+    GpuWindow& window = *windows[chunk];
+    if (!window.mapped()) {
+      while (window.span_bytes() > capacity - arena.mapped_bytes()) evict_one();
+      if (places[chunk]->mapped()) {
+        arena.map_incoming(window);
+        await_report(engine, engine.copy(window, *places[chunk], window.nbytes()));
+        host_arena.unmap(*places[chunk], true);
+      } else {
+        arena.map(window, true);
+      }
+      resident.push_back(chunk);
+    }
+    machine.increment(window, values[chunk]++);
+    if (random() % 4 == 0) evict_one();
+    if (random() % 16 == 0) arena.trim(kChunkBytes);
+    EXPECT_LE(arena.mapped_bytes() + arena.parked_bytes(), arena.capacity());
+    EXPECT_EQ(machine.gpu->used_bytes(), arena.mapped_bytes() + arena.parked_bytes());
+  }
+  machine.finish();
+  EXPECT_EQ(machine.wrong, 0U);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, GpuBlocks, testing::Range(0U, 8U));
+
+TEST(GpuArenaBlocks, MemoryGoesToAnotherSizeWhileItsUsersAreStillAtWork) {
+  Machine machine;
+  GpuSpace space(machine.lanes, 4 * kChunkBytes, 3);
+  GpuArena arena(machine.lanes, 2 * kChunkBytes, kChunkBytes);
+  GpuWindow& large = *space.create(2 * kChunkBytes);
+  GpuWindow& first = *space.create(kChunkBytes);
+  GpuWindow& second = *space.create(kChunkBytes);
+
+  Gate gate(*machine.gpu, machine.compute);
+  arena.map(large, true);
+  machine.increment(large, 0);
+  arena.unmap(large, true);
+  for (GpuWindow* const small : {&first, &second}) {
+    arena.map(*small, true);
+    machine.increment(*small, 0);
+  }
+  EXPECT_EQ(machine.gpu->used_bytes(), arena.capacity());
+  gate.open();  // a host that had waited would never have come here
+  machine.finish();
+  arena.unmap(first, true);
+  arena.unmap(second, true);
+  arena.map(large, true);
+  machine.increment(large, 0);
+  machine.finish();
+  EXPECT_EQ(machine.wrong, 0U);
+}
+
+TEST(GpuArenaBlocks, WindowGetsItsOwnBlocksBackAndOthersOnlyWhereTheyAreGone) {
+  Machine machine;
+  GpuSpace space(machine.lanes, 3 * kChunkBytes, 2);
+  GpuArena arena(machine.lanes, 2 * kChunkBytes, kChunkBytes);
+  GpuWindow& large = *space.create(2 * kChunkBytes);
+  GpuWindow& small = *space.create(kChunkBytes);
+  arena.map(large, false);
+  arena.unmap(large, true);
+  arena.map(large, false);
+  EXPECT_EQ(machine.gpu->num_maps(), 2);
+  arena.unmap(large, true);
+  arena.map(small, false);
+  EXPECT_EQ(machine.gpu->num_maps(), 3);
+  arena.trim(0);  // the other block; what showed it shows nothing now
+  arena.unmap(small, true);
+  arena.map(large, false);
+  EXPECT_EQ(machine.gpu->num_maps(), 5);
+}
+
+TEST(GpuArenaBlocks, WindowThatIsNoMultipleHasABlockOfItsOwnSize) {
+  Machine machine;
+  GpuSpace space(machine.lanes, 6 * kChunkBytes, 2);
+  GpuArena arena(machine.lanes, 5 * kChunkBytes, 2 * kChunkBytes);
+  GpuWindow& odd = *space.create(3 * kChunkBytes);
+  GpuWindow& even = *space.create(2 * kChunkBytes);
+  arena.map(odd, true);
+  arena.map(even, true);
+  machine.increment(odd, 0);
+  machine.increment(even, 0);
+  EXPECT_EQ(machine.gpu->num_maps(), 2);
+  EXPECT_EQ(machine.gpu->used_bytes(), 5 * kChunkBytes);
+  machine.finish();
+  EXPECT_EQ(machine.wrong, 0U);
+  EXPECT_THROW(GpuArena(machine.lanes, kMib, -1), StateError);
+}
+
+TEST(GpuArenaBlocks, GpuWithoutMemoryLeavesTheParkedBlocksParked) {
+  Machine machine;
+  GpuSpace others_space(machine.lanes, 63 * kMib, 1);
+  GpuArena others(machine.lanes, 63 * kMib);
+  GpuSpace space(machine.lanes, 2 * kMib, 2);
+  GpuArena arena(machine.lanes, 2 * kMib, kMib / 2);
+  GpuWindow& small = *space.create(kMib / 2);
+  GpuWindow& large = *space.create(3 * kMib / 2);
+  arena.map(small, false);
+  arena.unmap(small, true);
+  others.map(*others_space.create(63 * kMib), false);
+  EXPECT_THROW(arena.map(large, false), OutOfBudget);
+  EXPECT_FALSE(large.mapped());
+  EXPECT_EQ(arena.mapped_bytes(), 0);
+  EXPECT_EQ(arena.parked_bytes(), machine.gpu->used_bytes() - 63 * kMib);
+  arena.map(small, true);
+  machine.increment(small, 0);
+  machine.finish();
+  EXPECT_EQ(machine.wrong, 0U);
+}
+
+}  // namespace
+}  // namespace gemini
