@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gemini.errors import ConfigError
 from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
@@ -101,6 +102,8 @@ def _norm_of_shards(
     """Return the norm of what all ranks hold. The 2-norm and the largest element do not depend, to the bit,
     on how chunks are cut; other norms do in their last digits."""
     assert manager.sharding is not None
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type is {norm_type}; over several ranks give a positive number or infinity")
     peers = manager.sharding.peers
     squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64)
 
@@ -120,7 +123,9 @@ def _norm_of_shards(
         peers.sum(squares)
         return norm_of(squares)
     if norm_type == math.inf:
-        peers.largest(found)
-        return found[0].float()
+        # A NaN need not be the largest of anything: it is counted beside.
+        said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
+        peers.largest(said)
+        return torch.tensor(math.nan if said[1] else said[0].item())
     peers.sum(found)
     return (found[0] ** (1.0 / norm_type)).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -208,3 +209,50 @@ def test_what_a_rank_has_made_can_be_seen_until_it_is_exchanged() -> None:
         clipped = [w for w in want if w is not want[1]]
         assert all(torch.equal(got, w) for got, w in zip([seen[0], *seen[2:]], clipped, strict=True))
         assert torch.equal(hooked, want[1])
+
+
+def _norms_of(places: list[tuple[int, float]], norm_types: list[float]) -> list[float]:
+    """Return the norms of gradients that are 0.5 but for some elements."""
+    found = []
+    model, optimizer = wrap(mlp, Recipe(), **ONE_CHUNK)
+    with model:
+        for norm_type in norm_types:
+            for param in model.parameters():
+                param.grad = torch.full(param.shape, 0.5)
+            for place, value in places:
+                grad = list(model.parameters())[place].grad
+                assert grad is not None
+                grad.view(-1)[0] = value
+            found.append(float(optimizer.clip_grad_by_norm(1.0, norm_type)))
+            optimizer.zero_grad()
+    return found
+
+
+NOT_FINITE = [
+    [(0, math.nan)],
+    [(-1, math.nan)],
+    [(0, math.nan), (-1, math.inf)],
+    [(0, math.inf)],
+    [(-1, -math.inf)],
+]
+
+
+@pytest.mark.parametrize("places", NOT_FINITE)
+def test_largest_element_that_is_not_finite_is_that_of_one_process(places: list[tuple[int, float]]) -> None:
+    (want,) = _norms_of(places, [math.inf])
+    for (got,) in run_on_ranks(_norms_of, 2, places, [math.inf]):
+        assert got == want or (math.isnan(got) and math.isnan(want))
+
+
+def _norm_types_refused() -> list[str]:
+    messages = []
+    for norm_type in (-1.0, -math.inf, math.nan):
+        with pytest.raises(ConfigError, match="norm_type") as refused:
+            _norms_of([], [norm_type])
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_norms_that_are_none_are_refused_over_ranks() -> None:
+    first, second = run_on_ranks(_norm_types_refused, 2)
+    assert first == second
