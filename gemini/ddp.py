@@ -229,13 +229,21 @@ class GeminiDDP(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
-        that raised, before repeating it."""
-        self.manager.lock.refuse_all()
+        that raised, before repeating it. All ranks call it together: each waits until the others' passes are
+        over, so that no gradient of before comes to those of the next."""
+        self.end_passes()
         self._times_given_up += 1
         self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
         for param in self.module.parameters():
             if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
+
+    def end_passes(self) -> None:
+        """Wait until the forward and backward passes of all ranks are over. Raises StateError: locked."""
+        self.manager.lock.refuse_all()
+        if self.manager.sharding is not None:
+            self.manager.recover()
+            self.manager.sharding.end_passes()
 
     def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad` for some parameters; over ranks all of them."""

@@ -131,12 +131,9 @@ def _load_once(
                 )
             opened.append((reader, reader.objects(), reader.rng(rank.index, rank.count)))
 
-        def prepare() -> None:
-            model.manager.snapshot.before_write()
-            optimizer.zero_grad()
-
         _agree(rank, check)
-        _agree(rank, prepare)
+        _agree(rank, model.manager.snapshot.before_write)
+        _agree(rank, optimizer.zero_grad)
         ((reader, objects, generators),) = opened
 
         def restore() -> None:

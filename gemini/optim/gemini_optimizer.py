@@ -133,8 +133,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.model.backward(loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients, but for those that another optimizer of the model updates."""
-        self.model.manager.lock.refuse_all()
+        """Give up the gradients but for those of the model's other optimizers; all ranks together."""
+        self.model.end_passes()
         self._give_up_gradients(set_to_none=set_to_none)
         self._forget_scale()
 

@@ -42,6 +42,7 @@ class Sharding:
         self._num_groups = len(storage.groups)
         self._current: tuple[int, ...] = ()
         self._in_round = False
+        self._abandoned = False
         self._strict = strict
 
     def __del__(self) -> None:
@@ -140,6 +141,7 @@ class Sharding:
 
     def abandon_transfers(self) -> None:
         """Wait for what is under way, because its memory is about to go."""
+        self._abandoned = True
         try:
             self._gradients.wait()
         finally:
@@ -159,12 +161,18 @@ class Sharding:
         finally:
             self._gradients.is_held = before
 
-    def finish_gradients(self) -> None:
-        """Exchange what is left of all gradients, when every rank has come here; serve those that have
+    def end_passes(self) -> None:
+        """Wait until every rank has come here, its forward and backward passes over; serve those whose are
         not."""
+        if self._abandoned:
+            return
         self._current = ()  # a round may close it
         while not self._round((), (), done=True).all_done:
             pass
+
+    def finish_gradients(self) -> None:
+        """Exchange what is left of all gradients, when every rank has come here."""
+        self.end_passes()
         self._gradients.finish()
 
     def forget_gradients(self, *, keep: bool = False) -> None:
