@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -52,20 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     An error of ours is one line on standard error and code 2; Ctrl-C is code 130. A reader of standard output
-    that has left (head, less) is no error.
+    that has left (head, less) is no error; a full disk under it is one.
     """
     try:
-        return _run(arguments)
+        code = _run(arguments)
     except GeminiError as error:
         print(f"gemini: error: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        code = EXIT_ERROR
     except KeyboardInterrupt:
         print("gemini: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        return 0
-    finally:
+        code = 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        code = _lost(error)  # what Python and rich write in between
+    except BaseException:
         _flush()
+        raise
+    return _flush() or code
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -85,12 +92,22 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _flush() -> None:
-    """Write what standard output still holds; left to the interpreter's end, a failure would be the code."""
+def _flush() -> int:
+    """Write what standard output still holds; left to the interpreter's end, a failure would be the code.
+    Return that of a failure, else 0."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout.fileno())
+    except OSError as error:
+        return _lost(error)
+    return 0
+
+
+def _lost(error: OSError) -> int:
+    discard(sys.stdout.fileno())
+    print(f"gemini: error: what was to be printed is lost: {error}; free some space", file=sys.stderr)
+    return EXIT_ERROR
 
 
 if __name__ == "__main__":

@@ -196,9 +196,14 @@ def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
+_LARGEST_COUNT = 2**20  # of a batch, a sequence: sizes of tensors beyond are no numbers of torch's
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    if len(text.lstrip("0")) > 9 or int(text) > _LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is more than the {_LARGEST_COUNT} that are looked at")
     return int(text)
 
 

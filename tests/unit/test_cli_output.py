@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_an_error_stays_one_although_the_reader_has_left(
     monkeypatch.setattr(sys, "stdout", closed_pipe)
     print("what was found before")
     assert main(["plan", "no-such-model"]) == EXIT_ERROR
+
+
+@pytest.mark.parametrize("arguments", [["check"], [*SIMULATE, "--json"]])
+def test_a_full_disk_under_the_output_is_an_error_of_one_line(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "gemini.cli.main", *arguments]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == EXIT_ERROR
+    assert ended.stderr.count("\n") == 1
+    assert "No space left on device; free some space" in ended.stderr
 
 
 def test_progress_that_nobody_reads_does_not_stop_the_work(

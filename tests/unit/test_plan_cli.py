@@ -246,3 +246,14 @@ def test_a_described_machine_needs_the_links_of_its_tiers(
 ) -> None:
     assert main(["plan", GPT, *described, "--device-bytes", "8MiB", "--host-bytes", "8MiB"]) == 2
     assert "d2h, h2d" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq"])
+@pytest.mark.parametrize("count", ["9999999999999999", "9" * 5000])
+def test_a_count_beyond_the_sizes_of_tensors_is_refused(
+    option: str, count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", GPT, "--device-bytes", "8MiB", option, count])
+    assert end.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
