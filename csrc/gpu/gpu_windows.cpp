@@ -11,6 +11,7 @@
 namespace gemini {
 namespace {
 
+constexpr int64_t kMostBlocks = 16;  // of a window: each costs two calls of the driver
 constexpr int kPoisonLevel = 3;
 constexpr uint8_t kPoison = 0xFF;
 
@@ -173,8 +174,9 @@ GpuArena::GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int6
       unit_bytes_(not_negative(unit_bytes, "an arena's unit")) {}
 
 int64_t GpuArena::block_bytes(const GpuWindow& window) const {
-  const bool even = unit_bytes_ > 0 && window.span_bytes() % unit_bytes_ == 0;
-  return even ? unit_bytes_ : window.span_bytes();
+  const int64_t nbytes = window.span_bytes();
+  if (unit_bytes_ == 0 || nbytes % unit_bytes_ != 0) return nbytes;
+  return nbytes / unit_bytes_ <= kMostBlocks ? unit_bytes_ : nbytes;
 }
 
 void GpuArena::map_incoming(GpuWindow& window) {

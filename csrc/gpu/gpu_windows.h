@@ -132,7 +132,8 @@ class GpuSpace {
 
 // The GPU memory of one budget: blocks that are recycled between windows. A window gets as many of
 // `unit_bytes` as it is long, so that any of them serves any window; where that does not come out
-// even, or without a unit, one block of its own size, which serves windows of that size alone.
+// even, or makes more than 16, or without a unit, one block of its own size, which serves windows
+// of that size alone.
 // mapped_bytes() + parked_bytes() <= capacity() at every moment. Not thread-safe.
 class GpuArena {
  public:

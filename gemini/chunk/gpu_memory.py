@@ -37,9 +37,6 @@ _LINKS = {
     "disk_write": _C.Link.DISK_WRITE,
 }
 
-# Of one chunk: each costs two calls of the driver when it comes under another window.
-_MOST_BLOCKS = 16
-
 # What DLPack calls the types that chunks have: kind and bits.
 _DLPACK_TYPES = {
     torch.float32: (2, 32),
@@ -57,11 +54,9 @@ class _Life:
 
 
 def _common_block(sizes: Sequence[int], granularity: int) -> int:
-    """Return the bytes of blocks that chunks of ``sizes`` are made of, all of the same, so that the memory of
-    any is good for any; 0 where that would be many small ones."""
-    spans = [-(-size // granularity) * granularity for size in sizes]
-    block = math.gcd(*spans)
-    return block if max(spans, default=0) <= _MOST_BLOCKS * block else 0
+    """Return the bytes of blocks that chunks of ``sizes`` can all be made of, so that the memory of any is
+    good for any."""
+    return math.gcd(*(-(-size // granularity) * granularity for size in sizes))
 
 
 class GpuMemory:

@@ -131,6 +131,16 @@ TEST(GpuArenaBlocks, WindowThatIsNoMultipleHasABlockOfItsOwnSize) {
   EXPECT_THROW(GpuArena(machine.lanes, kMib, -1), StateError);
 }
 
+TEST(GpuArenaBlocks, WindowOfManyUnitsHasABlockOfItsOwnSize) {
+  Machine machine;
+  GpuSpace space(machine.lanes, 33 * kChunkBytes, 2);
+  GpuArena arena(machine.lanes, 33 * kChunkBytes, kChunkBytes);
+  arena.map(*space.create(16 * kChunkBytes), false);
+  EXPECT_EQ(machine.gpu->num_maps(), 16);
+  arena.map(*space.create(17 * kChunkBytes), false);
+  EXPECT_EQ(machine.gpu->num_maps(), 17);
+}
+
 TEST(GpuArenaBlocks, GpuWithoutMemoryLeavesTheParkedBlocksParked) {
   Machine machine;
   GpuSpace others_space(machine.lanes, 63 * kMib, 1);
