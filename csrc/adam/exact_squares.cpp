@@ -12,6 +12,11 @@ constexpr int kSignificandBits = 23;
 constexpr uint32_t kImplicitOne = 1U << kSignificandBits;
 constexpr uint32_t kSpecial = kSquareExponents - 1;
 
+// What an element that is not finite adds to its exponent's sum: counts, infinite ones in the
+// lowest limb.
+constexpr uint64_t kInfinite = 1;
+constexpr uint64_t kNoNumber = uint64_t{1} << kSquareLimbBits;
+
 // A square is below 2^48: so many fit 64 bits.
 constexpr int64_t kSquaresPerFlush = int64_t{1} << 16;
 
@@ -25,7 +30,11 @@ void add(Sums& sums, float value) {
   const uint32_t exponent = (bits >> kSignificandBits) & kSpecial;
   const uint32_t fraction = bits & (kImplicitOne - 1);
   const uint64_t significand = exponent == 0 ? fraction : fraction | kImplicitOne;
-  sums[exponent] += exponent == kSpecial ? 1 : significand * significand;
+  if (exponent == kSpecial) [[unlikely]] {
+    sums[exponent] += fraction == 0 ? kInfinite : kNoNumber;
+  } else {
+    sums[exponent] += significand * significand;
+  }
 }
 
 void flush(Sums& sums, ExactSquares& total) {

@@ -13,7 +13,8 @@ inline constexpr int kSquareLimbBits = 40;
 
 // For each biased exponent of fp32 the sum of the squared significands (integers below 2^24), as
 // limbs of 40 bits, lowest first. Sums of up to 2^23 such arrays, limb by limb, do not overflow.
-// The last exponent counts elements that are infinite or no number.
+// Of the last exponent the lowest limb counts elements that are infinite, the next one those that
+// are no number.
 using ExactSquares = std::array<int64_t, size_t{kSquareExponents} * kSquareLimbs>;
 
 // `numel` is below 2^40.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 from gemini import _C
 
 _EXPONENTS = 256  # of fp32; the last one counts what is not finite
+_INFINITE, _NO_NUMBER = 0, 1  # in which limb
 _LIMBS = 3
 _LIMB_BITS = 40
 _LIMB_MASK = 2**_LIMB_BITS - 1
@@ -47,7 +49,8 @@ def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
     for block in values.view(torch.int32).split(_BLOCK):
         exponents = (block >> 23) & 255
         significands = (block & (2**23 - 1)).long() + (exponents > 0).long() * 2**23
-        squares = significands * significands
+        counted = torch.where(significands > 2**23, 2**_LIMB_BITS, 1)
+        squares = torch.where(exponents == _EXPONENTS - 1, counted, significands * significands)
         places = lanes[: block.numel()] + exponents
         sums[0].scatter_add_(0, places, squares & _LIMB_MASK)
         sums[1].scatter_add_(0, places, squares >> _LIMB_BITS)
@@ -59,12 +62,14 @@ def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
 
 def norm_of(squares: torch.Tensor) -> torch.Tensor:
     """Return the square root of a sum of squares, an fp32 scalar: rounded from the exact sum to double, then
-    to fp32; NaN where an element was not finite."""
-    sums = squares.tolist()
-    if any(sums[-1]):
-        return torch.tensor(float("nan"))
+    to fp32; as torch's, NaN where an element was no number, else infinite where one was infinite."""
+    *sums, special = squares.tolist()
+    if special[_NO_NUMBER]:
+        return torch.tensor(math.nan)
+    if special[_INFINITE]:
+        return torch.tensor(math.inf)
     total = Fraction(0)
-    for exponent, limbs in enumerate(sums[:-1]):
+    for exponent, limbs in enumerate(sums):
         significands = sum(limb << _LIMB_BITS * place for place, limb in enumerate(limbs))
         if significands:
             total += significands * Fraction(2) ** (2 * (max(exponent, 1) - _BIAS))

@@ -238,10 +238,12 @@ NOT_FINITE = [
 
 
 @pytest.mark.parametrize("places", NOT_FINITE)
-def test_largest_element_that_is_not_finite_is_that_of_one_process(places: list[tuple[int, float]]) -> None:
-    (want,) = _norms_of(places, [math.inf])
-    for (got,) in run_on_ranks(_norms_of, 2, places, [math.inf]):
-        assert got == want or (math.isnan(got) and math.isnan(want))
+def test_norms_that_are_not_finite_are_those_of_one_process(places: list[tuple[int, float]]) -> None:
+    norm_types = [math.inf, 2.0]
+    wanted = _norms_of(places, norm_types)
+    for found in run_on_ranks(_norms_of, 2, places, norm_types):
+        for got, want in zip(found, wanted, strict=True):
+            assert got == want or (math.isnan(got) and math.isnan(want))
 
 
 def _norm_types_refused() -> list[str]:

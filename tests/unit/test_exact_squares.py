@@ -31,8 +31,12 @@ def test_sums_carry_where_one_exponent_has_many_elements() -> None:
     assert sums(squares_by_operators(values)) == sums(exact_squares(values))
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_shows(value: float) -> None:
-    values = torch.tensor([1.0, value, 0.0])
-    assert norm_of(squares_by_operators(values)).isnan()
-    assert norm_of(empty_squares()) == 0
+@pytest.mark.parametrize("special", [(), (math.inf,), (-math.inf,) * 3, (math.nan,), (math.nan, math.inf)])
+def test_norm_of_what_is_not_finite_is_that_of_torch(special: tuple[float, ...]) -> None:
+    values = torch.tensor([3.0, *special, 4.0])
+    want = torch.linalg.vector_norm(values)
+    for squares in (exact_squares(values), squares_by_operators(values)):
+        # Of several ranks, one of which has nothing of the kind.
+        norm = norm_of(squares + empty_squares() + exact_squares(torch.zeros(2)))
+        assert torch.equal(norm.nan_to_num(nan=-1.0), want.nan_to_num(nan=-1.0))
+    assert sums(squares_by_operators(values)) == sums(exact_squares(values))
