@@ -55,12 +55,18 @@ def visit_gradients(
 def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
     """Say whether every element of every gradient is finite; each is read once."""
     finite = True
+    on_gpu: list[torch.Tensor] = []  # one element of each gradient there: to look at them waits for the GPU
 
     def look(_slot: ManagedSlot, grad: torch.Tensor) -> None:
         nonlocal finite
-        finite = finite and math.isfinite(sum_of_squares(grad))
+        if grad.device.type == "cpu":
+            finite = finite and math.isfinite(sum_of_squares(grad))
+        else:
+            on_gpu.append(torch.linalg.vector_norm(grad, dtype=torch.float64))
 
     visit_gradients(storage, manager, look)
+    if on_gpu:
+        finite = finite and bool(torch.stack(on_gpu).isfinite().all())
     if manager.sharding is not None:
         overflowed = torch.tensor([0.0 if finite else 1.0])
         manager.sharding.peers.largest(overflowed)
