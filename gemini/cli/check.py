@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -16,7 +15,7 @@ import psutil
 from rich.table import Table
 
 from gemini import _C
-from gemini.cli.console import Console
+from gemini.cli.console import Console, print_json
 from gemini.config import format_bytes
 from gemini.device import free_memory_bytes
 
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; return 0, also when optional parts are missing."""
     facts = collect(options.dir)
     if options.json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         render(facts, Console())
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from gemini.cli.ckpt_output import render_checkpoints, render_verdicts
+from gemini.cli.console import print_json
 from gemini.config import format_bytes
 
 EXIT_DAMAGED = 1
@@ -75,7 +75,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
     found = [describe(path) for path in _checkpoints(options.path)]
     if options.json:
-        print(json.dumps({"checkpoints": found}, indent=2))
+        print_json({"checkpoints": found})
     else:
         render_checkpoints(found)
     return 0
@@ -87,7 +87,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
     found = [verdict(path) for path in _checkpoints(options.path)]
     if options.json:
-        print(json.dumps({"checkpoints": found}, indent=2))
+        print_json({"checkpoints": found})
     else:
         render_verdicts(found)
     return 0 if all(entry["damage"] is None for entry in found) else EXIT_DAMAGED
@@ -103,7 +103,7 @@ def run_convert(options: argparse.Namespace) -> int:
     files = [path for path in (options.target, *options.target.rglob("*")) if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     if options.json:
-        print(json.dumps({"source": str(source), "target": str(options.target), "bytes": size}, indent=2))
+        print_json({"source": str(source), "target": str(options.target), "bytes": size})
     else:
         print(f"{source} -> {options.target}: {options.to}, {format_bytes(size)}")
     return 0

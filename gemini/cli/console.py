@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 
 import rich.console
 
@@ -20,6 +22,16 @@ class Console(rich.console.Console):
             raise
         self.quiet = True
         discard(self.file.fileno())
+
+
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a result for another program; with ``indent=None`` on one line."""
+    print(json.dumps(value, indent=indent))
+
+
+def say_error(error: object) -> None:
+    """Print on standard error what ends the command."""
+    print(f"gemini: error: {error}", file=sys.stderr)
 
 
 def discard(descriptor: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from gemini._C import build_info
 from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
-from gemini.cli.console import discard
+from gemini.cli.console import discard, say_error
 from gemini.errors import GeminiError
 
 EXIT_ERROR = 2
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments)
     except GeminiError as error:
-        print(f"gemini: error: {error}", file=sys.stderr)
+        say_error(error)
         code = EXIT_ERROR
     except KeyboardInterrupt:
         print("gemini: interrupted", file=sys.stderr)
@@ -106,7 +106,7 @@ def _flush() -> int:
 
 def _lost(error: OSError) -> int:
     discard(sys.stdout.fileno())
-    print(f"gemini: error: what was to be printed is lost: {error}; free some space", file=sys.stderr)
+    say_error(f"what was to be printed is lost: {error}; free some space")
     return EXIT_ERROR
 
 

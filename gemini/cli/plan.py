@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from gemini.cli.console import Console, print_json
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError
 
@@ -115,7 +115,6 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 0 where it fits, 1 where it does not."""
-    from gemini.cli.console import Console
     from gemini.cli.plan_model import ModelOptions, find_model
     from gemini.cli.plan_output import render
     from gemini.forecast.report import make_report
@@ -126,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         settings.machine.save(options.save_machine)
     report = make_report(source, settings, tbw_bytes=options.tbw)
     if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print_json(report.to_dict())
     else:
         render(report, Console())
     return 0 if report.fits else EXIT_MISFIT

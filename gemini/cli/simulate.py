@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini.cli.console import Console, print_json
 from gemini.config import format_bytes, parse_bytes
 from gemini.errors import ConfigError
 from gemini.memstats import LINKS, LinkSpeed, Trace
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     """Simulate and print; return 0."""
     found = simulated(options)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         _render(found)
     return 0
@@ -210,8 +210,6 @@ def _links(given: Sequence[str], recorded: Sequence[LinkSpeed]) -> Iterator[Link
 
 def _render(found: dict[str, Any]) -> None:
     from rich.table import Table
-
-    from gemini.cli.console import Console
 
     table = Table(title=f"{found['trace']}, {found['policy']}", title_justify="left", show_header=False)
     table.add_column(style="bold")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini.cli import train
+from gemini.cli.console import Console, print_json
 from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError
 from gemini.files import io_errors
@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
-    from gemini.cli.console import Console
     from gemini.train.display import LineDisplay, SilentDisplay
     from gemini.train.recording import record_training
 
@@ -209,9 +208,8 @@ class _Output:
     def _print(self, files: Mapping[str, Path], title: str, steps: Sequence[StepSummary]) -> None:
         if self._as_json:
             paths = {kind: str(path) for kind, path in files.items()}
-            print(json.dumps({"title": title, **paths, "steps": [step.to_dict() for step in steps]}))
+            print_json({"title": title, **paths, "steps": [step.to_dict() for step in steps]}, indent=None)
             return
-        from gemini.cli.console import Console
         from gemini.cli.trace_table import step_table
 
         console = Console()
@@ -221,8 +219,6 @@ class _Output:
 
     def warn(self, text: str) -> None:
         """Say something that is no result."""
-        from gemini.cli.console import Console
-
         Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
