@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         code = _lost(error)  # what Python and rich write in between
+    except SystemExit as end:  # of --help, --version and wrong usage
+        if (lost := _flush()) and not end.code:
+            return lost
+        raise
     except BaseException:
         _flush()
         raise

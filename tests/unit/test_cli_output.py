@@ -52,8 +52,11 @@ def test_an_error_stays_one_although_the_reader_has_left(
     assert main(["plan", "no-such-model"]) == EXIT_ERROR
 
 
-@pytest.mark.parametrize("arguments", [["check"], [*SIMULATE, "--json"]])
-def test_a_full_disk_under_the_output_is_an_error_of_one_line(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["check"], [*SIMULATE, "--json"], ["--help"]])
+def test_a_full_disk_under_the_output_is_an_error_of_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # argparse ignores an error of its own writing
     command = [sys.executable, "-m", "gemini.cli.main", *arguments]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
