@@ -13,7 +13,6 @@ from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
 from gemini.forecast.source import ModelSource
 from gemini.memstats import Trace
-from gemini.placement import TierCapacity
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.planner import ChosenPlan, choose_plan
@@ -63,17 +62,26 @@ class StepTime:
     sampled_share: float
 
 
+# Chunks become as fine as DEVICE is small, and a rehearsal as long. Of one that is refused in any case, it is
+# that of a DEVICE with at least this part of the model data.
+_FINEST = 256
+
+
 def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
     """Rehearse a step with ``batch`` and see whether it fits the budgets of ``settings``.
 
     Raises:
         ConfigError: the model cannot be managed.
     """
-    example = source.example(batch)
-    blueprint = draw_blueprint(example.module, settings.config)
+    example, config = source.example(batch), settings.config
+    blueprint = rehearsed = draw_blueprint(example.module, config)
+    least_bytes = blueprint.context.size.total_bytes // _FINEST
+    if _misfit(blueprint) is not None and blueprint.context.capacity.device_bytes < least_bytes:
+        config = replace(config, device_bytes=least_bytes)
+        rehearsed = draw_blueprint(example.module, config)
     recipe = Recipe(source.loss, settings.accumulation, settings.clips_norm)
-    rehearsal = rehearse(example.module, example.inputs, recipe, settings.config, blueprint)
-    return Outlook(batch, rehearsal, blueprint, tuple(_obstacles(blueprint, rehearsal.trace)))
+    rehearsal = rehearse(example.module, example.inputs, recipe, config, rehearsed)
+    return Outlook(batch, rehearsal, blueprint, tuple(_obstacles(blueprint, rehearsal.trace, batch)))
 
 
 def time_step(outlook: Outlook, settings: Settings) -> StepTime:
@@ -130,6 +138,8 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
     What activations take grows nearly evenly with the batch, so two rehearsals say about where the limit is;
     the rest is bisection between what was seen to fit and what was seen not to.
     """
+    if _misfit(known.blueprint) is not None:  # whatever the batch
+        return 0
     fits, fails = (known.batch, 0) if not known.obstacles else (0, known.batch)
     other = look(source, settings, 1 if known.batch > 1 else 2)
     if other.obstacles:
@@ -183,31 +193,37 @@ def _moment_needs(outlook: Outlook) -> list[int]:
     ]
 
 
-def _obstacles(blueprint: Blueprint, trace: Trace) -> list[str]:
-    """Return why a step cannot run within the budgets, each with the numbers and the way out."""
-    obstacles = []
+def _misfit(blueprint: Blueprint) -> OutOfBudgetError | None:
+    """Return why the model data alone does not fit the budgets, if so."""
     try:
         blueprint.refuse_misfit()
     except OutOfBudgetError as error:
-        obstacles.append(str(error))
+        return error
+    return None
+
+
+def _obstacles(blueprint: Blueprint, trace: Trace, batch: int) -> list[str]:
+    """Return why a step cannot run within the budgets, each with the numbers and the way out."""
+    misfit = _misfit(blueprint)
+    obstacles = [] if misfit is None else [str(misfit)]
     capacity = blueprint.context.capacity
     needs = [
         (sum(trace.chunk_bytes[chunk] for chunk in chunks), reserve, phase)
         for chunks, reserve, phase in zip(trace.accesses, trace.non_model_bytes, trace.phases, strict=True)
     ]
     pinned, reserve, phase = max(needs, key=lambda need: need[0] + need[1], default=(0, 0, ""))
-    missing = pinned + reserve - capacity.device_bytes
-    if missing > 0:
-        obstacles.append(_activation_text(pinned, reserve, phase, capacity, missing))
+    if pinned + reserve > capacity.device_bytes:
+        obstacles.append(_activation_text(pinned, reserve, phase, capacity.device_bytes, batch))
     return obstacles
 
 
-def _activation_text(pinned: int, reserve: int, phase: str, capacity: TierCapacity, missing: int) -> str:
+def _activation_text(pinned: int, reserve: int, phase: str, device_bytes: int, batch: int) -> str:
+    missing, smaller = pinned + reserve - device_bytes, "the batch or " if batch > 1 else ""
     return (
         f"an operator of {phase} needs {format_bytes(pinned)} of model data beside "
         f"{format_bytes(reserve)} of activations and temporaries, {format_bytes(missing)} more than the "
-        f"{format_bytes(capacity.device_bytes)} of DEVICE; raise device_bytes to at least "
-        f"{format_bytes(pinned + reserve)}, lower the batch or the sequence length, or recompute activations "
+        f"{format_bytes(device_bytes)} of DEVICE; raise device_bytes to at least "
+        f"{format_bytes(pinned + reserve)}, lower {smaller}the sequence length, or recompute activations "
         "(--checkpointing)"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from forecast_models import KIB, MIB, config, machine, source
+from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.forecast.cost import OperationCosts, prepare, sample
@@ -61,6 +62,22 @@ def test_without_room_for_one_sample_there_is_no_batch_and_a_way_out() -> None:
     assert report.step is None
     assert report.largest_batch == 0
     assert "raise device_bytes" in report.obstacles[-1]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_smaller_batch_is_advised_where_there_is_one(batch: int) -> None:
+    (*_, advice) = look(source(), settings(300 * KIB), batch).obstacles
+    assert ("lower the batch or the sequence" in advice) == (batch > 1)
+    assert "lower" in advice
+
+
+def test_a_hopeless_budget_is_refused_at_once() -> None:
+    large, hopeless = source(lambda: nn.Embedding(4096, 2048)), settings(1 * KIB)
+    outlook = look(large, hopeless, 1)
+    assert "1024" in outlook.obstacles[0]
+    assert "the 1.0 KiB of DEVICE" in outlook.obstacles[-1]
+    assert len(outlook.rehearsal.trace.accesses) < 3000  # of an update as fine as DEVICE, 4099
+    assert largest_batch(large, hopeless, outlook) == 0
 
 
 def test_wear_is_what_the_step_writes() -> None:
