@@ -76,6 +76,7 @@ class LateCollectives:
             reached, done = threading.Event(), threading.Event()
             tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
             turn = self._stream.turn([(each.data_ptr(), each.nbytes) for each in tensors])
+            behind = self._stream.turn([])
             self._gpu.operators.launch([], reached.set)
 
             def run() -> None:
@@ -86,6 +87,8 @@ class LateCollectives:
                 if work is not None:
                     work.wait()
                 turn.finish()
+                behind.wait()  # only then the stream no longer counts as using the memory
+                behind.finish()
                 done.set()
 
             self.num_late += 1
