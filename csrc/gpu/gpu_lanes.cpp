@@ -3,12 +3,33 @@
 #include <utility>
 
 namespace gemini {
+namespace {
+
+constexpr std::array kLanes = {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost};
+
+}  // namespace
 
 void Uses::include(const Uses& others) {
   for (size_t lane = 0; lane < last_.size(); ++lane) {
     const Mark& other = others.last_[lane];
     if (other && (!last_[lane] || other->number > last_[lane]->number)) last_[lane] = other;
   }
+}
+
+bool PassedUses::contain(const Uses& uses) {
+  for (const Lane lane : kLanes) {
+    const Mark& mark = uses.of(lane);
+    uint64_t& passed = passed_[static_cast<size_t>(lane)];
+    uint64_t& waiting = waiting_[static_cast<size_t>(lane)];
+    if (!mark || mark->number <= passed) continue;
+    if (mark->number >= waiting) return false;
+    if (!lanes_.passed(mark)) {
+      waiting = mark->number;
+      return false;
+    }
+    passed = mark->number;
+  }
+  return true;
 }
 
 // Lives as long as the last mark.
@@ -79,31 +100,26 @@ Mark GpuLanes::mark(Lane lane) {
 }
 
 void GpuLanes::wait(Lane lane, const Uses& uses) {
-  for (const Lane other : {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost}) {
+  for (const Lane other : kLanes) {
     const Mark& mark = uses.of(other);
     if (other != lane && mark) driver_->wait(stream(lane), mark->event);
   }
 }
 
 void GpuLanes::wait(GpuDriver::Stream stream, const Uses& uses) const {
-  for (const Lane lane : {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost}) {
+  for (const Lane lane : kLanes) {
     if (const Mark& mark = uses.of(lane)) driver_->wait(stream, mark->event);
   }
 }
 
 bool GpuLanes::passed(const Mark& mark) const { return !mark || driver_->passed(mark->event); }
 
-bool GpuLanes::passed(const Uses& uses) const {
-  return passed(uses.of(Lane::kCompute)) && passed(uses.of(Lane::kHostToDevice)) &&
-         passed(uses.of(Lane::kDeviceToHost));
-}
-
 void GpuLanes::await(const Mark& mark) const {
   if (mark) driver_->await(mark->event);
 }
 
 void GpuLanes::await(const Uses& uses) const {
-  for (const Lane lane : {Lane::kCompute, Lane::kHostToDevice, Lane::kDeviceToHost}) {
+  for (const Lane lane : kLanes) {
     await(uses.of(lane));
   }
 }

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -24,6 +25,8 @@ struct LanePoint {
 // A point in the order of a lane, null: the beginning.
 using Mark = std::shared_ptr<const LanePoint>;
 
+class GpuLanes;
+
 // The last use of a piece of memory by each lane.
 class Uses {
  public:
@@ -35,6 +38,21 @@ class Uses {
 
  private:
   std::array<Mark, kNumLanes> last_;
+};
+
+// Says of many uses, at one moment, which have passed. Marks of a lane pass in their order, so most
+// answers follow from those before and ask nothing of the driver.
+class PassedUses {
+ public:
+  explicit PassedUses(const GpuLanes& lanes) : lanes_(lanes) {
+    waiting_.fill(std::numeric_limits<uint64_t>::max());
+  }
+  [[nodiscard]] bool contain(const Uses& uses);
+
+ private:
+  const GpuLanes& lanes_;
+  std::array<uint64_t, kNumLanes> passed_{};   // by lane: marks up to this number have passed,
+  std::array<uint64_t, kNumLanes> waiting_{};  // those from this one on have not
 };
 
 // Never waits for the GPU except in `await`. `mark`, `wait` and `follow` are for one thread at a
@@ -62,7 +80,6 @@ class GpuLanes {
   void wait(GpuDriver::Stream stream, const Uses& uses) const;
 
   [[nodiscard]] bool passed(const Mark& mark) const;
-  [[nodiscard]] bool passed(const Uses& uses) const;
   // Block the calling thread.
   void await(const Mark& mark) const;
   void await(const Uses& uses) const;

@@ -72,8 +72,7 @@ void GpuWindow::poison(GpuLanes& lanes) {
 void GpuPoison::map(GpuAddress address, int64_t nbytes) {
   GpuDriver& driver = lanes_->driver();
   const int64_t unit = driver.granularity();
-  const bool is_new = block_ == nullptr;
-  if (is_new) block_ = std::make_unique<GpuBlock>(lanes_, unit);
+  if (!block_) block_ = std::make_unique<GpuBlock>(lanes_, unit);
   int64_t done = 0;
   try {
     for (; done < nbytes; done += unit) {
@@ -83,7 +82,8 @@ void GpuPoison::map(GpuAddress address, int64_t nbytes) {
     unmap(address, done);
     throw;
   }
-  if (is_new) driver.fill(address, kPoison, unit, lanes_->stream(Lane::kCompute));
+  if (!filled_) driver.fill(address, kPoison, unit, lanes_->stream(Lane::kCompute));
+  filled_ = true;
 }
 
 void GpuPoison::unmap(GpuAddress address, int64_t nbytes) {
@@ -188,9 +188,10 @@ void GpuArena::map_incoming(GpuWindow& window) {
                       std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
                       " bytes are mapped; unmap other windows or raise the budget");
   }
-  Blocks blocks = take_parked(window);
+  Blocks blocks(static_cast<size_t>(nbytes / block_bytes(window)));
   mapped_bytes_ += nbytes;
   try {
+    take_parked(window, blocks);
     while (parked_bytes_ > capacity() - mapped_bytes_) drop_oldest();
     for (std::shared_ptr<GpuBlock>& block : blocks) {
       if (!block) block = std::make_shared<GpuBlock>(lanes_, block_bytes(window));
@@ -217,23 +218,26 @@ void GpuArena::map(GpuWindow& window, bool zero) {
   }
 }
 
-Blocks GpuArena::take_parked(const GpuWindow& window) {
+void GpuArena::take_parked(const GpuWindow& window, Blocks& taken) {
   const int64_t nbytes = block_bytes(window);
-  Blocks taken(static_cast<size_t>(window.span_bytes() / nbytes));
   for (size_t place = 0; place < std::min(taken.size(), window.shown_.size()); ++place) {
     const auto own = std::ranges::find(parked_, window.shown_[place]);
     if (own != parked_.end() && (*own)->nbytes() == nbytes) taken[place] = take(own);
   }
+  const auto take_those = [&](auto&& suits) {
+    std::ptrdiff_t at = 0;
+    for (std::shared_ptr<GpuBlock>& block : taken) {
+      if (block) continue;
+      const auto found = std::find_if(parked_.begin() + at, parked_.end(), suits);
+      if (found == parked_.end()) return;
+      at = found - parked_.begin();
+      block = take(found);
+    }
+  };
   const auto fits = [&](const auto& block) { return block->nbytes() == nbytes; };
-  const auto idle = [&](const auto& block) { return fits(block) && lanes_->passed(block->uses); };
-  for (std::shared_ptr<GpuBlock>& block : taken) {
-    if (block) continue;
-    auto found = std::ranges::find_if(parked_, idle);
-    if (found == parked_.end()) found = std::ranges::find_if(parked_, fits);
-    if (found == parked_.end()) break;
-    block = take(found);
-  }
-  return taken;
+  PassedUses passed(*lanes_);
+  take_those([&](const auto& block) { return fits(block) && passed.contain(block->uses); });
+  take_those(fits);
 }
 
 std::shared_ptr<GpuBlock> GpuArena::take(Blocks::iterator parked) {

@@ -94,6 +94,7 @@ class GpuPoison {
  private:
   const std::shared_ptr<GpuLanes> lanes_;
   std::unique_ptr<GpuBlock> block_;
+  bool filled_ = false;
 };
 
 // One reservation of addresses, cut into windows. Not thread-safe, as all that belongs to one GPU's
@@ -163,8 +164,8 @@ class GpuArena {
  private:
   [[nodiscard]] int64_t block_bytes(const GpuWindow& window) const;
   // Takes parked blocks for a window, by place: its own, else those that nobody waits for, else the
-  // oldest; null where there is none of the size.
-  [[nodiscard]] Blocks take_parked(const GpuWindow& window);
+  // oldest; leaves null where there is none of the size.
+  void take_parked(const GpuWindow& window, Blocks& taken);
   [[nodiscard]] std::shared_ptr<GpuBlock> take(Blocks::iterator parked);
   void park(const std::shared_ptr<GpuBlock>& block);
   void drop_oldest();

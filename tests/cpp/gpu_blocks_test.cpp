@@ -162,5 +162,60 @@ TEST(GpuArenaBlocks, GpuWithoutMemoryLeavesTheParkedBlocksParked) {
   EXPECT_EQ(machine.wrong, 0U);
 }
 
+// A GPU that can fail to say whether an event has passed, and counts how often it is asked.
+class AskedGpu : public SimulatedGpu {
+ public:
+  AskedGpu() : SimulatedGpu(options(0, 0)) {}
+  [[nodiscard]] bool passed(Event event) override {
+    ++num_asked;
+    if (is_failing) throw Error("injected");
+    return SimulatedGpu::passed(event);
+  }
+  bool is_failing = false;
+  int num_asked = 0;
+};
+
+TEST(GpuArenaBlocks, GpuThatFailsWhenItIsAskedLosesNoBlock) {
+  const auto gpu = std::make_shared<AskedGpu>();
+  const auto lanes = std::make_shared<GpuLanes>(gpu);
+  const GpuDriver::Stream compute = gpu->create_stream();
+  lanes->follow(compute);
+  GpuSpace space(lanes, 4 * kChunkBytes, 2);
+  GpuArena arena(lanes, 4 * kChunkBytes, kChunkBytes);
+  GpuWindow& first = *space.create(2 * kChunkBytes);
+  GpuWindow& second = *space.create(2 * kChunkBytes);
+  arena.map(first, true);
+  arena.unmap(first, true);
+  gpu->is_failing = true;
+  EXPECT_THROW(arena.map(second, true), Error);
+  gpu->is_failing = false;
+  EXPECT_FALSE(second.mapped());
+  EXPECT_EQ(arena.mapped_bytes(), 0);
+  EXPECT_EQ(arena.parked_bytes(), 2 * kChunkBytes);
+  arena.map(second, true);
+  EXPECT_EQ(gpu->used_bytes(), 2 * kChunkBytes);
+  lanes->await(lanes->mark(Lane::kCompute));
+}
+
+TEST(GpuArenaBlocks, WhichOfManyBlocksAreIdleTakesFewQuestions) {
+  constexpr int kNumChunks = 64;
+  const auto gpu = std::make_shared<AskedGpu>();
+  const auto lanes = std::make_shared<GpuLanes>(gpu);
+  const GpuDriver::Stream compute = gpu->create_stream();
+  lanes->follow(compute);
+  GpuSpace space(lanes, (kNumChunks + 16) * kChunkBytes, kNumChunks + 1);
+  GpuArena arena(lanes, kNumChunks * kChunkBytes, kChunkBytes);
+  GpuWindow& large = *space.create(16 * kChunkBytes);
+  std::vector<GpuWindow*> windows;
+  for (int i = 0; i < kNumChunks; ++i) windows.push_back(space.create(kChunkBytes));
+  for (GpuWindow* const window : windows) arena.map(*window, false);
+  Gate gate(*gpu, compute);
+  for (GpuWindow* const window : windows) arena.unmap(*window, true);
+  gpu->num_asked = 0;
+  arena.map_incoming(large);  // of blocks that are all still in use
+  EXPECT_EQ(gpu->num_asked, 1);
+  gate.open();
+}
+
 }  // namespace
 }  // namespace gemini

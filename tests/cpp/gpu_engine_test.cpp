@@ -186,6 +186,21 @@ TEST(GpuSpace, PoisonedWindowsReadNanUntilTheyAreGivenMemory) {
   EXPECT_LE(machine.gpu->used_bytes(), kChunkBytes + machine.gpu->granularity());
 }
 
+TEST(GpuSpace, PoisonThatCouldNotBeMappedAtFirstIsPoisonLater) {
+  Machine machine;
+  const int64_t unit = machine.gpu->granularity();
+  GpuSpace space(machine.lanes, unit, 1);
+  GpuWindow& window = *space.create(unit);
+  const GpuDriver::Block in_the_way = machine.gpu->create_block(unit);
+  machine.gpu->map(window.address(), unit, in_the_way);
+  EXPECT_THROW(space.poison(window), Error);
+  machine.gpu->unmap(window.address(), unit);
+  machine.gpu->destroy_block(in_the_way);
+  space.poison(window);
+  machine.finish();
+  EXPECT_EQ(*reinterpret_cast<int64_t*>(window.address()), -1);
+}
+
 TEST(GpuArena, RefusesWhatDoesNotFitAndChangesNothing) {
   Machine machine;
   GpuSpace space(machine.lanes, 3 * kChunkBytes, 3);
