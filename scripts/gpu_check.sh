@@ -128,7 +128,8 @@ cpp_tests() {
     || { echo "left out: GoogleTest is missing; add with: apt-get install libgtest-dev"; return $LEFT_OUT; }
   cmake --fresh -S . -B build/cpp-gpu -G Ninja -DGEMINI_BINDINGS=OFF -DGEMINI_TESTS=ON -DGEMINI_CUDA=ON > /dev/null \
     && cmake --build build/cpp-gpu -j "$JOBS" \
-    && { ctest --test-dir build/cpp-gpu --output-on-failure --no-tests=error || return 1; }
+    && { ctest --test-dir build/cpp-gpu --output-on-failure --no-tests=error || return 1; } \
+    && { GEMINI_NEEDS_GPU=1 build/cpp-gpu/cuda_driver_test || return 1; }  # ctest has a stand-in for the driver
 }
 
 # A skipped test is a failure here: this machine has what they need.
