@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.chunk import ComputeDevice
 from gemini.device import default_budget_bytes
 from gemini.errors import ConfigError
+from gemini.messages import Messages
 from gemini.runtime.config import GeminiConfig
-from gemini.zero.peers import Peers, Transfer
+from gemini.zero.peers import Peers, Topic, Transfer
 from gemini.zero.share import Share
 
 _STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
@@ -53,14 +53,14 @@ class ProcessGroupPeers(Peers):
         # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
         self._ranks = ranks
         self._timeout = _shortest_timeout(group, replicas)
-        self._messages = _new_group(ranks, self._timeout)
+        self._among_all = _new_group(ranks, self._timeout)
+        self._messages = Messages(self._among_all, ranks)
         # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
         self._on_host = group
         if not any(device.type == "cpu" for device in _devices(group)):
             self._on_host = _new_group(dist.get_process_group_ranks(group), self._timeout)
-        self._aside: dist.ProcessGroup | None = None
+        self._aside: Messages | None = None
         self._several_hosts: bool | None = None  # not asked yet
-        self._order = [dist.get_group_rank(self._messages, rank) for rank in ranks]
 
     @property
     def share(self) -> Share:
@@ -77,13 +77,9 @@ class ProcessGroupPeers(Peers):
             self._several_hosts = len(set(self.say(_BOOT_ID.read_text()))) > 1
         return self._several_hosts
 
-    def exchange(self, mine: Sequence[int]) -> list[list[int]]:
-        message = torch.tensor(mine, dtype=torch.int64)
-        said = torch.empty(len(mine) * self._share.world, dtype=torch.int64)
-        all_gather(said, message, group=self._messages)
+    def exchange(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
         self.traffic.rounds += 1
-        found: list[list[int]] = said.view(self._share.world, -1).tolist()
-        return [found[index] for index in self._order]
+        return self._messages.numbers(topic, mine)
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         self.traffic.gathered += (self._share.size - 1) * shard.nbytes
@@ -127,19 +123,14 @@ class ProcessGroupPeers(Peers):
         return _Works(works)
 
     def say(self, text: str) -> list[str]:
-        """Return what every rank, in order of their places, has said here."""
-        return self._say(self._messages, text)
+        """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
+        return self._messages.text(text)
 
     def say_aside(self) -> Callable[[str], list[str]]:
         """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
         if self._aside is None:
-            self._aside = _new_group(self._ranks, self._timeout)
-        return partial(self._say, self._aside)
-
-    def _say(self, group: dist.ProcessGroup, text: str) -> list[str]:
-        said: list[Any] = [None] * self._share.world
-        dist.all_gather_object(said, text, group=group)
-        return [said[index] for index in self._order]
+            self._aside = Messages(_new_group(self._ranks, self._timeout), self._ranks)
+        return self._aside.text
 
     def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         group = self._replicas
@@ -151,7 +142,7 @@ class ProcessGroupPeers(Peers):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
-            dist.broadcast(tensor, group=self._messages, group_src=self._order[0])
+            dist.broadcast(tensor, group=self._among_all, src=self._ranks[0])
             return
         dist.broadcast(tensor, group=self.group, group_src=0)
         if self._replicas is not None:
@@ -316,5 +307,5 @@ def agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice
         device_bytes = default_budget_bytes(device.free_bytes())
         if not device.has_own_memory:
             device_bytes //= peers.ranks_on_this_host
-    least = min(said[0] for said in peers.exchange([device_bytes]))
+    least = min(said[0] for said in peers.exchange(Topic.SETTINGS, [device_bytes]))
     return replace(config, device_bytes=least)

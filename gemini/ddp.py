@@ -231,22 +231,31 @@ class GeminiDDP(nn.Module):
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
         over, so that no gradient of before comes to those of the next."""
-        self.end_passes()
+        self.give_up_passes()
         self._times_given_up += 1
         self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
         for param in self.module.parameters():
             if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
 
-    def end_passes(self) -> None:
-        """Wait until the forward and backward passes of all ranks are over. Raises StateError: locked."""
-        self.manager.lock.refuse_all()
+    def give_up_passes(self) -> None:
+        """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.
+
+        Raises:
+            StateError: they are used up (overlap="backward"), or other ranks are about to use them.
+        """
+        self.leave_passes()
         if self.manager.sharding is not None:
-            self.manager.recover()
-            self.manager.sharding.end_passes()
+            self.manager.sharding.give_up_passes()
+
+    def leave_passes(self) -> None:
+        """End this rank's forward and backward passes, wherever they raised. Raises StateError as
+        :meth:`give_up_passes`."""
+        self.manager.lock.refuse_all()
+        self.manager.recover()
 
     def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
-        """Do as :meth:`zero_grad` for some parameters; over ranks all of them."""
+        """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
         self.manager.recover()
         if self.manager.sharding is not None:
             self.manager.sharding.forget_gradients(keep=not set_to_none)

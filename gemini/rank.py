@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from gemini.errors import CheckpointError
+from gemini.messages import FAILED
 
 if TYPE_CHECKING:
     from gemini.ddp import GeminiDDP
 
-_FAILED = "failed: "
 _DONE = "done: "
 _Result = TypeVar("_Result")
 
@@ -51,7 +52,7 @@ class Rank:
             raise
         said = self.exchange(_DONE + result)
         for index, text in enumerate(said):
-            if text.startswith(_FAILED):
+            if text.startswith(FAILED):
                 raise CheckpointError(f"rank {index} of {self.count} {text}")
         return [text.removeprefix(_DONE) for text in said]
 
@@ -69,7 +70,8 @@ class Rank:
 
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
-        self.exchange(f"{_FAILED}{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # they are elsewhere, or gone: ``error`` is what there is to see
+            self.exchange(f"{FAILED}{type(error).__name__}: {error}")
 
 
 def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:

@@ -25,7 +25,7 @@ from gemini.collectives import ProcessGroupPeers
 
 _ASYNCHRONOUS = ("gather", "gather_to", "scatter_all", "swap_copies")
 _OF_THE_CPU = ("broadcast", "sum", "largest")
-_MESSAGES = ("exchange", "_say")
+_MESSAGES = ("exchange", "say")
 
 
 class LateCollectives:

@@ -133,7 +133,7 @@ def _load_once(
 
         _agree(rank, check)
         _agree(rank, model.manager.snapshot.before_write)
-        _agree(rank, optimizer.zero_grad)
+        _give_up_gradients(model, optimizer, rank)
         ((reader, objects, generators),) = opened
 
         def restore() -> None:
@@ -147,6 +147,14 @@ def _load_once(
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
+
+
+def _give_up_gradients(model: GeminiDDP, optimizer: GeminiOptimizer, rank: Rank) -> None:
+    """Do as ``optimizer.zero_grad()``, in which ranks wait for each other: what may fail on one of them comes
+    before and after that."""
+    _agree(rank, model.leave_passes)
+    model.give_up_passes()
+    _agree(rank, optimizer.give_up_gradients)
 
 
 def _load_settings(

@@ -134,9 +134,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients but for those of the model's other optimizers; all ranks together."""
-        self.model.end_passes()
-        self._give_up_gradients(set_to_none=set_to_none)
-        self._forget_scale()
+        self.model.give_up_passes()
+        self.give_up_gradients(set_to_none=set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
@@ -146,9 +145,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """
         checked_max_norm(max_norm)
         self._start_clipping()
-        norm = self._global_norm(norm_type or self.norm_type)
+        norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._scale = then_multiply(self._scale, float(factor))
+        self._note_clipped(then_multiply(self._unscaled(), float(factor)))
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -158,9 +157,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._start_clipping()
         if self.loss_scale is not None:
             self._overflowed |= not self._all_finite()
-        after = then_clamp(self._scale, clip_value)
+        before = self._unscaled()
+        after = then_clamp(before, clip_value)
         if after is None:
-            before = self._scale
             visit_gradients(
                 self.model.storage,
                 self.model.manager,
@@ -168,7 +167,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 writes=True,
             )
             after = GradScale(1.0, clip_value, 1.0)
-        self._scale = after
+        self._note_clipped(after)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
@@ -199,10 +198,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._in_backward.finish(self._update, self._hypers())
         elif not overflowed:
             self._update()
-        self._give_up_gradients(set_to_none=True)
+        self.give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
-        self._forget_scale()
         self.model.manager.end_step()
         return loss
 
@@ -289,16 +287,18 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """The parameters that this optimizer updates."""
         return {param._slot for group in self.param_groups for param in group["params"]}
 
-    def _give_up_gradients(self, *, set_to_none: bool) -> None:
+    def give_up_gradients(self, *, set_to_none: bool = True) -> None:
+        """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""
         others: set[ManagedSlot] = set()
         for optimizer in self.model.optimizers:
             others |= optimizer.slots
         others -= self.slots
         slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
+        self._forget_scale()
 
     def _start_clipping(self) -> None:
-        """Take the loss scale out of gradients that are clipped for the first time."""
+        """Have all gradients there, or raise where they cannot be clipped."""
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip: gradients are used up while backward "
@@ -306,10 +306,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         self._finish_gradients()
         self._check_clipping()
-        if not self._clipped:
-            self._scale = self._unscaled()
-            self._clipped = True
-            self._clipped_at = self.model.gradient_state()
+
+    def _note_clipped(self, scale: GradScale) -> None:
+        """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
+        self._scale, self._clipped, self._clipped_at = scale, True, self.model.gradient_state()
 
     def _finish_gradients(self) -> None:
         sharding = self.model.manager.sharding

@@ -190,6 +190,15 @@ class GatheredChunks:
             if chunk.is_open:
                 chunk.close()
 
+    def restart(self) -> None:
+        """Begin the iteration anew, with nothing open that is not in use: alike on all ranks, wherever their
+        passes have ended."""
+        self.wait()
+        for chunk in self._each:
+            if chunk.is_idle:
+                chunk.close()
+        self.order.begin()
+
     def write_back(self) -> None:
         """Bring what was written since they were opened to the shards."""
         for chunk in self._each:

@@ -10,7 +10,7 @@ import torch
 from gemini.zero.copies import take_mean_of_copies
 from gemini.zero.gradient import ShardedGradient
 from gemini.zero.parts import FullParts, NarrowParts, Parts
-from gemini.zero.peers import Peers, Transfer
+from gemini.zero.peers import Peers, Topic, Transfer
 from gemini.zero.rounds import from_bits, to_bits
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class GradientExchange:
         self.settle()
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
-        said = self._peers.exchange([*words, *to_bits(sorted(self._had), len(self._gradients))])
+        had_here = to_bits(sorted(self._had), len(self._gradients))
+        said = self._peers.exchange(Topic.GRADIENTS, [*words, *had_here])
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from hashlib import sha256
 from typing import Protocol
 
@@ -10,6 +11,28 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.zero.share import Share
+
+
+class Topic(IntEnum):
+    """What a message of ranks to each other is about."""
+
+    ROUND = 1
+    GRADIENTS = 2
+    SETTINGS = 3
+    AGREEMENT = 4
+
+    @property
+    def doing(self) -> str:
+        """What a rank does that says this."""
+        return _DOING[self]
+
+
+_DOING = {
+    Topic.ROUND: "runs operators, or waits for those that do (zero_grad, step, clipping)",
+    Topic.GRADIENTS: "exchanges the last gradients (step, clipping)",
+    Topic.SETTINGS: "wraps a model",
+    Topic.AGREEMENT: "saves or loads",
+}
 
 
 class Transfer(Protocol):
@@ -36,9 +59,9 @@ class Peers(Protocol):
         """How many ranks share this machine's memory: as torchrun says, else all."""
         ...
 
-    def exchange(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return what every rank of every copy, in order of their places, has given here: as many 64-bit
-        integers each."""
+    def exchange(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
+        """Return what every rank of every copy, in order of their places, has given here: 64-bit integers.
+        Raises StateError, on all ranks, where they speak of different things."""
         ...
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
@@ -79,7 +102,7 @@ def require_equal(peers: Peers, what: str) -> None:
         ConfigError: ``what`` is not the same on all ranks.
     """
     digest = int.from_bytes(sha256(what.encode()).digest()[:7], "big")
-    said = [values[0] for values in peers.exchange([digest])]
+    said = [values[0] for values in peers.exchange(Topic.SETTINGS, [digest])]
     different = [rank for rank, value in enumerate(said) if value != said[0]]
     if different:
         raise ConfigError(

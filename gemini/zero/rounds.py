@@ -7,14 +7,24 @@ what all of them said. A rank that has nothing left to do enters rounds until al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from gemini.errors import StateError
 
 WANTS = 4  # chunks that a rank may ask for in a round
 
 _BITS = 62  # of an integer, used for a set
+_HEAD = 2  # integers before the wants: how the rank's passes ended, and its step
+
+
+class Ending(IntEnum):
+    """Why a rank has nothing left to do for operators, if it has not."""
+
+    NONE = 0
+    COMPLETE = 1  # gradients are to be used
+    GIVEN_UP = 2  # they are not
 
 
 @dataclass(frozen=True)
@@ -36,24 +46,52 @@ class Round:
         return list(askers.items())
 
 
-def encode(wants: Sequence[int], complete: Sequence[int], num_groups: int, *, done: bool) -> list[int]:
-    """Return the message of a rank; equally long for all."""
+def encode(
+    wants: Sequence[int],
+    complete: Sequence[int],
+    num_groups: int,
+    *,
+    step: int = 0,
+    ending: Ending = Ending.NONE,
+) -> list[int]:
+    """Return the message of a rank, which has made ``step`` steps; equally long for all."""
     padded = [*wants, *([-1] * (WANTS - len(wants)))]
-    return [int(done), *padded, *to_bits(complete, num_groups)]
+    return [ending, step, *padded, *to_bits(complete, num_groups)]
 
 
 def decode(messages: Sequence[Sequence[int]]) -> Round:
-    """Return what the messages of all ranks say together."""
-    complete = set.intersection(*(set(from_bits(message[1 + WANTS :])) for message in messages))
+    """Return what the messages of all ranks say together.
+
+    Raises:
+        StateError: on all of them: they do not make the calls together that they must.
+    """
+    endings = {ending: [r for r, m in enumerate(messages) if m[0] == ending] for ending in Ending}
+    _refuse_apart(endings, [message[1] for message in messages])
+    body = [message[_HEAD:] for message in messages]
+    complete = set.intersection(*(set(from_bits(words[WANTS:])) for words in body))
     return Round(
-        wants=tuple(tuple(w for w in message[1 : 1 + WANTS] if w >= 0) for message in messages),
+        wants=tuple(tuple(want for want in words[:WANTS] if want >= 0) for words in body),
         complete=tuple(sorted(complete)),
-        all_done=all(message[0] for message in messages),
+        all_done=not endings[Ending.NONE],
     )
 
 
+def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int]) -> None:
+    together = "all ranks must call step(), zero_grad() and clipping as often and in the same order"
+    if endings[Ending.COMPLETE] and endings[Ending.GIVEN_UP]:
+        raise StateError(
+            f"ranks {endings[Ending.GIVEN_UP]} give gradients up (zero_grad) that ranks "
+            f"{endings[Ending.COMPLETE]} are about to use (step, clipping); {together}"
+        )
+    if len(set(steps)) > 1:
+        raise StateError(f"ranks are in different steps, {list(steps)} by rank; {together}")
+
+
 def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
-    """Raise StateError, on all ranks, unless they want and have the same."""
+    """Raise StateError, on all ranks, unless they want and have the same; where one gives gradients up, its
+    pass may have ended anywhere."""
+    if any(message[0] == Ending.GIVEN_UP for message in messages):
+        return
     different = [rank for rank, message in enumerate(messages) if message != messages[0]]
     if different:
         raise StateError(

@@ -11,8 +11,8 @@ import torch
 from gemini.chunk import TensorIds
 from gemini.zero.gathered import GatheredChunks
 from gemini.zero.gradient_exchange import GradientExchange
-from gemini.zero.peers import Peers
-from gemini.zero.rounds import WANTS, Round, decode, encode, refuse_difference
+from gemini.zero.peers import Peers, Topic
+from gemini.zero.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -36,6 +36,7 @@ class Sharding:
         more at once. ``reduce_dtype``: what gradients travel in, None: fp32. ``strict``: ranks must not
         differ."""
         self.peers = peers
+        self._manager = manager
         self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
         self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients, reduce_dtype)
         self.gather_bytes = gather_bytes
@@ -161,19 +162,17 @@ class Sharding:
         finally:
             self._gradients.is_held = before
 
-    def end_passes(self) -> None:
-        """Wait until every rank has come here, its forward and backward passes over; serve those whose are
-        not."""
-        if self._abandoned:
-            return
-        self._current = ()  # a round may close it
-        while not self._round((), (), done=True).all_done:
-            pass
-
     def finish_gradients(self) -> None:
         """Exchange what is left of all gradients, when every rank has come here."""
-        self.end_passes()
+        self._end_passes(Ending.COMPLETE)
         self._gradients.finish()
+
+    def give_up_passes(self) -> None:
+        """Wait until every rank has come here, however its forward and backward passes have ended, and make
+        all alike."""
+        self._end_passes(Ending.GIVEN_UP)
+        if not self._abandoned:
+            self._chunks.restart()
 
     def forget_gradients(self, *, keep: bool = False) -> None:
         """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
@@ -185,13 +184,22 @@ class Sharding:
         if not self._in_round:
             self._round((), self._current)
 
-    def _round(self, wants: Sequence[int], in_use: Iterable[int], *, done: bool = False) -> Round:
+    def _end_passes(self, ending: Ending) -> None:
+        """Serve ranks whose passes are not over, until all are here."""
+        if self._abandoned:
+            return
+        self._current = ()  # a round may close it
+        while not self._round((), (), ending).all_done:
+            pass
+
+    def _round(self, wants: Sequence[int], in_use: Iterable[int], ending: Ending = Ending.NONE) -> Round:
         """Say what this rank wants and has; carry out what all of them said."""
         self._in_round = True
         try:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
-            messages = self.peers.exchange(encode(wants, complete, self._num_groups, done=done))
+            message = encode(wants, complete, self._num_groups, step=self._manager.step, ending=ending)
+            messages = self.peers.exchange(Topic.ROUND, message)
             if self._strict:
                 refuse_difference(messages)
             said = decode(messages)

@@ -19,7 +19,7 @@ PYTHON_LAYERS = [
     {"placement"},
     {"runtime", "zero"},
     {"timeline"},
-    {"ddp", "weights", "rank", "retry", "collectives", "optim", "checkpoint", "simulate"},
+    {"ddp", "weights", "rank", "retry", "collectives", "messages", "optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},
     {"cli", "compat", "train", "bench"},

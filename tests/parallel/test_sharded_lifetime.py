@@ -12,6 +12,7 @@ from sharded_harness import Recipe, batch, mlp, wrap
 from torch import distributed as dist
 
 from gemini.collectives import make_peers
+from gemini.zero.peers import Topic
 
 
 class _Counted:
@@ -64,7 +65,7 @@ def _wait_for_a_rank_that_is_elsewhere() -> None:
     aside = peers.say_aside()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="imed out"):
-            peers.exchange([1])
+            peers.exchange(Topic.SETTINGS, [1])
         with pytest.raises(RuntimeError, match="imed out"):
             aside("here")
     dist.barrier()

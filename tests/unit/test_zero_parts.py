@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from gemini.zero.rounds import WANTS, decode, encode, from_bits, to_bits
+from gemini.errors import StateError
+from gemini.zero.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
 from gemini.zero.share import Share
 from gemini.zero.use_order import NEVER, UseOrder
 
@@ -35,27 +36,48 @@ def test_sets_survive_being_written_as_signed_integers(size: int) -> None:
 
 
 def test_round_gathers_what_anybody_wants_once_and_first_wants_first() -> None:
-    said = decode([encode(wants, [], 9, done=False) for wants in ([5, 3], [3, 7], [5])])
+    said = decode([encode(wants, [], 9) for wants in ([5, 3], [3, 7], [5])])
     assert said.wants == ((5, 3), (3, 7), (5,))
     assert said.gathers(range(3)) == [(3, [0, 1]), (5, [0, 2]), (7, [1])]
     assert said.gathers([1, 2]) == [(3, [0]), (5, [1]), (7, [0])]
 
 
 def test_round_exchanges_what_every_rank_has_complete() -> None:
-    said = decode([encode([], complete, 70, done=False) for complete in ([0, 65, 69], [65, 69, 3], [69, 65])])
+    said = decode([encode([], complete, 70) for complete in ([0, 65, 69], [65, 69, 3], [69, 65])])
     assert said.complete == (65, 69)
 
 
 def test_round_is_the_last_when_every_rank_is_done() -> None:
-    def all_done(*done: bool) -> bool:
-        return decode([encode([], [], 1, done=d) for d in done]).all_done
+    def all_done(*endings: Ending) -> bool:
+        return decode([encode([], [], 1, ending=ending) for ending in endings]).all_done
 
-    assert all_done(True, True)
-    assert not all_done(True, False)
+    for ending in (Ending.COMPLETE, Ending.GIVEN_UP):
+        assert all_done(ending, ending)
+        assert not all_done(ending, Ending.NONE)
+
+
+def test_rounds_refuse_ranks_that_give_up_what_others_use() -> None:
+    endings = (Ending.COMPLETE, Ending.NONE, Ending.GIVEN_UP)
+    with pytest.raises(
+        StateError, match=r"ranks \[2\] give gradients up .* that ranks \[0\] are about to use"
+    ):
+        decode([encode([], [], 1, ending=ending) for ending in endings])
+
+
+def test_rounds_refuse_ranks_in_different_steps() -> None:
+    with pytest.raises(StateError, match=r"different steps, \[4, 4, 5\] by rank"):
+        decode([encode([1], [], 1, step=step) for step in (4, 4, 5)])
+
+
+def test_ranks_may_differ_where_one_gives_its_gradients_up() -> None:
+    wants = encode([1], [], 3)
+    with pytest.raises(StateError, match="ranks \\[1\\] run other operators"):
+        refuse_difference([wants, encode([2], [], 3)])
+    refuse_difference([wants, encode([], [], 3, ending=Ending.GIVEN_UP)])
 
 
 def test_messages_of_all_ranks_are_equally_long() -> None:
-    lengths = {len(encode(list(range(n)), list(range(n)), 100, done=False)) for n in range(WANTS + 1)}
+    lengths = {len(encode(list(range(n)), list(range(n)), 100)) for n in range(WANTS + 1)}
     assert len(lengths) == 1
 
 
