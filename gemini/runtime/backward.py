@@ -3,7 +3,9 @@
 A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
 after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
 autograd's sequence number: those made since the operator began are its own, so composite operators, in-place
-results and recomputation under checkpointing need no special case. See docs/notes/interception.md.
+results and recomputation under checkpointing need no special case. Each thread counts for itself, and a GPU's
+backward pass has a thread of its own: what an operator was given is known to be older, whatever its number.
+See docs/notes/interception.md.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
 NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
+# The number of the next node, and nodes that are older, whatever theirs.
+NodesSoFar = tuple[int, list[Any]]
+
 # A node that runs: its backward pass, what returns None once that is over, the number of the first node that
 # it may make, what it reads.
 _RunningNode = tuple[int, Callable[[], object], int, tuple[int, ...]]
-
-# AccumulateGrad nodes carry the largest sequence number: they outlive operators.
-_ACCUMULATE_GRAD = 2**63
 
 # Nodes of these kinds keep no tensor of a weight's memory for their backward.
 _SAVES_NO_WEIGHT = frozenset(
@@ -129,7 +131,7 @@ class BackwardPins:
                 self._watch(current)
             running.append((current, self._pass_end, next_node_number(), tensors))
 
-        def after(grad_inputs: object, _grad_outputs: object) -> None:
+        def after(grad_inputs: object, grad_outputs: object) -> None:
             if len(running) > 1:
                 current = current_pass()
                 while running[-1][0] != current:  # of a pass within this node that raised
@@ -138,7 +140,7 @@ class BackwardPins:
             if running:
                 manager.post_op(tensors, False)
             if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
-                hook_backward(grad_inputs, first_node, manager, tensors)
+                hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), manager, tensors)
 
         return before, after
 
@@ -161,35 +163,66 @@ class BackwardPins:
             self._manager.post_op(tensors, False)
 
 
+def nodes_so_far(arguments: Any) -> NodesSoFar:
+    """Return what tells the nodes that an operator is about to make from those that there are: the number of
+    its first one, and the nodes that made its ``arguments``."""
+    given: list[Any] = []
+    _note_nodes(arguments, given)
+    return next_node_number(), given
+
+
+def _note_nodes(values: Any, found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            node = value.grad_fn
+            if node is not None:
+                found.append(node)
+        elif isinstance(value, (list, tuple)):
+            _note_nodes(value, found)
+        elif isinstance(value, dict):
+            _note_nodes(value.values(), found)
+
+
+def _given_to_current(grad_outputs: Any) -> list[Any]:
+    """Return the nodes that made what the node that runs was given, and what it may have saved."""
+    node: Any = torch._C._current_autograd_node()
+    found = [node, *(child for child, _ in node.next_functions)]
+    _note_nodes(grad_outputs, found)
+    return found
+
+
 def hook_backward(
     out: Any,
-    first_node: int,
+    before: NodesSoFar,
     manager: GeminiManager,
     tensors: tuple[int, ...],
     arguments: Any = (),
     seen: list[Any] | None = None,
 ) -> bool:
-    """Hook every node made since ``first_node`` that ``out`` depends on so that it runs with ``tensors``
-    pinned. Return whether those are all that were made.
+    """Hook every node made since ``before`` that ``out`` depends on so that it runs with ``tensors`` pinned.
+    Return whether those are all that were made.
 
     ``arguments`` are the operator's: some write to theirs in place and return nothing. ``seen``: nodes that
     are hooked already; those hooked now are added.
     """
+    (first_node, older), behind = before, next_node_number()
     stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
     seen = [] if seen is None else seen  # few: the nodes of one operator
     while True:
         while stack:
             node = stack.pop()
-            if node is None or not first_node <= node._sequence_nr() < _ACCUMULATE_GRAD or node in seen:
+            if node is None or not first_node <= node._sequence_nr() < behind:
+                continue
+            if node in seen or node in older:
                 continue
             seen.append(node)
             if node.name() not in _SAVES_NO_WEIGHT:
-                before, after = manager.backward_pins.hooks(tensors)
-                node.register_prehook(before)
-                node.register_hook(after)
+                pin, unpin = manager.backward_pins.hooks(tensors)
+                node.register_prehook(pin)
+                node.register_hook(unpin)
             for child, _ in node.next_functions:
                 stack.append(child)
-        found_all = len(seen) >= next_node_number() - first_node
+        found_all = len(seen) >= behind - first_node
         if not arguments or found_all:
             return found_all
         stack = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]

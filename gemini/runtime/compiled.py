@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C._functorch import peek_interpreter_stack as in_transform
 
 from gemini.errors import ConfigError
-from gemini.runtime.backward import hook_backward, next_node_number
+from gemini.runtime.backward import NodesSoFar, hook_backward, nodes_so_far
 from gemini.runtime.blocks import find_blocks, is_compiled
 from gemini.runtime.nested import tensors_in
 from gemini.runtime.param import ManagedParameter, ManagedTensor, operands_of, pinned
@@ -63,7 +63,8 @@ class CompiledBlock:
             )
         views = PlainViews(operands)
         num_graphs = _num_graphs()
-        first_node = next_node_number()
+        with PlainTensors():
+            nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with pinned(self._manager, operands):
             args, kwargs = arguments = views.plain((args, kwargs))
             try:
@@ -73,19 +74,19 @@ class CompiledBlock:
                 views.managed(arguments)  # lists and the like, which the caller has
             if _num_graphs() != num_graphs and self._manager.is_followed:
                 self._manager.abandon()  # the compiler took memory and time that no other step takes
-            if torch.is_grad_enabled() and not self._manager.resident:
+            if nodes is not None and not self._manager.resident:
                 with PlainTensors():
-                    self._hook_backward(out, first_node, operands, arguments)
+                    self._hook_backward(out, nodes, operands, arguments)
             return views.managed(out)
 
-    def _hook_backward(self, out: Any, first_node: int, operands: list[Any], arguments: Any) -> None:
+    def _hook_backward(self, out: Any, nodes: NodesSoFar, operands: list[Any], arguments: Any) -> None:
         tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
         seen: list[Any] = []
         returned = tensors_in(out)
-        if not hook_backward(returned, first_node, self._manager, tensors, arguments, seen):
+        if not hook_backward(returned, nodes, self._manager, tensors, arguments, seen):
             # What the call may have left elsewhere than in what it returned.
             attributes = [vars(part) for part in self._module.modules()]
-            hook_backward(attributes, first_node, self._manager, tensors, seen=seen)
+            hook_backward(attributes, nodes, self._manager, tensors, seen=seen)
 
 
 class CompiledBlocks:

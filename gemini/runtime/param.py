@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
-from gemini.runtime.backward import hook_backward, next_node_number
+from gemini.runtime.backward import hook_backward, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
 
@@ -160,7 +160,9 @@ def _operate(
     with PlainTensors():
         versions = [operand._version for operand in operands]
         pinned = not manager.resident
-        first_node = next_node_number()
+        # Without gradients nothing depends on the operands, and asking a view that was written to for its
+        # node is an error.
+        nodes = nodes_so_far((args, kwargs)) if pinned and torch.is_grad_enabled() else None
         if pinned:
             manager.pre_op(tensors)
         try:
@@ -173,10 +175,8 @@ def _operate(
                     manager.pre_op(tensors)
             if pinned or written:
                 manager.post_op(tensors, written)
-        # Without gradients nothing depends on the operands, and asking a view that was written to for its
-        # node is an error.
-        if pinned and torch.is_grad_enabled():
-            hook_backward(out, first_node, manager, tensors, (args, kwargs))
+        if nodes is not None:
+            hook_backward(out, nodes, manager, tensors, (args, kwargs))
         return adopt(out, operands)
 
 
@@ -188,15 +188,15 @@ def _operate_across(
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
     with PlainTensors():
-        first_node = next_node_number()
+        nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
             for manager, share in shares.items():
                 stack.enter_context(pinned(manager, share))
             out = func(*args, **kwargs)
-        if torch.is_grad_enabled():
+        if nodes is not None:
             for manager, share in shares.items():
                 pins = tuple([operand._ref.tensors[0] for operand in share])
-                hook_backward(out, first_node, manager, pins, (args, kwargs))
+                hook_backward(out, nodes, manager, pins, (args, kwargs))
         return adopt(out, operands)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from activation_harness import activation_bytes
+from device_thread import backward_on_its_own_thread
 from gpu_harness import KINDS, SMALL_CHUNKS, GpuModel, LateDevice, make_gpu, optimizer_of, simulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -65,12 +66,19 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, "own thread"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ComputeDevice]:
-    """Yield a GPU of each kind, with its operators running late where that is its kind."""
+    """Yield a GPU of each kind, with its operators running late, or backward on a thread of its own, where
+    that is its kind."""
     monkeypatch.setattr(activations, "_SMALLEST_BYTES", 1)
     gpu = make_gpu(request.param)
-    with gpu.running(monkeypatch) if isinstance(gpu, LateDevice) else nullcontext():
+    if isinstance(gpu, LateDevice):
+        running: AbstractContextManager[None] = gpu.running(monkeypatch)
+    elif request.param == "own thread":
+        running = backward_on_its_own_thread(monkeypatch)
+    else:
+        running = nullcontext()
+    with running:
         yield gpu
 
 

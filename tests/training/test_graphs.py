@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from device_thread import advance_node_number, backward_on_its_own_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from training_harness import KIB, Recipe, assert_trains_alike, moved_bytes, seeded, tight
@@ -175,6 +177,64 @@ def test_any_graph_gives_the_same_numbers(
 ) -> None:
     got = assert_trains_alike(build, loss_fn, tight(tmp_path, device_bytes), Recipe(steps=4))
     assert (moved_bytes(got.stats) > 0) == (device_bytes is not None)
+
+
+@pytest.mark.parametrize("loss_fn", GRAPHS, ids=lambda loss_fn: loss_fn.__name__)
+def test_backward_may_have_a_thread_of_its_own(
+    loss_fn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with backward_on_its_own_thread(monkeypatch):
+        assert_trains_alike(build, loss_fn, tight(tmp_path, 40 * KIB), Recipe(steps=4))
+
+
+def _num_hooked(model: GeminiDDP, run: Callable[[], object]) -> int:
+    """Return how many autograd nodes are hooked while ``run`` runs."""
+    pins, count = model.manager.backward_pins, 0
+    hooks = pins.hooks
+
+    def counted(tensors: tuple[int, ...]) -> Any:
+        nonlocal count
+        count += 1
+        return hooks(tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pins, "hooks", counted)
+        run()
+    return count
+
+
+@pytest.mark.parametrize("ahead", range(-4, 5))
+def test_nodes_of_another_thread_with_the_same_numbers_are_not_taken_for_an_operators(
+    ahead: int, tmp_path: Path
+) -> None:
+    advance_node_number(5_000)  # another thread begins at 0
+    with GeminiDDP(seeded(build), **tight(tmp_path, 40 * KIB)) as model:
+        first, second = model.module.core.fc[0], model.module.core.fc[1]
+        x = torch.tanh(first(inputs(0)))
+        wanted = _num_hooked(model, lambda: second(x))
+        made = x.grad_fn._sequence_nr()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(advance_node_number, made - ahead).result()
+            assert _num_hooked(model, lambda: other.submit(second, x).result()) == wanted
+
+
+@pytest.mark.parametrize("ahead", range(-4, 12))
+def test_the_node_that_runs_on_another_thread_is_not_taken_for_what_it_makes(
+    ahead: int, tmp_path: Path
+) -> None:
+    advance_node_number(5_000)
+    with GeminiDDP(seeded(build), **tight(tmp_path, 40 * KIB)) as model:
+
+        def slopes() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out.sum(), [x, *model.parameters()], create_graph=True)
+
+        x = inputs(0).requires_grad_()
+        out = model(x)
+        wanted = _num_hooked(model, slopes)
+        out = model(x)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(advance_node_number, out.grad_fn._sequence_nr() - 6 - ahead).result()
+            assert _num_hooked(model, lambda: other.submit(slopes).result()) == wanted
 
 
 def test_backward_on_a_view_of_a_parameter_works(tmp_path: Path) -> None:
