@@ -175,6 +175,7 @@ class GeminiDDP(nn.Module):
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
         training = torch.is_grad_enabled()
+        self.compiled.begin_pass(training=training)
         activations = self.manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
         with self.manager.shortage.watched(), self.manager.forward_pass(training), saving:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
 
 logger = logging.getLogger(__name__)
+
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded where anything was compiled into them
 
 
 class CompiledBlock:
@@ -98,6 +101,7 @@ class CompiledBlocks:
         self._named = list(module.named_modules())
         self._blocks: list[CompiledBlock] = []
         self.warned = False  # that the model was compiled as a whole
+        self._num_gradients = -1  # there had been when the last pass that trains began
         self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
         _keep_from_tracing()
         self._find()
@@ -113,6 +117,16 @@ class CompiledBlocks:
         if self._calls() != self._seen:
             self._find()
 
+    def begin_pass(self, *, training: bool) -> None:
+        """Say that a forward pass begins: where each block has CUDA graphs of its own, the compiler takes
+        every call of one for a new pass, in which nobody needs what was returned in those before, until it is
+        told. While a pass that trains has had no gradient, it may still need it."""
+        awaits_backward = self._manager.num_gradients == self._num_gradients
+        if self._blocks and _CUDA_GRAPHS in sys.modules and not awaits_backward:
+            torch.compiler.cudagraph_mark_step_begin()
+        if training:
+            self._num_gradients = self._manager.num_gradients
+
     def _find(self) -> None:
         """Have a :class:`CompiledBlock` around every outermost compiled module."""
         while self._blocks:
@@ -123,6 +137,8 @@ class CompiledBlocks:
                 self._blocks.append(CompiledBlock(self._manager, module, name))
                 inside += (f"{name}." if name else "",)
         self._seen = self._calls()
+        device = self._manager.chunks.device
+        self._manager.gradients_are_lent = bool(self._blocks) and device.has_own_memory
 
     def _calls(self) -> list[Any]:
         """Return what may say of a module that it is compiled, and can be set at any time."""

@@ -72,6 +72,7 @@ class GeminiManager:
         self.num_gradients = 0  # that arrived since the model was wrapped
         self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
+        self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
         self.observer: StepObserver | None = None
         self.snapshot: Snapshot = NO_SNAPSHOT
         living.remember(self)

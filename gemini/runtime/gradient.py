@@ -109,7 +109,7 @@ class SlotGradient:
         self._await_update()
         if self._loose is not None:
             self._loose.add_(grad)
-        elif self._manager.resident and not self._in_chunk:
+        elif self._manager.resident and not self._in_chunk and not self._manager.gradients_are_lent:
             self._set_loose(grad)
         else:
             self._write(grad, add=self._in_chunk)
