@@ -2,6 +2,7 @@
 // what it does is in cuda_block.inc, and the arithmetic in element.inc.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -241,6 +242,17 @@ class TableBytes {
   std::vector<std::byte> bytes_;
 };
 
+// Up to so much from pageable memory CUDA takes along; for more it may wait for the stream.
+constexpr size_t kTakenAlong = 64 << 10;
+
+void copy_table(std::byte* to, const std::vector<std::byte>& from, cudaStream_t stream) {
+  for (size_t done = 0; done < from.size(); done += kTakenAlong) {
+    const size_t nbytes = std::min(kTakenAlong, from.size() - done);
+    check(cudaMemcpyAsync(to + done, from.data() + done, nbytes, cudaMemcpyHostToDevice, stream),
+          "copying the table of tensors");
+  }
+}
+
 void launch_kernel(const CudaPlan& plan, const CudaLaunch& launch, Table table,
                    cudaStream_t stream) {
   const Kernel kernel = choose_kernel(plan.rows[static_cast<size_t>(launch.first_row)].range);
@@ -264,10 +276,7 @@ void cuda_adam_step(std::span<const AdamJob> jobs, uintptr_t stream_handle, bool
   const TableBytes staged(plan);
   const StreamBytes memory(device, staged.bytes().size(), stream);
   const Table table = staged.at(memory.address());
-  // From pageable memory: CUDA has read it all when the call returns.
-  check(cudaMemcpyAsync(memory.address(), staged.bytes().data(), staged.bytes().size(),
-                        cudaMemcpyHostToDevice, stream),
-        "copying the table of tensors");
+  copy_table(memory.address(), staged.bytes(), stream);
   for (const CudaLaunch& launch : plan.launches) launch_kernel(plan, launch, table, stream);
   if (all_finite == nullptr) return;
   uint32_t not_finite = 0;

@@ -15,6 +15,7 @@
 #include "gpu/cuda_driver.h"
 #include "gpu/gpu_engine.h"
 #include "gpu/simulated_gpu.h"
+#include "gpu/simulated_turn.h"
 
 namespace py = pybind11;
 
@@ -137,6 +138,9 @@ void bind_gpu_memory(py::module_& m) {
       .def_property_readonly("address", &GpuSpace::address)
       .def_property_readonly("reserved_bytes", &GpuSpace::reserved_bytes);
   py::class_<GpuArena>(m, "GpuArena", "GPU memory of one budget, recycled between windows.")
+      .def_property_readonly_static(
+          "most_blocks", [](const py::object&) { return GpuArena::kMostBlocks; },
+          "How many blocks a window is made of at most.")
       .def(py::init([](const Gpu& gpu, int64_t capacity_bytes, int64_t unit_bytes) {
              return std::make_unique<GpuArena>(gpu.lanes, capacity_bytes, unit_bytes);
            }),

@@ -111,12 +111,13 @@ class CudaDriver : public GpuDriver {
   }
   void map(GpuAddress address, int64_t nbytes, Block block) override {
     const Entered entered(*this);
-    const auto size = static_cast<size_t>(nbytes);
-    check(calls().map(address, size, 0, block, 0), "map memory");
+    check(calls().map(address, static_cast<size_t>(nbytes), 0, block, 0), "map memory");
+  }
+  void allow(GpuAddress address, int64_t nbytes) override {
+    const Entered entered(*this);
     const Access access{{kLocationDevice, device_}, kAccessReadWrite};
-    const Result result = calls().set_access(address, size, &access, 1);
-    if (result != kSuccess) calls().unmap(address, size);
-    check(result, "give access to memory");
+    check(calls().set_access(address, static_cast<size_t>(nbytes), &access, 1),
+          "give access to memory");
   }
   void unmap(GpuAddress address, int64_t nbytes) override {
     const Entered entered(*this);

@@ -11,7 +11,6 @@
 namespace gemini {
 namespace {
 
-constexpr int64_t kMostBlocks = 16;  // of a window: each costs two calls of the driver
 constexpr int kPoisonLevel = 3;
 constexpr uint8_t kPoison = 0xFF;
 
@@ -33,14 +32,28 @@ void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks) {
   if (poisoned_ || shown_.size() != blocks.size()) hide(lanes);
   shown_.resize(blocks.size());
   const int64_t nbytes = blocks.front()->nbytes();
-  for (size_t place = 0; place < blocks.size(); ++place) {
-    const std::shared_ptr<GpuBlock>& block = blocks[place];
-    if (shown_[place] == block) continue;
-    hide(lanes, place);
-    block->shown_by.reserve(block->shown_by.size() + 1);
-    lanes.driver().map(address_ + place * static_cast<uint64_t>(nbytes), nbytes, block->handle());
-    shown_[place] = block;
-    block->shown_by.push_back(this);
+  const auto address = [&](size_t place) {
+    return address_ + place * static_cast<uint64_t>(nbytes);
+  };
+  size_t first = blocks.size();  // of the places that changed, and the one behind the last
+  size_t behind = 0;
+  try {
+    for (size_t place = 0; place < blocks.size(); ++place) {
+      const std::shared_ptr<GpuBlock>& block = blocks[place];
+      if (shown_[place] == block) continue;
+      hide(lanes, place);
+      block->shown_by.reserve(block->shown_by.size() + 1);
+      lanes.driver().map(address(place), nbytes, block->handle());
+      shown_[place] = block;
+      block->shown_by.push_back(this);
+      first = std::min(first, place);
+      behind = place + 1;
+    }
+    lanes.driver().allow(address(first), static_cast<int64_t>(behind - first) * nbytes);
+  } catch (...) {
+    // What is mapped without access must not pass for shown.
+    for (size_t place = first; place < behind; ++place) hide(lanes, place);
+    throw;
   }
 }
 
@@ -78,6 +91,7 @@ void GpuPoison::map(GpuAddress address, int64_t nbytes) {
     for (; done < nbytes; done += unit) {
       driver.map(address + static_cast<uint64_t>(done), unit, block_->handle());
     }
+    driver.allow(address, nbytes);
   } catch (...) {
     unmap(address, done);
     throw;

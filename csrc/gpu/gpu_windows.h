@@ -133,11 +133,13 @@ class GpuSpace {
 
 // The GPU memory of one budget: blocks that are recycled between windows. A window gets as many of
 // `unit_bytes` as it is long, so that any of them serves any window; where that does not come out
-// even, or makes more than 16, or without a unit, one block of its own size, which serves windows
-// of that size alone.
-// mapped_bytes() + parked_bytes() <= capacity() at every moment. Not thread-safe.
+// even, or makes more than kMostBlocks, or without a unit, one of its own size, which serves
+// windows of that size alone. mapped_bytes() + parked_bytes() <= capacity() at every moment. Not
+// thread-safe.
 class GpuArena {
  public:
+  static constexpr int64_t kMostBlocks = 16;  // of a window: each costs calls of the driver
+
   GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int64_t unit_bytes = 0);
   GpuArena(const GpuArena&) = delete;
   GpuArena& operator=(const GpuArena&) = delete;

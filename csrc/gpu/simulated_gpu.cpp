@@ -241,11 +241,26 @@ void SimulatedGpu::map(GpuAddress address, int64_t nbytes, Block block) {
   if (state_->mappings.contains(address)) throw Error("the address is mapped already");
   if (!state_->blocks.contains(block)) throw Error("there is no such block");
   void* const mapped =
-      ::mmap(memory_at(address), static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE,
-             MAP_SHARED | MAP_FIXED, state_->file.get(), static_cast<off_t>(block - 1));
+      ::mmap(memory_at(address), static_cast<size_t>(nbytes), PROT_NONE, MAP_SHARED | MAP_FIXED,
+             state_->file.get(), static_cast<off_t>(block - 1));
   if (mapped == MAP_FAILED) fail("map memory");
   state_->mappings[address] = {nbytes, block};
   ++state_->num_maps;
+}
+
+void SimulatedGpu::allow(GpuAddress address, int64_t nbytes) {
+  const std::lock_guard lock(state_->mutex);
+  const GpuAddress end = address + static_cast<uint64_t>(nbytes);
+  auto mapping = state_->mappings.find(address);
+  GpuAddress reached = address;
+  while (mapping != state_->mappings.end() && mapping->first == reached && reached < end) {
+    reached += static_cast<uint64_t>(mapping->second.first);
+    ++mapping;
+  }
+  if (reached != end) throw Error("not all of the range is mapped");
+  if (::mprotect(memory_at(address), static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE) != 0) {
+    fail("give access to memory");
+  }
 }
 
 void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
@@ -350,37 +365,6 @@ void SimulatedGpu::copy(GpuAddress dst, GpuAddress src, int64_t nbytes, Stream s
 void SimulatedGpu::fill(GpuAddress address, uint8_t value, int64_t nbytes, Stream stream) {
   launch(stream, {{address, nbytes}},
          [=] { std::memset(memory_at(address), value, static_cast<size_t>(nbytes)); });
-}
-
-struct SimulatedTurn::Progress {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool begun = false;     // guarded by mutex
-  bool finished = false;  // guarded by mutex
-};
-
-SimulatedTurn::SimulatedTurn(SimulatedGpu& gpu, GpuDriver::Stream stream,
-                             std::vector<GpuRange> ranges)
-    : progress_(std::make_shared<Progress>()) {
-  gpu.launch(stream, std::move(ranges), [progress = progress_] {
-    std::unique_lock lock(progress->mutex);
-    progress->begun = true;
-    progress->changed.notify_all();
-    progress->changed.wait(lock, [&] { return progress->finished; });
-  });
-}
-
-SimulatedTurn::~SimulatedTurn() { finish(); }
-
-void SimulatedTurn::await() {
-  std::unique_lock lock(progress_->mutex);
-  progress_->changed.wait(lock, [&] { return progress_->begun; });
-}
-
-void SimulatedTurn::finish() {
-  const std::lock_guard lock(progress_->mutex);
-  progress_->finished = true;
-  progress_->changed.notify_all();
 }
 
 }  // namespace gemini

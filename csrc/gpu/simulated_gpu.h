@@ -28,7 +28,8 @@ struct GpuRange {
 // given to it is carried out at once, and it waits for an event by blocking.
 //
 // Checks what a GPU would punish: unmapping a range that work under way uses throws Error, as does
-// mapping what is mapped and destroying twice.
+// mapping what is mapped, and giving access to what is not. To use what no access was given to ends
+// the process.
 class SimulatedGpu : public GpuDriver {
  public:
   explicit SimulatedGpu(SimulatedGpuOptions options = {});
@@ -51,6 +52,7 @@ class SimulatedGpu : public GpuDriver {
   [[nodiscard]] Block create_block(int64_t nbytes) override;
   void destroy_block(Block block) noexcept override;
   void map(GpuAddress address, int64_t nbytes, Block block) override;
+  void allow(GpuAddress address, int64_t nbytes) override;
   void unmap(GpuAddress address, int64_t nbytes) override;
   [[nodiscard]] char* allocate_pinned(int64_t nbytes) override;
   void free_pinned(char* memory, int64_t nbytes) noexcept override;
@@ -72,26 +74,6 @@ class SimulatedGpu : public GpuDriver {
 
   const SimulatedGpuOptions options_;
   std::unique_ptr<State> state_;
-};
-
-// Work of a stream that is done by whoever has the turn, on any thread. Until it is finished, or
-// gone, the stream does nothing else.
-class SimulatedTurn {
- public:
-  // Takes the next turn on the stream, for work that uses `ranges`.
-  SimulatedTurn(SimulatedGpu& gpu, GpuDriver::Stream stream, std::vector<GpuRange> ranges);
-  ~SimulatedTurn();
-  SimulatedTurn(const SimulatedTurn&) = delete;
-  SimulatedTurn& operator=(const SimulatedTurn&) = delete;
-
-  // Blocks until the stream has come to it.
-  void await();
-  // Idempotent.
-  void finish();
-
- private:
-  struct Progress;
-  std::shared_ptr<Progress> progress_;
 };
 
 }  // namespace gemini

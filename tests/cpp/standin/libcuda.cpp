@@ -242,10 +242,12 @@ EXPORTED Result cuMemSetAccess(DevicePtr address, size_t nbytes, const Access* a
                                size_t count) {
   return in_context([&](Library& own) -> Result {
     const std::lock_guard lock(own.mutex);
-    const auto mapping = own.mappings.find(address);
-    if (mapping == own.mappings.end() || mapping->second.nbytes != nbytes) return kInvalidValue;
     if (count != 1 || access->flags != kAccessReadWrite) return kInvalidValue;
-    mapping->second.accessible = access->location.id == kDevice;
+    if (access->location.id != kDevice) return kInvalidValue;
+    own.gpu.allow(address, static_cast<int64_t>(nbytes));
+    for (auto& [first, mapping] : own.mappings) {
+      if (first >= address && first < address + nbytes) mapping.accessible = true;
+    }
     return kSuccess;
   });
 }
