@@ -4,7 +4,7 @@ from gemini._C."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import ClassVar, overload
 
 from gemini._C import AsyncFile, Link, TransferResult
 
@@ -58,6 +58,7 @@ class GpuSpace:
     def reserved_bytes(self) -> int: ...
 
 class GpuArena:
+    most_blocks: ClassVar[int]
     def __init__(self, gpu: Gpu, capacity_bytes: int, unit_bytes: int = 0) -> None: ...
     def map(self, window: GpuWindow, *, zero: bool = False) -> None: ...
     def map_incoming(self, window: GpuWindow) -> None: ...

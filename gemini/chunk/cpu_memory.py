@@ -9,6 +9,7 @@ import torch
 from gemini import _C
 from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
+from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory
 from gemini.device import free_memory_bytes
 from gemini.memstats import MemoryMonitor, ProcessMonitor
@@ -130,6 +131,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     block_bytes = 4096
+    align_bytes = TENSOR_ALIGN_BYTES
     has_own_memory = False
     processors = ()
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import combinations_with_replacement
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -15,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from gemini import _C
 from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
+from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory
 from gemini.device import (
     AllocatorMonitor,
@@ -47,16 +50,31 @@ _DLPACK_TYPES = {
 }
 
 
+# Libraries choose kernels by the alignment of operands up to this much; torch's allocator gives 512.
+_ALIGN_BYTES = 256
+
+
 class _Life:
     """What a storage over a window keeps."""
 
     __slots__ = ("__weakref__",)
 
 
-def _common_block(sizes: Sequence[int], granularity: int) -> int:
-    """Return the bytes of blocks that chunks of ``sizes`` can all be made of, so that the memory of any is
-    good for any."""
-    return math.gcd(*(-(-size // granularity) * granularity for size in sizes))
+def common_block(sizes: Sequence[int], granularity: int) -> int:
+    """Return the bytes of blocks that the most bytes of chunks of ``sizes`` can be made of, so that the
+    memory of one such chunk is good for any other; of equals the largest. The rest have blocks of their own
+    sizes (see GpuArena)."""
+    bytes_by_span: Counter[int] = Counter()
+    for size in sizes:
+        span = -(-size // granularity) * granularity
+        bytes_by_span[span] += span
+    units = {math.gcd(*pair) for pair in combinations_with_replacement(bytes_by_span, 2)}
+
+    def served_bytes(unit: int) -> int:
+        most = unit * _C.GpuArena.most_blocks
+        return sum(nbytes for span, nbytes in bytes_by_span.items() if span % unit == 0 and span <= most)
+
+    return max(units, key=lambda unit: (served_bytes(unit), unit), default=0)
 
 
 class GpuMemory:
@@ -78,7 +96,7 @@ class GpuMemory:
         self._spare = spare
         self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
         self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # of whole blocks
-        self._arena = _C.GpuArena(gpu, budgets.device_bytes, _common_block(sizes, gpu.granularity))
+        self._arena = _C.GpuArena(gpu, budgets.device_bytes, common_block(sizes, gpu.granularity))
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
         self._has_host = budgets.host_bytes > 0
         self._engine = _C.GpuEngine(gpu, file.native if file is not None else None)
@@ -220,6 +238,7 @@ class CudaDevice:
     """An NVIDIA GPU. See :class:`gemini.chunk.memory.ComputeDevice`."""
 
     has_own_memory = True
+    align_bytes = _ALIGN_BYTES
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         """Open it; ``pin``: whether HOST memory is page-locked. Raises GeminiError where there is no driver
@@ -270,6 +289,7 @@ class SimulatedDevice:
     name = "simulated GPU"
     torch_device = torch.device("cpu")
     has_own_memory = True
+    align_bytes = TENSOR_ALIGN_BYTES  # its tensors are the CPU's
 
     def __init__(
         self,

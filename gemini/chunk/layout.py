@@ -57,20 +57,21 @@ class ChunkLayout:
         *,
         itemsize: int,
         order: Sequence[str] | None = None,
+        align_bytes: int = TENSOR_ALIGN_BYTES,
     ) -> ChunkLayout:
         """Pack tensors (or bare shapes) one after the other, each chunk a continuous run of them.
 
         Order is the given one (initialization order), or ``order`` (names by first use in execution); names
         missing from ``order`` follow at the end as given. ``itemsize`` is that of the *smallest* element of
-        any chunk kind: every offset is then 64-byte aligned and every chunk a whole number of 4 KiB pages in
-        that kind and in all wider ones. ``chunk_numel`` is rounded up to such a page. Only shapes and strides
-        are read: tensors may be on ``meta``. Raises ConfigError for duplicate names or tensors, lazy or
-        sparse parameters, and unknown names in ``order``.
+        any chunk kind: every offset is then a multiple of ``align_bytes`` (a power of two up to a page) and
+        every chunk a whole number of 4 KiB pages in that kind and in all wider ones. ``chunk_numel`` is
+        rounded up to such a page. Only shapes and strides are read: tensors may be on ``meta``. Raises
+        ConfigError for duplicate names or tensors, lazy or sparse parameters, and unknown names in ``order``.
         """
         page_numel = page_elements(itemsize)
         if chunk_numel <= 0:
             raise ConfigError(f"chunk_numel is {chunk_numel}; a chunk holds at least one element")
-        packer = _Packer(round_up(chunk_numel, page_numel), align_elements(itemsize), page_numel)
+        packer = _Packer(round_up(chunk_numel, page_numel), align_elements(itemsize, align_bytes), page_numel)
         for name, tensor in _in_order(_checked(named_tensors), order):
             packer.add(name, *_geometry(name, tensor))
         packer.close_run()
@@ -169,16 +170,16 @@ def occupied_elements(numel: int) -> int:
     return max(numel, 1)
 
 
-def align_elements(itemsize: int) -> int:
+def align_elements(itemsize: int, align_bytes: int = TENSOR_ALIGN_BYTES) -> int:
     """Return the unit of tensor offsets in elements of ``itemsize`` bytes; ConfigError for odd sizes."""
     if itemsize not in (1, 2, 4, 8, 16):
         raise ConfigError(f"itemsize is {itemsize}; elements of 1, 2, 4, 8 or 16 bytes are supported")
-    return TENSOR_ALIGN_BYTES // itemsize
+    return align_bytes // itemsize
 
 
 def page_elements(itemsize: int) -> int:
     """Return the unit of chunk sizes in elements of ``itemsize`` bytes; ConfigError as ``align_elements``."""
-    return align_elements(itemsize) * (CHUNK_ALIGN_BYTES // TENSOR_ALIGN_BYTES)
+    return align_elements(itemsize, CHUNK_ALIGN_BYTES)
 
 
 def _checked(

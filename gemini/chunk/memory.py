@@ -148,6 +148,11 @@ class ComputeDevice(Protocol):
         """What chunk sizes are multiples of."""
 
     @property
+    def align_bytes(self) -> int:
+        """What addresses of tensors in a chunk are multiples of: as those of tensors that have memory of
+        their own, as far as kernels look, which may choose by it how they add up."""
+
+    @property
     def has_own_memory(self) -> bool:
         """Whether DEVICE is other memory than HOST. There torch keeps what operators have given up: the most
         that they took counts at every moment."""

@@ -18,6 +18,7 @@ import torch
 
 from gemini.chunk.layout import (
     CHUNK_ALIGN_BYTES,
+    TENSOR_ALIGN_BYTES,
     align_elements,
     occupied_elements,
     page_elements,
@@ -65,6 +66,7 @@ def search_chunk_size(
     hidden_dim: int | None = None,
     itemsize: int = 4,
     max_chunk_bytes: int | None = None,
+    align_bytes: int = TENSOR_ALIGN_BYTES,
     verbose: bool = False,
 ) -> SearchResult:
     """Return the chunk size between the minimum and the minimum plus the range that wastes least.
@@ -74,14 +76,15 @@ def search_chunk_size(
     chunk kind, and the ``_mb`` (2**20 bytes) and ``_bytes`` arguments are sizes of a chunk of that kind.
     ``max_chunk_bytes`` caps every candidate; where the minimum is above it, the range is from half of it to
     all of it. A model that fits into the minimum gets one chunk of its own size. A tensor larger than the
-    chunk has its own and wastes padding only; whether it fits a budget is not asked here. ``verbose`` logs
+    chunk has its own and wastes padding only; whether it fits a budget is not asked here. ``align_bytes`` is
+    that of :meth:`ChunkLayout.build`. ``verbose`` logs
     the lines of the report at INFO; :meth:`SearchResult.report` is what writes them to standard output.
     Raises ConfigError for sizes that allow no chunk at all.
     """
     begin = time.perf_counter()
     numels = _numels_of(params_or_numels)
     used_numel = sum(numels)
-    sizes = [round_up(occupied_elements(numel), align_elements(itemsize)) for numel in numels]
+    sizes = [round_up(occupied_elements(numel), align_elements(itemsize, align_bytes)) for numel in numels]
     page_numel = page_elements(itemsize)
     smallest, largest = _bounds(search_range_mb, min_chunk_size_mb, itemsize, max_chunk_bytes)
     total = round_up(max(sum(sizes), 1), page_numel)

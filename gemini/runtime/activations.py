@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 # than half of a GPU's block.
 _SMALLEST_BYTES = 64 * 1024
 
-# Bytes begin in a chunk as far after a multiple of this as they did in their own memory: kernels may sum in
-# another order where the alignment differs.
-_ALIGN_BYTES = 64
-
 # The share of DEVICE that a step may leave behind in the allocator's heap before it is trimmed: memory that
 # is free but, between smaller pieces in use, still resident. Trimming costs page faults.
 _SLACK_SHARE = 8
@@ -64,12 +60,13 @@ class Parcel:
         "tensor",
     )
 
-    def __init__(self, saved: torch.Tensor, place: tuple[Chunk, int], gone: deque[Chunk]) -> None:
+    def __init__(self, saved: torch.Tensor, pad: int, place: tuple[Chunk, int], gone: deque[Chunk]) -> None:
+        """``pad``: how far behind the begin of the chunk the bytes begin."""
         self._gone = gone
         self.chunk, self.tensor = place
         self.start = int(saved.storage_offset()) * saved.itemsize
         self.stop = self.start + span_bytes(saved)
-        self.pad = saved.data_ptr() % _ALIGN_BYTES
+        self.pad = pad
         self._source = StorageWeakRef(saved.untyped_storage())  # no other storage gets its id meanwhile
         self._version = Version(saved)
         self.fate = Fate()
@@ -215,15 +212,16 @@ class ActivationOffload:
         manager = self._manager
         if self.waiting:
             self.settle()
-        place = self._pool.take(span_bytes(tensor) + tensor.data_ptr() % _ALIGN_BYTES)
-        parcel = Parcel(tensor, place, self._gone)
+        # Aligned as they were in their own memory: kernels may sum in another order where that differs.
+        pad = tensor.data_ptr() % manager.chunks.device.align_bytes
+        parcel = Parcel(tensor, pad, self._pool.take(span_bytes(tensor) + pad), self._gone)
         with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
             since = time.perf_counter()
             parcel.fill(tensor)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._leave_behind(parcel.chunk)
         if self.recompute is not None:
-            self.recompute.note_copy(place[0].spec.nbytes, time.perf_counter() - since)
+            self.recompute.note_copy(parcel.chunk.spec.nbytes, time.perf_counter() - since)
         return parcel, parcel.pad
 
     def _leave_behind(self, chunk: Chunk) -> None:

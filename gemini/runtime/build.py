@@ -173,9 +173,10 @@ def draw_blueprint(
         hidden_dim=config.hidden_dim,
         itemsize=itemsize,
         max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
+        align_bytes=device.align_bytes,
         verbose=config.verbose,
     )
-    groups = _group(params, config, found.chunk_numel, itemsize)
+    groups = _group(params, config, found.chunk_numel, itemsize, device.align_bytes)
     sizes = model_data_sizes(groups, found.chunk_numel, share, device.block_bytes)
     operator_bytes, operator_name = largest_operator(module, groups, device.block_bytes)
     gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
@@ -213,7 +214,11 @@ def _dtype(param: nn.Parameter, config: GeminiConfig) -> torch.dtype:
 
 
 def _group(
-    params: Sequence[tuple[str, nn.Parameter]], config: GeminiConfig, chunk_numel: int, itemsize: int
+    params: Sequence[tuple[str, nn.Parameter]],
+    config: GeminiConfig,
+    chunk_numel: int,
+    itemsize: int,
+    align_bytes: int,
 ) -> list[GroupSpec]:
     """Split parameters by (dtype, trainable) and lay out each part."""
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
@@ -227,6 +232,7 @@ def _group(
                 chunk_numel,
                 itemsize=itemsize,
                 order=[name for name in order if name in dict(members)] or None,
+                align_bytes=align_bytes,
             ),
             dtype=dtype,
             trainable=trainable,

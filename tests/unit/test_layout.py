@@ -21,13 +21,13 @@ def named(numels: list[int]) -> list[tuple[str, tuple[int, ...]]]:
     return [(f"p{i}", (numel,)) for i, numel in enumerate(numels)]
 
 
-@given(NUMELS, st.integers(1, 6000), st.sampled_from(ITEMSIZES))
+@given(NUMELS, st.integers(1, 6000), st.sampled_from(ITEMSIZES), st.sampled_from([TENSOR_ALIGN_BYTES, 256]))
 def test_every_tensor_is_aligned_and_every_chunk_is_pages_in_all_wider_kinds(
-    numels: list[int], chunk_numel: int, itemsize: int
+    numels: list[int], chunk_numel: int, itemsize: int, align_bytes: int
 ) -> None:
-    layout = ChunkLayout.build(named(numels), chunk_numel, itemsize=itemsize)
+    layout = ChunkLayout.build(named(numels), chunk_numel, itemsize=itemsize, align_bytes=align_bytes)
     for wider in (size for size in ITEMSIZES if size >= itemsize):
-        assert all(slot.offset * wider % TENSOR_ALIGN_BYTES == 0 for slot in layout.slots)
+        assert all(slot.offset * wider % align_bytes == 0 for slot in layout.slots)
         assert all(numel * wider % CHUNK_ALIGN_BYTES == 0 for numel in layout.chunk_numels)
 
 

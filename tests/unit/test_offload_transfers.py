@@ -314,7 +314,7 @@ def test_an_offloader_that_is_dropped_ends_its_transfers_first(tmp_path: Path) -
     assert torch.equal(tensor, want)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_gpu_memory_is_released_and_comes_back(tmp_path: Path) -> None:
     tensors = [torch.randn(numel, device="cuda") for numel in (0, 7, 5000, 9_000_001)]
     want = [tensor.clone() for tensor in tensors]
