@@ -16,8 +16,12 @@ from gemini.errors import ConfigError, DeviceFullError
 # Left to the interpreter, the page cache and other processes when no budget is given.
 FREE_MARGIN = 0.10
 
-# Torch has no type of its own for it.
-_CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
+# For these torch has no type of its own: the CPU's memory; what a kernel needs to be loaded; cuBLAS.
+_IS_FULL = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 _ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -83,9 +87,9 @@ def default_budget_bytes(free_bytes: int | None = None) -> int:
 def ran_out_of_memory(error: BaseException) -> bool:
     """Say whether ``error`` is that the computing device had no memory left, for an operator or for a chunk.
     That something does not fit a budget is another thing."""
-    if isinstance(error, RuntimeError) and _CPU_IS_FULL in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, DeviceFullError)):
         return True
-    return isinstance(error, (torch.OutOfMemoryError, DeviceFullError))
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _IS_FULL)
 
 
 def asked_bytes(error: BaseException) -> int:

@@ -132,12 +132,14 @@ cpp_tests() {
     && { GEMINI_NEEDS_GPU=1 build/cpp-gpu/cuda_driver_test || return 1; }  # ctest has a stand-in for the driver
 }
 
-# A skipped test is a failure here: this machine has what they need.
+# A skipped test is a failure here: this machine has what they need, but for those of several GPUs.
 gpu_tests() {
   local report=build/gpu_tests.txt
   "$python" -m pytest -m cuda -rs --color=no tests | tee "$report"
   [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
-  if grep -q '^SKIPPED' "$report"; then echo "skipped tests that should have run"; return 1; fi
+  if grep '^SKIPPED' "$report" | grep -qv 'needs two GPUs'; then echo "skipped tests that should have run"; return 1; fi
+  grep -q 'needs two GPUs' "$report" && echo "one GPU: NCCL was not tried"
+  return 0
 }
 
 bench_adam() { "$python" -m gemini.cli.main bench adam --device cuda --out "$result" ${quick[@]+"${quick[@]}"}; }

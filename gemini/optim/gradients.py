@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils._foreach_utils import _has_foreach_support
 
 from gemini.errors import ConfigError
 from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
@@ -92,13 +93,22 @@ def total_norm(
     norms: dict[ManagedSlot, torch.Tensor] = {}
 
     def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
-        norms[slot] = torch.linalg.vector_norm(scaled(grad, scale), norm_type)
+        norms[slot] = _norm_as_torch_takes_it(scaled(grad, scale), norm_type)
 
     visit_gradients(storage, manager, measure)
     if not norms:
         return torch.tensor(0.0)
     each = torch.stack([norms[slot] for slot in order if slot in norms])
     norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    return norm
+
+
+def _norm_as_torch_takes_it(values: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of one gradient by the kernel that ``get_total_norm`` runs on its device: one for lists
+    of tensors adds up in another order than that for one."""
+    if _has_foreach_support([values], values.device):
+        return torch._foreach_norm([values], norm_type)[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type)
     return norm
 
 

@@ -104,13 +104,14 @@ def wrap(build: Callable[[], nn.Module], recipe: Recipe, **options: Any) -> tupl
 
 def train_step(model: GeminiDDP, optimizer: GeminiOptimizer, recipe: Recipe, step: int) -> list[float]:
     """Train one step on this rank's part; return the losses averaged over the ranks."""
-    losses = []
+    losses, device = [], model.device.torch_device
     for micro in range(recipe.accumulate):
         last = micro == recipe.accumulate - 1
         with model.no_sync() if recipe.no_sync and not last else nullcontext():
-            loss = model(own_part(batch(step * recipe.accumulate + micro))).float().square().mean()
+            inputs = own_part(batch(step * recipe.accumulate + micro)).to(device)
+            loss = model(inputs).float().square().mean()
             optimizer.backward(loss)
-        losses.append(mean_over_ranks(loss.item()))
+        losses.append(mean_over_ranks(loss.item(), device))
     if recipe.clip is not None:
         optimizer.clip_grad_by_norm(recipe.clip)
     optimizer.step()
@@ -128,9 +129,10 @@ def train_sharded(
         return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def mean_over_ranks(value: float) -> float:
-    """Return the mean of a number over the ranks, in double precision."""
-    total = torch.tensor([value], dtype=torch.float64)
+def mean_over_ranks(value: float, device: torch.device | None = None) -> float:
+    """Return the mean of a number over the ranks, in double precision; ``device``: whose memory the default
+    group takes."""
+    total = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 

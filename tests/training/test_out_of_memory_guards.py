@@ -209,6 +209,9 @@ def test_the_cpu_and_the_gpu_say_how_much_they_lack() -> None:
     assert asked_bytes(full.value) == 2**50
     assert asked_bytes(torch.OutOfMemoryError(NO_MEMORY)) == 64 * KIB
     assert asked_bytes(torch.OutOfMemoryError("who knows")) == 0
+    # Of a kernel that is loaded when it is used first, and of a library's own memory.
+    assert ran_out_of_memory(RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"))
+    assert ran_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert not ran_out_of_memory(OutOfBudgetError("a budget that was kept to"))
     assert not ran_out_of_memory(RuntimeError("something else"))
 
