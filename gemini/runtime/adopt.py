@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,8 @@ from gemini.runtime.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
 
 logger = logging.getLogger(__name__)
+
+_AS_IT_IS = nullcontext()
 
 
 def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -301,7 +303,8 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
         is_watched = len(param._post_accumulate_grad_hooks or ()) > 1
     if grad is not None:
         manager = slot.param_ref.manager
-        with torch.no_grad():
+        # A backward pass has gradients off by itself, unless it is to be differentiated.
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             slot.trainable_grad.collect(grad)
             del grad
             if manager.watcher is not None:

@@ -216,7 +216,7 @@ def hook_backward(
             if node in seen or node in older:
                 continue
             seen.append(node)
-            if node.name() not in _SAVES_NO_WEIGHT:
+            if type(node).__name__ not in _SAVES_NO_WEIGHT:
                 pin, unpin = manager.backward_pins.hooks(tensors)
                 node.register_prehook(pin)
                 node.register_hook(unpin)

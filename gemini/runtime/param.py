@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
-from gemini.runtime.backward import hook_backward, nodes_so_far
+from gemini.runtime.backward import hook_backward, next_node_number, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
 
@@ -93,7 +93,7 @@ class ManagedParameter(torch.nn.Parameter):
 
 
 MANAGED = frozenset((ManagedTensor, ManagedParameter))
-_LEAVES = frozenset((torch.Tensor, type(None), bool, int, float, str))  # hold no managed tensor; for speed
+_LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,8 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
-    operands = operands_of(args, kwargs)
+    given: list[Any] | None = [] if torch.is_grad_enabled() else None
+    operands = operands_of(args, kwargs, given)
     if not operands:
         raise ConfigError(
             f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
@@ -143,13 +144,18 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         with PlainTensors():
             out = func(*args, **kwargs)
             return adopt(out, operands)
-    return _operate(func, args, kwargs, operands)
+    return _operate(func, args, kwargs, operands, given)
 
 
 def _operate(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: list[Any],
+    given: list[Any] | None,
 ) -> Any:
-    """Run one operator with its managed operands pinned; see that its backward nodes do the same."""
+    """Run one operator with its managed operands pinned; see that its backward nodes do the same, if there
+    will be any. ``given``: the nodes that made its other operands, None without gradients."""
     ref = operands[0]._ref
     manager, tensors = ref.manager, ref.tensors
     for operand in operands[1:]:
@@ -160,9 +166,9 @@ def _operate(
     with PlainTensors():
         versions = [operand._version for operand in operands]
         pinned = not manager.resident
-        # Without gradients nothing depends on the operands, and asking a view that was written to for its
-        # node is an error.
-        nodes = nodes_so_far((args, kwargs)) if pinned and torch.is_grad_enabled() else None
+        if given is not None and pinned:
+            given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
+        first_node = next_node_number()
         if pinned:
             manager.pre_op(tensors)
         try:
@@ -175,8 +181,8 @@ def _operate(
                     manager.pre_op(tensors)
             if pinned or written:
                 manager.post_op(tensors, written)
-        if nodes is not None:
-            hook_backward(out, nodes, manager, tensors, (args, kwargs))
+        if given is not None and pinned:
+            hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
         return adopt(out, operands)
 
 
@@ -247,8 +253,9 @@ def _written(operands: list[Any], versions: list[int]) -> list[int]:
     return [o._ref.tensors[0] for o, version in zip(operands, versions, strict=True) if o._version != version]
 
 
-def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the managed tensors among the arguments, also inside lists, tuples and dicts."""
+def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | None = None) -> list[Any]:
+    """Return the managed tensors among the arguments, also inside lists, tuples and dicts. The autograd nodes
+    that made the others are added to ``given``."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -256,12 +263,16 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
             found.append(arg)
         elif kind in _LEAVES:
             continue
+        elif isinstance(arg, torch.Tensor):
+            # Without gradients, where asking a view that was written to is an error, nobody asks.
+            if given is not None and (node := arg.grad_fn) is not None:
+                given.append(node)
         elif isinstance(arg, (list, tuple)):
-            found.extend(operands_of(arg, {}))
+            found.extend(operands_of(arg, {}, given))
         elif isinstance(arg, dict):
-            found.extend(operands_of(arg.values(), {}))
+            found.extend(operands_of(arg.values(), {}, given))
     if kwargs:
-        found.extend(operands_of(kwargs.values(), {}))
+        found.extend(operands_of(kwargs.values(), {}, given))
     return found
 
 
