@@ -131,6 +131,16 @@ def train(model: nn.Module, optimizer: Any, device: torch.device, steps: range =
     return losses
 
 
+def raise_in_an_operator(model: GeminiDDP, device: torch.device) -> None:
+    """Run a forward pass whose third layer is given too few columns: a shape is refused when the operator is
+    called, by every device and torch, while a type may be found wrong only where values are computed."""
+    layer: nn.Module = model.module.layers[2]
+    narrowed = layer.register_forward_pre_hook(lambda _, given: given[0][..., 1:])
+    with pytest.raises(RuntimeError, match=str(WIDTH - 1)):
+        network_loss(model, 0, device)
+    narrowed.remove()
+
+
 def optimizer_of(model: GeminiDDP, **options: Any) -> GeminiOptimizer:
     """Return the optimizer of a managed network; all updates are the GPU's where nothing else is said."""
     options = {"gpu_margin_mem_ratio": None, **options}
