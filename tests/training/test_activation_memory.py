@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -155,8 +154,9 @@ def peak_bytes_of_a_step(offload: bool, tmp_path: Path) -> int:
 def test_resident_memory_falls_by_what_leaves_device(tmp_path: Path) -> None:
     saved_bytes = 24 * 2 * 2 * 2**20  # the inputs of every linear layer and every GELU
     # Each in a process of its own: what earlier tests have left in the heap would be used first.
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-        plain, offloaded_peak = processes.map(peak_bytes_of_a_step, (False, True), (tmp_path, tmp_path))
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        given = [(False, tmp_path), (True, tmp_path)]
+        plain, offloaded_peak = processes.starmap(peak_bytes_of_a_step, given, chunksize=1)
     assert plain > saved_bytes
     assert offloaded_peak < plain - saved_bytes * 3 // 4
 
