@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 # than half of a GPU's block.
 _SMALLEST_BYTES = 64 * 1024
 
+# How many times what a tensor with gaps spans may be stored for others that lie in them.
+_MOST_FOR_WHOLE = 1.25
+
 # The share of DEVICE that a step may leave behind in the allocator's heap before it is trimmed: memory that
 # is free but, between smaller pieces in use, still resident. Trimming costs page faults.
 _SLACK_SHARE = 8
@@ -44,13 +47,45 @@ _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
 _MANAGED = frozenset((ManagedTensor, ManagedParameter))
 
 
+class Extent(NamedTuple):
+    """Bytes ``[start, stop)`` of a storage; all are one tensor's, which may have views, where ``whole`` says
+    so."""
+
+    start: int
+    stop: int
+    whole: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Extent:
+        """Return what to store for a tensor. One with gaps spans what lies in them, often saved as well:
+        query, key and value of one projection span almost all of it each, and share one copy of it all."""
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        own = cls(start, start + span_bytes(tensor))
+        base = tensor._base
+        has_gaps = tensor.nbytes < own.stop - own.start
+        if not has_gaps or base is None or base.layout is not torch.strided:
+            return own
+        start = int(base.storage_offset()) * base.itemsize
+        whole = cls(start, start + span_bytes(base), base)
+        contains = whole.start <= own.start and own.stop <= whole.stop
+        is_same = base.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        little_more = whole.stop - whole.start <= _MOST_FOR_WHOLE * (own.stop - own.start)
+        return whole if is_same and contains and little_more else own
+
+    def address_in(self, tensor: torch.Tensor) -> int:
+        """Return where the first of the bytes is, in the storage of ``tensor``."""
+        return int(tensor.data_ptr()) - int(tensor.storage_offset()) * tensor.itemsize + self.start
+
+
 class Parcel:
-    """Bytes ``[start, stop)`` of a storage in a chunk of their own, for as long as somebody holds this."""
+    """An extent of a storage in a chunk of its own, for as long as somebody holds this."""
 
     __slots__ = (
         "__weakref__",
+        "_base",
         "_gone",
         "_source",
+        "_takes_id",
         "_version",
         "chunk",
         "fate",
@@ -60,13 +95,19 @@ class Parcel:
         "tensor",
     )
 
-    def __init__(self, saved: torch.Tensor, pad: int, place: tuple[Chunk, int], gone: deque[Chunk]) -> None:
+    def __init__(
+        self, saved: torch.Tensor, extent: Extent, pad: int, place: tuple[Chunk, int], gone: deque[Chunk]
+    ) -> None:
         """``pad``: how far behind the begin of the chunk the bytes begin."""
         self._gone = gone
         self.chunk, self.tensor = place
-        self.start = int(saved.storage_offset()) * saved.itemsize
-        self.stop = self.start + span_bytes(saved)
+        self.start, self.stop, whole = extent
         self.pad = pad
+        # What lies in the gaps of ``saved`` may have another version counter, unless it is of the same base.
+        self._base = whole._cdata if whole is not None else None
+        self._takes_id = (  # of the base, which may be gone
+            torch._C._WeakTensorRef(whole) if whole is not None else None  # type: ignore[attr-defined]
+        )
         self._source = StorageWeakRef(saved.untyped_storage())  # no other storage gets its id meanwhile
         self._version = Version(saved)
         self.fate = Fate()
@@ -78,6 +119,8 @@ class Parcel:
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return where a tensor of the same storage begins in the chunk; None: not all of it is there, or
         it was written since."""
+        if self._base is not None and (tensor if tensor._base is None else tensor._base)._cdata != self._base:
+            return None
         start = int(tensor.storage_offset()) * tensor.itemsize - self.start
         inside = start >= 0 and start + span_bytes(tensor) <= self.stop - self.start
         return self.pad + start if inside and self._version.is_current else None
@@ -212,9 +255,10 @@ class ActivationOffload:
         manager = self._manager
         if self.waiting:
             self.settle()
+        extent = Extent.of(tensor)
         # Aligned as they were in their own memory: kernels may sum in another order where that differs.
-        pad = tensor.data_ptr() % manager.chunks.device.align_bytes
-        parcel = Parcel(tensor, pad, self._pool.take(span_bytes(tensor) + pad), self._gone)
+        pad = extent.address_in(tensor) % manager.chunks.device.align_bytes
+        parcel = Parcel(tensor, extent, pad, self._pool.take(extent.stop - extent.start + pad), self._gone)
         with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
             since = time.perf_counter()
             parcel.fill(tensor)
@@ -222,7 +266,9 @@ class ActivationOffload:
         self._leave_behind(parcel.chunk)
         if self.recompute is not None:
             self.recompute.note_copy(parcel.chunk.spec.nbytes, time.perf_counter() - since)
-        return parcel, parcel.pad
+        offset = parcel.offset_of(tensor)
+        assert offset is not None, "a tensor lies in its own extent"
+        return parcel, offset
 
     def _leave_behind(self, chunk: Chunk) -> None:
         """Count what goes into the heap and stays resident: in forward the memory of the tensor that was

@@ -78,6 +78,24 @@ def test_offload_never_changes_the_numbers(loss: LossFn, device_bytes: int, tmp_
     both(Net, loss, Recipe(steps=6), offloaded(tmp_path, device_bytes))
 
 
+class Halves(nn.Module):
+    """Saves half of a tensor, then the other half, written meanwhile and with its own version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Square both halves."""
+        both = self.fc(x)
+        other = both.unsafe_chunk(2, -1)[1]
+        return both[..., :32].square() + other.mul_(2).square()
+
+
+def test_what_lies_between_a_view_and_is_written_later_is_stored_anew(tmp_path: Path) -> None:
+    both(Halves, net_loss, Recipe(steps=3), offloaded(tmp_path, 300 * KIB))
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_offload_and_checkpointing_together_change_nothing(
