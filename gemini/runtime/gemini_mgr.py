@@ -196,6 +196,7 @@ class GeminiManager:
         self.lock.refuse_all()
         if not self.pending:
             return
+        self.recover()  # an update that was interrupted may have left chunks pinned
         outside = not self.in_step
         if outside:
             self.order.expect(self.pending.all(), first=True)

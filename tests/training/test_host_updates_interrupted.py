@@ -79,3 +79,12 @@ def test_a_pending_update_that_was_interrupted_is_done_later_or_refused() -> Non
             assert optimizer.incomplete
         model.close()
     assert num_exact > 20
+
+
+def test_a_model_whose_pending_update_was_interrupted_can_be_closed() -> None:
+    num_interrupted = 0
+    for number in range(1, 2000, 53):
+        model, _ = start()
+        num_interrupted += interrupted(model.manager.run_pending, number, *WHERE)
+        model.close()
+    assert num_interrupted > 10
