@@ -190,14 +190,20 @@ class GatheredChunks:
             if chunk.is_open:
                 chunk.close()
 
-    def restart(self) -> None:
+    @property
+    def foretold(self) -> int:
+        """What stands for all that is foretold: equal on ranks for which it is the same."""
+        return self._orders[True].digest << 31 | self._orders[False].digest
+
+    def restart(self, *, forget: bool) -> None:
         """Begin the iteration anew, with nothing open that is not in use: alike on all ranks, wherever their
-        passes have ended."""
+        passes have ended. ``forget``: they foretell different things, or did."""
         self.wait()
         for chunk in self._each:
             if chunk.is_idle:
                 chunk.close()
-        self.order.begin()
+        for order in self._orders.values():
+            order.forget() if forget else order.begin()
 
     def write_back(self) -> None:
         """Bring what was written since they were opened to the shards."""

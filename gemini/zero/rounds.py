@@ -16,7 +16,7 @@ from gemini.errors import StateError
 WANTS = 4  # chunks that a rank may ask for in a round
 
 _BITS = 62  # of an integer, used for a set
-_HEAD = 2  # integers before the wants: how the rank's passes ended, and its step
+_HEAD = 3  # integers before the wants: how the rank's passes ended, its step, what it foretells
 
 
 class Ending(IntEnum):
@@ -34,6 +34,7 @@ class Round:
     wants: tuple[tuple[int, ...], ...]
     complete: tuple[int, ...]
     all_done: bool
+    alike: bool  # all foretell the same
 
     def gathers(self, members: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Return the chunks that ranks among ``members`` want, each once, with the places among them of those
@@ -52,11 +53,12 @@ def encode(
     num_groups: int,
     *,
     step: int = 0,
+    foretold: int = 0,
     ending: Ending = Ending.NONE,
 ) -> list[int]:
     """Return the message of a rank, which has made ``step`` steps; equally long for all."""
     padded = [*wants, *([-1] * (WANTS - len(wants)))]
-    return [ending, step, *padded, *to_bits(complete, num_groups)]
+    return [ending, step, foretold, *padded, *to_bits(complete, num_groups)]
 
 
 def decode(messages: Sequence[Sequence[int]]) -> Round:
@@ -73,6 +75,7 @@ def decode(messages: Sequence[Sequence[int]]) -> Round:
         wants=tuple(tuple(want for want in words[:WANTS] if want >= 0) for words in body),
         complete=tuple(sorted(complete)),
         all_done=not endings[Ending.NONE],
+        alike=all(message[2] == messages[0][2] for message in messages),
     )
 
 
@@ -83,7 +86,7 @@ def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int])
             f"ranks {endings[Ending.GIVEN_UP]} give gradients up (zero_grad) that ranks "
             f"{endings[Ending.COMPLETE]} are about to use (step, clipping); {together}"
         )
-    if len(set(steps)) > 1:
+    if len(set(steps)) > 1 and not endings[Ending.GIVEN_UP]:  # a load makes steps equal
         raise StateError(f"ranks are in different steps, {list(steps)} by rank; {together}")
 
 

@@ -170,9 +170,9 @@ class Sharding:
     def give_up_passes(self) -> None:
         """Wait until every rank has come here, however its forward and backward passes have ended, and make
         all alike."""
-        self._end_passes(Ending.GIVEN_UP)
-        if not self._abandoned:
-            self._chunks.restart()
+        last = self._end_passes(Ending.GIVEN_UP)
+        if last is not None:
+            self._chunks.restart(forget=not last.alike)
 
     def forget_gradients(self, *, keep: bool = False) -> None:
         """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
@@ -184,13 +184,15 @@ class Sharding:
         if not self._in_round:
             self._round((), self._current)
 
-    def _end_passes(self, ending: Ending) -> None:
-        """Serve ranks whose passes are not over, until all are here."""
+    def _end_passes(self, ending: Ending) -> Round | None:
+        """Serve ranks whose passes are not over, until all are here; return the last round, None on a model
+        that was closed."""
         if self._abandoned:
-            return
+            return None
         self._current = ()  # a round may close it
-        while not self._round((), (), ending).all_done:
+        while not (said := self._round((), (), ending)).all_done:
             pass
+        return said
 
     def _round(self, wants: Sequence[int], in_use: Iterable[int], ending: Ending = Ending.NONE) -> Round:
         """Say what this rank wants and has; carry out what all of them said."""
@@ -198,7 +200,8 @@ class Sharding:
         try:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
-            message = encode(wants, complete, self._num_groups, step=self._manager.step, ending=ending)
+            step, foretold = self._manager.step, self._chunks.foretold
+            message = encode(wants, complete, self._num_groups, step=step, foretold=foretold, ending=ending)
             messages = self.peers.exchange(Topic.ROUND, message)
             if self._strict:
                 refuse_difference(messages)

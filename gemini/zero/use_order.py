@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
+from zlib import crc32
 
 NEVER = 2**62
+
+_DIGEST_MASK = 2**31 - 1  # so that two of them fit an integer of 64 bits
 
 
 class UseOrder:
@@ -16,6 +20,7 @@ class UseOrder:
         self._places: dict[int, list[int]] = {}
         self._now: list[int] = []
         self._at = 0  # how far in the known order this iteration has come
+        self.digest = 0  # of what is foretold: equal for equal orders; 31 bits
 
     def begin(self) -> None:
         """Start an iteration."""
@@ -32,10 +37,12 @@ class UseOrder:
     def end(self) -> None:
         """Take what this iteration did for the order of the next."""
         if self._now and self._now != self._known:
-            self._known = self._now
-            self._places = {}
-            for place, chunk in enumerate(self._known):
-                self._places.setdefault(chunk, []).append(place)
+            self._know(self._now)
+        self.begin()
+
+    def forget(self) -> None:
+        """Foretell nothing, until an iteration has ended."""
+        self._know([])
         self.begin()
 
     def next_use(self, chunk: int) -> int:
@@ -47,6 +54,13 @@ class UseOrder:
         """Yield the chunks to come in this iteration."""
         for place in range(self._at, len(self._known)):
             yield self._known[place]
+
+    def _know(self, order: list[int]) -> None:
+        self._known = order
+        self._places = {}
+        for place, chunk in enumerate(order):
+            self._places.setdefault(chunk, []).append(place)
+        self.digest = crc32(array("q", order).tobytes()) & _DIGEST_MASK
 
     def _next_place(self, chunk: int) -> int:
         places = self._places.get(chunk)

@@ -126,3 +126,20 @@ def test_iteration_without_uses_keeps_what_was_foretold() -> None:
     _iterate(order, [1, 0])
     _iterate(order, [])
     assert list(order.upcoming()) == [1, 0]
+
+
+def test_what_is_forgotten_is_foretold_again_after_the_next_iteration() -> None:
+    order, other = UseOrder(), UseOrder()
+    _iterate(order, [0, 1, 2])
+    assert order.digest != other.digest
+    _iterate(other, [0, 1, 2])
+    assert order.digest == other.digest
+    order.forget()
+    assert (order.digest, list(order.upcoming())) == (UseOrder().digest, [])
+    _iterate(order, [2, 1])
+    assert list(order.upcoming()) == [2, 1]
+
+
+def test_round_says_whether_all_foretell_the_same() -> None:
+    assert decode([encode([], [], 1, foretold=7)] * 3).alike
+    assert not decode([encode([], [], 1, foretold=foretold) for foretold in (7, 7, 8)]).alike
