@@ -62,8 +62,11 @@ def public_names(owner: object) -> set[str]:
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Return the public methods, properties and enum values of a stub's class."""
+    """Return the public methods, properties, constants and enum values of a stub's class."""
     names = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+    names |= {
+        n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
     names |= {
         t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
     }
