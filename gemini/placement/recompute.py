@@ -81,6 +81,7 @@ class RecomputeReport:
 class _Judged(NamedTuple):
     cost: float
     seconds: float
+    moves: bool = True  # anything between tiers
 
 
 def choose_blocks(
@@ -92,7 +93,7 @@ def choose_blocks(
     copy_bytes_per_second: float,
 ) -> RecomputeChoice:
     """Return the blocks whose recomputation makes the simulated step the shortest; none where that saves
-    less than two hundredths of it.
+    less than two hundredths of it, or where nothing is moved: time can be saved on moving alone.
 
     ``trace``: of a step in which all activations went into chunks; ``calls``: of the blocks that may be
     recomputed. ``copy_bytes_per_second``: how fast that step copied saved tensors into their chunks.
@@ -113,10 +114,12 @@ def choose_blocks(
         copied = min(written, activation_bytes(derived)) / copy_bytes_per_second
         moving = sum(step.link_seconds.values())
         taken = max(machine.transfers_take, _MOVING) * moving
-        return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied)
+        return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied, moving > 0)
 
     count, best, without = _search(judge, len(order))
-    worth_it = best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
+    worth_it = (
+        without.moves and best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
+    )
     blocks = frozenset(order[:count]) if worth_it else frozenset()
     taken = _of_blocks(spans, blocks)
     return RecomputeChoice(

@@ -109,6 +109,11 @@ def test_what_hinders_blocks_that_save_counts_for_recomputing_them() -> None:
     assert choose(moved, hindered, calls).blocks >= {1, 2}
 
 
+def test_nothing_is_recomputed_where_nothing_is_moved() -> None:
+    hindered, calls = hindered_trace((0.0, 0.030, 0.030, 0.030))  # by what else the machine did
+    assert not choose(disk(2e9, 200 * _MB), hindered, calls).blocks
+
+
 def test_copies_into_chunks_take_no_time_in_a_derived_step() -> None:
     trace, _ = block_trace()
     slow_copies = replace(
