@@ -117,9 +117,7 @@ def choose_blocks(
         return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied, moving > 0)
 
     count, best, without = _search(judge, len(order))
-    worth_it = (
-        without.moves and best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
-    )
+    worth_it = without.moves and best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
     blocks = frozenset(order[:count]) if worth_it else frozenset()
     taken = _of_blocks(spans, blocks)
     return RecomputeChoice(
