@@ -126,9 +126,10 @@ Action Residency::flush(ChunkId id, Tier to) {
 Action Residency::drop(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
   const Tally tally(*this, id);
+  const bool had_content = chunk.valid.has(tier);
   held(chunk, tier).release();
   chunk.valid.erase(tier);
-  return {0, ActionKind::kDrop, id, tier, tier, chunk.nbytes};
+  return {0, ActionKind::kDrop, id, tier, tier, chunk.nbytes, had_content};
 }
 
 void Residency::undo(Actions& actions, size_t keep) {
@@ -142,7 +143,7 @@ void Residency::undo(Actions& actions, size_t keep) {
     Chunk& chunk = mut(action.chunk);
     const Tally tally(*this, action.chunk);
     held(chunk, action.from) = ledger_.reserve(action.from, chunk.nbytes);
-    chunk.valid.insert(action.from);
+    if (action.had_content) chunk.valid.insert(action.from);
   }
 }
 

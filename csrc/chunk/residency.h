@@ -53,6 +53,10 @@ struct Chunk {
     return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value() &&
            host_pins == 0;
   }
+  // A place on DISK that may be given up: what it holds is void, or another tier has it too.
+  [[nodiscard]] bool has_spare_extent() const {
+    return holds(Tier::kDisk) && !valid.is_only(Tier::kDisk) && !flight.has_value();
+  }
   // Its HOST copy may be read and written by whoever has pinned it there.
   [[nodiscard]] bool usable_on_host() const {
     return valid.has(Tier::kHost) && !flight.has_value();

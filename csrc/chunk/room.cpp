@@ -1,7 +1,9 @@
 #include "chunk/room.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
+#include <tuple>
 #include <variant>
 
 #include "common/error.h"
@@ -45,12 +47,37 @@ bool fits_on_disk(const Residency& chunks, const Chunk& chunk) {
   return chunk.holds(Tier::kDisk) || chunk.nbytes <= chunks.ledger().free_bytes(Tier::kDisk);
 }
 
+// DISK bytes that are free or could be.
+int64_t disk_room(const Residency& chunks) {
+  int64_t room = chunks.ledger().free_bytes(Tier::kDisk);
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    if (chunks[id].has_spare_extent()) room += chunks[id].nbytes;
+  }
+  return room;
+}
+
+// The place on DISK to give up first: one whose content is void; then that of a chunk which stays
+// below DEVICE; then that of the chunk which leaves DEVICE last, likely written by then.
+std::optional<ChunkId> next_spare_extent(const Residency& chunks, const Policy& policy) {
+  constexpr int64_t kNeededFirst = std::numeric_limits<int64_t>::min();
+  std::optional<std::tuple<int, int64_t, ChunkId>> best;
+  for (ChunkId id = 0; id < chunks.size(); ++id) {
+    const Chunk& chunk = chunks[id];
+    if (!chunk.has_spare_extent()) continue;
+    const int cost = !chunk.valid.has(Tier::kDisk) ? 0 : chunk.resident() ? 2 : 1;
+    const std::tuple offered(cost, score_duplicate(chunks, policy, id).value_or(kNeededFirst), id);
+    if (!best.has_value() || offered < *best) best = offered;
+  }
+  return best.has_value() ? std::optional(std::get<2>(*best)) : std::nullopt;
+}
+
 template <typename Chosen>
 std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& policy,
                                       const Chosen& chosen) {
   Best best;
   const int64_t free_on_host = chunks.ledger().free_bytes(Tier::kHost);
   std::optional<int64_t> on_host;  // computed for the first candidate that needs more than that
+  std::optional<int64_t> on_disk;  // likewise
   for (const ChunkId id : chunks.resident()) {
     const Chunk& chunk = chunks[id];
     const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
@@ -59,7 +86,8 @@ std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& pol
     const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
     if (!has_place && !fits_on_disk(chunks, chunk)) {
       if (!on_host.has_value()) on_host = host_room(chunks, policy);
-      if (chunk.nbytes > *on_host) continue;
+      if (!on_disk.has_value()) on_disk = disk_room(chunks);
+      if (chunk.nbytes > *on_host && chunk.nbytes > *on_disk) continue;
     }
     best.offer(id, chosen.score({id, flushing || !chunk.dirty(), chunk.last_use}));
   }
@@ -140,6 +168,9 @@ void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim,
   const bool fits_on_host = chunk.nbytes <= chunks.ledger().free_bytes(Tier::kHost) ||
                             chunk.nbytes <= host_room(chunks, policy);
   if (!fits_on_host) {
+    while (!fits_on_disk(chunks, chunk)) {
+      actions.push_back(chunks.drop(next_spare_extent(chunks, policy).value(), Tier::kDisk));
+    }
     actions.push_back(chunks.start(victim, ActionKind::kSpill, Tier::kDevice, Tier::kDisk));
     return;
   }

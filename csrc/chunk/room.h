@@ -18,8 +18,9 @@ namespace gemini {
 [[nodiscard]] std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy);
 
 // Takes a chunk that next_victim() named off DEVICE: by a DROP where another copy is valid, else by
-// an EVICT (dropping clean HOST duplicates where HOST is full), else by a SPILL. Appends the
-// actions; a flush under way needs none.
+// an EVICT (dropping clean HOST duplicates where HOST is full), else by a SPILL (dropping places on
+// DISK whose content is void or elsewhere too, where DISK is full). Appends the actions; a flush
+// under way needs none.
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions);
 
 // The HOST copy the policy gives up first among those whose bytes another tier has too. nullopt:

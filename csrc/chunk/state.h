@@ -24,7 +24,7 @@ enum class ActionKind : uint8_t {
   kLoad,      // DISK -> DEVICE
   kEvict,     // DEVICE -> HOST
   kSpill,     // DEVICE or HOST -> DISK
-  kDrop,      // the copy on `from` is given up without copying it
+  kDrop,      // the copy on `from`, or its place on DISK, is given up without copying it
 };
 
 // One thing for the executor to do, in list order. ALLOCATE and DROP are accounted when decided and
@@ -36,6 +36,7 @@ struct Action {
   Tier from = Tier::kDevice;  // ALLOCATE: same as `to`
   Tier to = Tier::kDevice;    // DROP: same as `from`
   int64_t nbytes = 0;
+  bool had_content = false;  // of a DROP: the copy was valid, not just a place on DISK
 
   friend bool operator==(const Action&, const Action&) = default;
 };

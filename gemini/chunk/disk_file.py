@@ -60,12 +60,17 @@ class DiskFile:
     def give_back(self, chunk_ids: Set[int]) -> None:
         """Where the places exceed the budget, return to the disk what those of the chunks took that the table
         holds none for any more. Raises IoError."""
-        if self.file is None or not self.gives_back:
+        if not self.gives_back:
             return
         for chunk_id in self._taken & chunk_ids:
             if _C.Tier.DISK not in self._table.held_tiers(chunk_id):
-                self._taken.discard(chunk_id)
-                self.file.discard(*self._places[chunk_id])
+                self.drop(chunk_id)
+
+    def drop(self, chunk_id: int) -> None:
+        """Return what a chunk's place took to the disk: nothing there counts any more. Raises IoError."""
+        if self.file is not None and chunk_id in self._taken:
+            self._taken.discard(chunk_id)
+            self.file.discard(*self._places[chunk_id])
 
     def close(self) -> None:
         """Remove the file."""

@@ -290,6 +290,8 @@ class ChunkManager:
                 self._memory.map_host(chunk.host)
             elif kind == _C.ActionKind.ALLOCATE:
                 self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+            elif kind == _C.ActionKind.DROP and action.from_tier == _C.Tier.DISK:
+                self._disk.drop(chunk.id)
             elif kind == _C.ActionKind.DROP:
                 self._unmap(chunk, action.from_tier)
             else:

@@ -109,10 +109,11 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
     room = capacity.device_bytes - reserved
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return
-    # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. A
-    # DISK that cannot take every chunk keeps the places of chunks that are elsewhere for a while, so HOST
-    # does not add to it.
-    below = capacity.disk_bytes or capacity.host_bytes
+    # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. Of
+    # two tiers below each may have less left than a chunk takes.
+    below = capacity.disk_bytes + capacity.host_bytes
+    if capacity.disk_bytes and capacity.host_bytes:
+        below -= size.largest_chunk_bytes
     passing = size.working_set_bytes + size.largest_chunk_bytes
     held = room - passing + below
     if size.total_bytes > held:

@@ -52,6 +52,42 @@ TEST(Room, FullHostSpillsToDiskAndLoadsBack) {
   EXPECT_EQ(world.valid(1), "DEVICE+DISK");
 }
 
+// Chunk 0 was there first and is on DEVICE again, 2 is there too, 1 is on DISK: with the place of 0
+// there, DISK is full.
+World full_disk(bool written) {
+  World world({20, 0, 20}, {10, 10, 10});
+  world.use({0});
+  world.use({1});
+  world.use({2});
+  world.use({0}, written);
+  EXPECT_EQ(world.valid(1), "DISK");
+  EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
+  return world;
+}
+
+TEST(Room, AFullDiskGivesUpAPlaceWhoseContentIsVoid) {
+  World world = full_disk(/*written=*/true);
+  EXPECT_EQ(world.valid(0), "DEVICE");
+  EXPECT_EQ(text(world.access({1})), "DROP 0 DISK, SPILL 2");
+  EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
+  world.wait_ready({1});
+  EXPECT_EQ(world.valid(2), "DISK");
+}
+
+TEST(Room, AFullDiskGivesUpACopyOfWhatIsOnDevice) {
+  World world = full_disk(/*written=*/false);
+  EXPECT_EQ(world.valid(0), "DEVICE+DISK");
+  EXPECT_EQ(text(world.access({0})), "");  // in use: it cannot leave
+  EXPECT_EQ(text(world.access({1})), "DROP 0 DISK, SPILL 2");
+  EXPECT_EQ(world.valid(0), "DEVICE");
+  world.abort_next();  // the disk does not take it
+  EXPECT_EQ(world.valid(2), "DEVICE");
+  EXPECT_EQ(text(world.ensure({1})), "SPILL 2");
+  world.wait_ready({1});
+  world.release({0, 1});
+  EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
+}
+
 TEST(Room, HostDuplicatesGiveWayToAnEviction) {
   World world({20, 20, 0}, {10, 10, 10});
   world.use({0});

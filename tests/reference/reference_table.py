@@ -110,10 +110,14 @@ class ReferenceTable:
     def host_duplicates(self) -> int:
         return sum(c.nbytes for c in self.chunks if HOST in c.valid and len(c.valid) > 1 and not c.flight)
 
+    def spare_extents(self) -> int:
+        """Bytes on DISK whose content is void or elsewhere too."""
+        return sum(c.nbytes for c in self.chunks if c.extent and c.valid != {DISK} and not c.flight)
+
     def movable(self, chunk: Chunk) -> bool:
         if DEVICE not in chunk.valid or chunk.pins or chunk.flight:
             return False
-        on_disk = chunk.extent or chunk.nbytes <= self.room(DISK)
+        on_disk = chunk.extent or chunk.nbytes <= self.room(DISK) + self.spare_extents()
         return len(chunk.valid) > 1 or on_disk or chunk.nbytes <= self.room(HOST) + self.host_duplicates()
 
     def ready(self, tensors: Sequence[int], limit: int) -> bool:
@@ -126,14 +130,16 @@ class ReferenceTable:
         return self.missing_bytes(wanted) > 0 and self.pinned_bytes() > self.budgets[DEVICE]
 
     def may_refuse(self, wanted: Iterable[int]) -> bool:
-        """Whether chunks nobody wants could be unable to leave; never where DISK can take them all."""
-        idle = [c for c in self.chunks if not c.pins and c.valid == {DEVICE}]
-        new_extents = sum(c.nbytes for c in idle if not c.extent)
-        return not self.flights and self.missing_bytes(wanted) > 0 and new_extents > self.room(DISK)
+        """Whether chunks nobody wants could be unable to leave; never where DISK can take them all, beside
+        what only DISK has of those that are wanted."""
+        idle = [c for c in self.chunks if c.valid and not c.pins and HOST not in c.valid]
+        only_there = [c for c in self.chunks if c.pins and c.valid == {DISK}]
+        on_disk = sum(c.nbytes for c in (*idle, *only_there))
+        return not self.flights and self.missing_bytes(wanted) > 0 and on_disk > self.budgets[DISK]
 
     # --- actions ---
-    def judge(self, action: _C.Action) -> None:
-        """Check that an action is legal now, and account it."""
+    def judge(self, action: _C.Action, then: Sequence[_C.Action] = ()) -> None:
+        """Check that an action is legal now, and account it; ``then``: those that come with it, behind it."""
         chunk = self.chunks[action.chunk]
         assert action.nbytes == chunk.nbytes
         assert chunk.flight is None
@@ -142,6 +148,16 @@ class ReferenceTable:
             assert not chunk.valid
             assert chunk.pins
             chunk.valid = {DEVICE}
+        elif action.kind == Kind.DROP and action.from_tier == DISK:
+            assert action.id == 0
+            assert chunk.extent
+            assert chunk.valid != {DISK}, "the only copy is dropped"
+            spill = next((a for a in then if (a.kind, a.from_tier) != (Kind.DROP, DISK)), None)
+            assert spill is not None
+            assert spill.kind == Kind.SPILL, "a place is given up for nothing"
+            assert self.room(DISK) < spill.nbytes, "a place is given up without need"
+            chunk.extent = False
+            chunk.valid.discard(DISK)
         elif action.kind == Kind.DROP:
             assert action.id == 0
             assert action.from_tier in chunk.valid - {DISK}

@@ -109,11 +109,11 @@ class TableMachine(RuleBasedStateMachine):
             raise
         assert not self.model.must_refuse(wanted)
         limit = self.limit()
-        for action in actions:
+        for index, action in enumerate(actions):
             if action.kind in LEAVING or (action.kind == Kind.DROP and action.from_tier == DEVICE):
                 expected = self.model.usage(DEVICE) + self.model.missing_bytes(wanted)
                 assert expected - self.model.coming_free() > limit, "evicted without need"
-            self.model.judge(action)
+            self.model.judge(action, actions[index + 1 :])
         for chunk in (self.model.chunks[i] for i in wanted):
             waits = DEVICE not in chunk.valid and chunk.flight is None
             assert not waits or self.model.usage(DEVICE) + chunk.nbytes > limit, "could have started"
@@ -261,12 +261,12 @@ class TableMachine(RuleBasedStateMachine):
         moment = len(self.record)
         uses = [schedule.next_use(i, moment) for i, c in enumerate(self.model.chunks) if c.absent]
         first_use = min(use for use in uses if use is not None)
-        for action in actions:
+        for index, action in enumerate(actions):
             assert action.kind != Kind.ALLOCATE
             if action.from_tier == DEVICE:
                 next_use = schedule.next_use(action.chunk, moment)
                 assert next_use is None or next_use > first_use, "harmed an earlier operator"
-            self.model.judge(action)
+            self.model.judge(action, actions[index + 1 :])
             assert action.kind not in (Kind.FETCH, Kind.LOAD) or self.model.usage(DEVICE) <= self.limit()
         started = [action for action in actions if action.to_tier == DEVICE and action.id]
         incoming = [c for c in self.model.chunks if c.flight and c.flight.destination == DEVICE]

@@ -96,9 +96,10 @@ class HostMachine(TableMachine):
             self.table.access_untraced((tensor,))
         assert self.table.tensor_state(tensor) == COMPUTE
         chunk = self.model.tensors[tensor].chunk
-        for action in self.table.prefetch(num_prefetch):
+        actions = self.table.prefetch(num_prefetch)
+        for index, action in enumerate(actions):
             assert action.chunk != chunk
-            self.model.judge(action)
+            self.model.judge(action, actions[index + 1 :])
 
     def release_on_host(self, tensors: tuple[int, ...], *, dirty: bool) -> None:
         drops = set()

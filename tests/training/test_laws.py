@@ -6,6 +6,7 @@ import itertools
 import logging
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ _BUDGETS: dict[str, dict[str, Any]] = {
     "comfortable": {"device_bytes": 320 * KIB},
     "just fits": {"device_bytes": 72 * KIB},
     "host and disk": {"device_bytes": 72 * KIB, "host_bytes": 128 * KIB},
+    "host and a small disk": {"device_bytes": 136 * KIB, "host_bytes": 264 * KIB, "disk_bytes": 272 * KIB},
     "host only": {"device_bytes": 96 * KIB, "host_bytes": 640 * KIB, "disk_dir": None},
 }
 
@@ -141,6 +143,30 @@ def test_any_budget_trains_to_the_same_bits(
     device_bytes = 2**20 if case.policy == "cuda" else device_kib * KIB
     options = tight(tmp_path_factory.mktemp("disk"), device_bytes, host_bytes=host_kib * KIB)
     _train(case, {**options, "min_chunk_size_mb": chunk_kib / KIB})
+
+
+def disk_space(directory: Path) -> int:
+    """Return what this process's files in a directory take of the disk; they have no names."""
+    taken = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # what listed them
+            if str(entry.readlink()).startswith(str(directory)):
+                taken += entry.stat().st_blocks * 512
+    return taken
+
+
+def test_a_small_disk_takes_no_more_space_than_its_budget(tmp_path: Path) -> None:
+    options = tight(tmp_path, 128 * KIB, host_bytes=232 * KIB, disk_bytes=240 * KIB)
+    taken: list[int] = []
+
+    def loss_and_look(model: torch.nn.Module, index: int) -> torch.Tensor:
+        taken.append(disk_space(tmp_path))
+        return gpt_loss(model, index)
+
+    got = assert_trains_alike(TinyGPT, loss_and_look, options, Recipe())
+    assert got.stats["disk_write"]["bytes"] > 2 * options["disk_bytes"]
+    index_block = 4 * KIB  # of the file system
+    assert options["disk_bytes"] / 2 < max(taken) <= options["disk_bytes"] + index_block
 
 
 @pytest.mark.parametrize("device_bytes", [None, "1GiB"])
