@@ -16,8 +16,8 @@ Build, test and benchmark everything that needs a GPU.
   scripts/gpu_check.sh [--quick] [--out FOLDER]
 
   --quick        everything tiny in the benchmarks: do they run? No figures.
-  --out FOLDER   where gpu_<name>_<date>.json (Adam) and gpu_<name>_<date>_runtime.json go
-                 (default: benchmarks/results)
+  --out FOLDER   where gpu_<name>_<date>.json (Adam), gpu_<name>_<date>_runtime.json and ..._large.json (models of the
+                 size of all memory and of the disk here, and other libraries) go (default: benchmarks/results)
 
 environment:
   PYTHON                     the interpreter to start from (default python3)
@@ -144,7 +144,8 @@ gpu_tests() {
 
 bench_adam() { "$python" -m gemini.cli.main bench adam --device cuda --out "$result" ${quick[@]+"${quick[@]}"}; }
 
-bench_runtime() { "$python" -m gemini.cli.main bench gpu --out "${result%.json}_runtime.json" ${tiny[@]+"${tiny[@]}"}; }
+# Cases of `gemini bench gpu`, in a record that ends in the first argument.
+bench_gpu() { "$python" -m gemini.cli.main bench gpu --out "${result%.json}_$1.json" ${tiny[@]+"${tiny[@]}"} --only "${@:2}"; }
 
 if [ "${GEMINI_CHECK_VENV:-}" = system ]; then
   python=$(command -v "${PYTHON:-python3}") || { say "no ${PYTHON:-python3} on PATH"; exit 2; }
@@ -166,5 +167,6 @@ stage "gemini check" "$python" -m gemini.cli.main check
 stage "C++ tests" cpp_tests
 stage "GPU tests" gpu_tests
 stage "gemini bench adam --device cuda" bench_adam
-stage "gemini bench gpu" bench_runtime
+stage "gemini bench gpu: short steps" bench_gpu runtime copies resident offload preop
+stage "gemini bench gpu: bound, largest, peers" bench_gpu large bound largest peers
 finish

@@ -8,7 +8,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from gemini.bench import gpu_copies, gpu_offload, gpu_preop, gpu_resident
+from gemini.bench import (
+    gpu_bound,
+    gpu_copies,
+    gpu_largest,
+    gpu_offload,
+    gpu_peers,
+    gpu_preop,
+    gpu_resident,
+)
 from gemini.bench.cases import choose, run_cases
 from gemini.bench.gpu_device import CUDA, SIMULATED, about_device, require_gpu
 from gemini.bench.session import CaseResult, Session
@@ -18,6 +26,9 @@ CASES: Mapping[str, Callable[[Session, str], CaseResult]] = MappingProxyType(
         "copies": gpu_copies.run,
         "resident": gpu_resident.run,
         "offload": gpu_offload.run,
+        "bound": gpu_bound.run,
+        "largest": gpu_largest.run,
+        "peers": gpu_peers.run,
         "preop": gpu_preop.run,
     }
 )

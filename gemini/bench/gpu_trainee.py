@@ -16,6 +16,7 @@ from gemini.bench.trainee import Batch
 from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.optim import GeminiOptimizer, HybridAdam
+from gemini.optim.arguments import Margin
 from gemini.runtime import init_on
 from gemini.train.model import language_loss
 
@@ -23,7 +24,7 @@ from gemini.train.model import language_loss
 MODEL_DATA_BYTES_PER_PARAMETER = 16
 # Sums in another order, bf16 in between: far below what another update would change.
 _TOLERANCE = 0.02
-_SEED = 1234
+SEED = 1234
 _MARGIN = 0.90
 # Of what autograd saves, generously: bf16 values per token, in units of a layer's widths; fp32 logits thrice.
 _SAVED_HIDDEN, _SAVED_INNER, _SAVED_LOGITS_BYTES = 24, 5, 16
@@ -47,7 +48,7 @@ class PlainTrainee:
 
     def __init__(self, config: LlamaConfig, device: BenchDevice) -> None:
         where = device.compute.torch_device
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         self._model = Llama(config)
         self._masters = [param.detach().to(where, copy=True) for param in self._model.parameters()]
         self._model.to(where, torch.bfloat16)
@@ -84,13 +85,19 @@ class PlainTrainee:
 
 
 class ManagedTrainee:
-    """The same model under GeminiDDP, built on ``meta``. ``max_norm`` is GeminiOptimizer's, ``options`` are
-    keywords of GeminiDDP."""
+    """The same model under GeminiDDP, built on ``meta``. ``max_norm`` and ``gpu_margin_mem_ratio`` are
+    GeminiOptimizer's, ``options`` are keywords of GeminiDDP."""
 
     def __init__(
-        self, config: LlamaConfig, device: BenchDevice, *, max_norm: float = 0.0, **options: Any
+        self,
+        config: LlamaConfig,
+        device: BenchDevice,
+        *,
+        max_norm: float = 0.0,
+        gpu_margin_mem_ratio: Margin = "auto",
+        **options: Any,
     ) -> None:
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         with init_on("meta"):
             module = Llama(config)
         self.model = device.wrap(module, mixed_precision="bf16", **options)
@@ -101,7 +108,9 @@ class ManagedTrainee:
             eps=HYPER.eps,
             weight_decay=HYPER.weight_decay,
         )
-        self._optimizer = GeminiOptimizer(adam, self.model, max_norm=max_norm)
+        self._optimizer = GeminiOptimizer(
+            adam, self.model, max_norm=max_norm, gpu_margin_mem_ratio=gpu_margin_mem_ratio
+        )
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch and return its loss."""
@@ -134,7 +143,7 @@ def make_batches(
     config: LlamaConfig, device: BenchDevice, *, count: int, shape: Sequence[int]
 ) -> list[Batch]:
     """Return ``count`` batches of ``shape`` (sequences, tokens) on the device, the same in every process."""
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(SEED)
     where = device.compute.torch_device
     batches = []
     for _ in range(count):
@@ -167,7 +176,7 @@ def fitted(
     for layers in range(config.layers, 0, -1):
         fewer = dataclasses.replace(config, layers=layers)
         numel = num_parameters(fewer)
-        on_device = device_bytes_each * numel + _saved_bytes(fewer, tokens)
+        on_device = device_bytes_each * numel + saved_bytes(fewer, tokens)
         if on_device <= _MARGIN * free_bytes and host_bytes_each * numel <= _MARGIN * host_bytes:
             return fewer
     raise ConfigError(
@@ -176,6 +185,10 @@ def fitted(
     )
 
 
-def _saved_bytes(config: LlamaConfig, tokens: int) -> int:
+def saved_bytes(config: LlamaConfig, tokens: int) -> int:
+    """Return what a step of so many tokens saves for backward, generously."""
     layer = 2 * (_SAVED_HIDDEN * config.hidden + _SAVED_INNER * config.inner)
-    return tokens * (config.layers * layer + _SAVED_LOGITS_BYTES * config.vocab)
+    layers = config.layers * layer
+    if config.checkpointing:  # the inputs of all, and what one saves when it runs again
+        layers = config.layers * 2 * config.hidden + layer
+    return tokens * (layers + _SAVED_LOGITS_BYTES * config.vocab)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _ROTARY_BASE = 10_000.0
 _EPSILON = 1e-5
@@ -14,17 +15,20 @@ _EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Describe a model. ``inner``: width of the feed-forward part."""
+    """Describe a model. ``inner``: width of the feed-forward part; ``checkpointing``: blocks save nothing but
+    their input and run again in backward."""
 
     vocab: int
     layers: int
     hidden: int
     heads: int
     inner: int
+    checkpointing: bool = False
 
 
-# 1.3 billion parameters.
+# 1.3 and 6.7 billion parameters.
 LLAMA_1B = LlamaConfig(vocab=32_000, layers=24, hidden=2048, heads=16, inner=5504)
+LLAMA_7B = LlamaConfig(vocab=32_000, layers=32, hidden=4096, heads=32, inner=11008, checkpointing=True)
 
 
 def num_parameters(config: LlamaConfig) -> int:
@@ -96,13 +100,17 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.hidden, eps=_EPSILON)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self._width = config.hidden // config.heads
+        self._checkpointing = config.checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, seq, vocab]`` for int64 ``tokens`` ``[batch, seq]``."""
         x: Tensor = self.tokens(tokens)
         cos, sin = _rotary(tokens.shape[1], self._width, x)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            if self._checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from gemini import device as gemini_device
-from gemini.bench import gpu, gpu_copies, gpu_offload, gpu_preop, gpu_resident
+from gemini.bench import (
+    gpu,
+    gpu_bound,
+    gpu_copies,
+    gpu_largest,
+    gpu_offload,
+    gpu_offloaders,
+    gpu_peers,
+    gpu_preop,
+    gpu_resident,
+)
 from gemini.bench.gpu_device import CUDA, SIMULATED, open_bench_device
 from gemini.bench.gpu_trainee import fitted, require_same_losses
 from gemini.bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
@@ -58,7 +68,10 @@ def test_a_simulated_run_measures_every_row_of_a_case_and_judges_none(case: str,
     assert record["failed"] == record["missed"] == []
     rows = record["cases"][case]["rows"]
     assert rows
-    assert all(math.isfinite(row["value"]) and row["target"] is None for row in rows)
+    unmeasured = [row for row in rows if row["value"] is None]
+    assert all(math.isfinite(row["value"]) for row in rows if row not in unmeasured)
+    assert all(row["target"] is None for row in rows)
+    assert all(case == "peers" and row["not_measured"] for row in unmeasured)
 
 
 def test_the_command_runs_tiny_where_the_gpu_is_simulated(capsys: Any, tmp_path: Path) -> None:
@@ -233,6 +246,97 @@ def test_an_offloaded_step_is_judged_by_the_longer_of_computing_and_links(
     assert rows(1.0)["floor: the longer of computing and links"].value == pytest.approx(500 * floor)
     assert rows(1.11 * floor)["step, offloaded / floor"].met
     assert not rows(1.12 * floor)["step, offloaded / floor"].met
+
+
+# A million elements: gradients and parameters take 20 ms each, updates 100 ms; the last group is a tenth.
+BOUND = {
+    "managed": {
+        "num_parameters": 10**6,
+        "largest_group": 10**5,
+        "tokens": 1,
+        "stall_seconds": [0.0],
+        "peak_rss_bytes": 0,
+        "host_peak_bytes": 0,
+        "device_peak_bytes": 0,
+    },
+    "update_seconds": [0.004],
+    "updated": 2 * 10**5,
+    "bytes_per_second": {"h2d": 10**8, "d2h": 10**8},
+    "cpu_elements_per_second": 10**7,
+}
+
+
+def bound_rows(computing: float, managed: float) -> dict[str, Any]:
+    found = {**BOUND, "forward": [computing / 3], "backward": [2 * computing / 3]}
+    return figures(
+        gpu_bound.rows({**found, "managed": {**BOUND["managed"], "step_seconds": [managed]}})  # type: ignore[dict-item]
+    )
+
+
+@pytest.mark.parametrize(("managed", "met"), [(0.35, True), (0.36, False)])
+def test_a_bound_step_is_judged_by_that_of_a_gpu_with_memory_for_all(managed: float, met: bool) -> None:
+    found = bound_rows(0.3, managed)
+    assert found["step with memory for all"].value == pytest.approx(320)  # computing, five times the update
+    assert found["step with memory for all / managed"].met is met
+
+
+def test_floors_of_a_bound_step_count_what_no_schedule_hides() -> None:
+    found = bound_rows(0.3, 0.4)
+    last = 1e3 * 10**5 * (2 / 10**8 + 1 / 10**7)  # a group's update, and its parameters going up
+    floors = [found[f"F{number}, all updates the CPU's"].value for number in range(3)]
+    assert floors == pytest.approx([300, 300 + 2 + last, 200 + 100 + last])
+
+
+def test_what_the_floor_rules_out_is_not_judged() -> None:
+    row = bound_rows(0.06, 1.0)["step with memory for all / managed"]  # the CPU alone takes 100 ms
+    assert row.met is None
+
+
+@pytest.mark.parametrize(("numel", "met"), [(90, True), (89, False)])
+def test_the_largest_model_is_judged_by_the_bytes_of_all_tiers(numel: int, met: bool) -> None:
+    found = {
+        "budgets": {"device": 600, "host": 700, "disk": 300},
+        "num_parameters": numel,
+        "step_seconds": [2.0, 4.0],
+        "losses": [3.0, 2.0],
+        "tokens": 8,
+        "disk_read_bytes": 0,
+        "disk_written_bytes": 0,
+        "peak_rss_bytes": 0,
+    }
+    table = figures(gpu_largest.rows(found))
+    assert table["of what the tiers could hold"].met is met
+    assert table["tokens per second"].value == 2.0
+
+
+def test_the_largest_model_fills_host_and_disk(tmp_path: Path) -> None:
+    found = gpu_largest.run(Session(tmp_path, quick=True, run=in_process), SIMULATED).measured
+    budgets = found["budgets"]
+    assert 16 * found["num_parameters"] > budgets["disk"] + budgets["host"]
+    assert found["disk_read_bytes"] > 0
+
+
+@pytest.mark.parametrize(("ours", "nbytes", "met"), [(1.0, 100, True), (1.01, 101, False)])
+def test_ours_is_judged_by_each_peer_that_is_here(ours: float, nbytes: int, met: bool) -> None:
+    peer = {"absent": None, "step_seconds": [1.0], "host_bytes": 100}
+    found = dict.fromkeys(gpu_offloaders.OFFLOADERS, peer) | {gpu_offloaders.TORCHAO: {"absent": "not here"}}
+    mine = {"absent": None, "step_seconds": [ours], "host_bytes": nbytes, "num_parameters": 1}
+    table = figures(gpu_peers.rows({gpu_peers.OURS: mine, **found}))
+    for name in (gpu_offloaders.FSDP2, gpu_offloaders.DEEPSPEED):
+        assert table[f"step, ours / {name}"].met is met
+        assert table[f"host memory, ours / {name}"].met is met
+    assert table["step, ours / torchao: not measured, not here"].met is None
+
+
+def test_a_peer_that_fails_says_so_and_the_others_go_on(tmp_path: Path) -> None:
+    def failing(task: str, options: dict[str, Any], **watch: Any) -> WorkerRun:
+        if options["name"] == gpu_offloaders.FSDP2:
+            return WorkerRun(None, WatchedRun(Ending.FAILED, 1, 0.1, 0, "", "Traceback\nRuntimeError: no"))
+        return in_process(task, options, **watch)
+
+    result = gpu_peers.run(Session(tmp_path, quick=True, run=failing), SIMULATED)
+    assert any(row.what.endswith("it failed: RuntimeError: no") for row in result.rows)
+    assert f"step, {gpu_peers.OURS}" in figures(result.rows)
 
 
 @pytest.mark.parametrize(("managed", "met"), [(1.0e-3, True), (1.1e-3, False)])
