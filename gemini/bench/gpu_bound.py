@@ -8,6 +8,7 @@ GPU, and the update of as many elements as fit, for all of them.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ _MIB = 2**20
 # Of a parameter in bf16, or of its gradient, as it travels; states that stay on HOST.
 _SENT_BYTES, _STATE_BYTES = 2, 12
 _HOST_SHARE = 0.9  # of what is free there
+_DRAWN_STEPS = 2  # in the picture
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ QUICK = Settings(
 def run(session: Session, device: str) -> CaseResult:
     """Train the managed model, then measure what it is held against, each in a process of its own."""
     settings = dataclasses.asdict(QUICK if session.quick else Settings())
-    options = {**settings, "device": device}
+    picture = session.record and os.fspath(session.record.with_suffix("")) + "_timeline.html"
+    options = {**settings, "device": device, "timeline": picture}
     session.progress("bound: managed, states on HOST; initializing takes a minute")
     worker = session.run("gpu_bound.managed", options, sample_seconds=TIMING_SAMPLE_SECONDS)
     managed = {**worker.data(), "peak_rss_bytes": worker.peak_rss_bytes}
@@ -176,7 +179,8 @@ def managed(options: dict[str, Any]) -> dict[str, Any]:
         **settings.keywords,
     )
     count = settings.warmup_steps + settings.turns * settings.turn_steps
-    batches = make_batches(model, device, count=count, shape=(settings.batch, settings.seq))
+    shape = (settings.batch, settings.seq)
+    batches = make_batches(model, device, count=count + _DRAWN_STEPS, shape=shape)
     losses = [trainee.step(batch) for batch in batches[: settings.warmup_steps]]
     turns, stalls = [], []
     for begin in range(settings.warmup_steps, count, settings.turn_steps):
@@ -190,6 +194,10 @@ def managed(options: dict[str, Any]) -> dict[str, Any]:
         turns.append(wall_seconds(steps, device.compute.synchronize) / settings.turn_steps)
         stalls.append((trainee.model.stats()["stall_seconds"] - stalled) / settings.turn_steps)
     stats = trainee.model.stats()
+    if options["timeline"] is not None:
+        with trainee.model.record_timeline() as timeline:
+            losses.extend([trainee.step(batch) for batch in batches[count:]])
+        timeline.save_html(options["timeline"])
     found = {
         "step_seconds": turns,
         "stall_seconds": stalls,

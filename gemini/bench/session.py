@@ -99,6 +99,7 @@ class Session:
 
     ``disk_dir`` takes the DISK tier's file; ``limit_bytes`` is the real memory limit of the case that asks
     how large a model fits (None: its default). ``quick`` shrinks everything until the figures mean nothing.
+    ``record``: the file that the record goes to; pictures go beside it.
     """
 
     disk_dir: Path
@@ -107,3 +108,4 @@ class Session:
     progress: Callable[[str], None] = lambda _text: None
     run: Callable[..., WorkerRun] = run_worker
     bare_bytes: Callable[[], int] = measure_bare_bytes
+    record: Path | None = None

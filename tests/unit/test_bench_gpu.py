@@ -280,6 +280,11 @@ def test_a_bound_step_is_judged_by_that_of_a_gpu_with_memory_for_all(managed: fl
     assert found["step with memory for all / managed"].met is met
 
 
+def test_a_picture_of_steps_lies_beside_the_record(tmp_path: Path) -> None:
+    gpu_bound.run(Session(tmp_path, quick=True, run=in_process, record=tmp_path / "all.json"), SIMULATED)
+    assert "<html" in (tmp_path / "all_timeline.html").read_text()[:200]
+
+
 def test_floors_of_a_bound_step_count_what_no_schedule_hides() -> None:
     found = bound_rows(0.3, 0.4)
     last = 1e3 * 10**5 * (2 / 10**8 + 1 / 10**7)  # a group's update, and its parameters going up
