@@ -202,7 +202,6 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
   TierLedger& ledger = chunks.ledger();
   const int64_t budget = ledger.budget(Tier::kDevice);
   if (need > 0 && chunks.pinned_bytes() > budget) throw operator_too_large(chunks, wanted);
-  const bool may_wait = !chunks.in_flight().empty();
   const TierLedger::Bytes peaks = ledger.peaks();
   const auto expected = [&] { return ledger.usage(Tier::kDevice) + need - chunks.coming_free(); };
   Actions actions;
@@ -211,7 +210,8 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
     if (!victim.has_value()) break;
     remove_from_device(chunks, policy, *victim, actions);
   }
-  if (expected() > budget && !may_wait) {
+  // What is under way, begun here or before, may make room for more when it ends.
+  if (expected() > budget && chunks.in_flight().empty()) {
     chunks.undo(actions, 0);
     ledger.set_peaks(peaks);
     throw nowhere_to_go(chunks, need);

@@ -45,7 +45,7 @@ class DiskFile:
         self._places.append((offset, nbytes))
         self._placed_bytes += nbytes
         if fitted:
-            self.give_back(self._taken.copy())
+            self.give_back()
         return offset
 
     def written(self, chunk_id: int) -> None:
@@ -57,20 +57,20 @@ class DiskFile:
         """Whether the places exceed the budget."""
         return self.file is not None and self._placed_bytes > self._budget_bytes
 
-    def give_back(self, chunk_ids: Set[int]) -> None:
-        """Where the places exceed the budget, return to the disk what those of the chunks took that the table
-        holds none for any more. Raises IoError."""
+    def give_back(self, chunk_ids: Set[int] | None = None) -> None:
+        """Where the places exceed the budget, return to the disk what those of the chunks, None for all, took
+        that the table holds none for any more. Raises IoError; a later call tries again."""
         if not self.gives_back:
             return
-        for chunk_id in self._taken & chunk_ids:
+        for chunk_id in self._taken.copy() if chunk_ids is None else self._taken & chunk_ids:
             if _C.Tier.DISK not in self._table.held_tiers(chunk_id):
                 self.drop(chunk_id)
 
     def drop(self, chunk_id: int) -> None:
         """Return what a chunk's place took to the disk: nothing there counts any more. Raises IoError."""
         if self.file is not None and chunk_id in self._taken:
-            self._taken.discard(chunk_id)
             self.file.discard(*self._places[chunk_id])
+            self._taken.discard(chunk_id)
 
     def close(self) -> None:
         """Remove the file."""

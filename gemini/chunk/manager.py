@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -137,11 +138,11 @@ class ChunkManager:
             actions = self.table.free(tensors)
             if actions:
                 self._execute(actions)
+            if self._disk.gives_back:
+                self._disk.give_back({self.table.chunk_of(tensor) for tensor in tensors})
         except BaseException:
             self._suspect = True
             raise
-        if self._disk.gives_back:
-            self._disk.give_back({self.table.chunk_of(tensor) for tensor in tensors})
 
     def prefetch(self) -> None:
         """Start the transfers that the recorded order asks for next; return without waiting."""
@@ -356,6 +357,8 @@ class ChunkManager:
         """Make memory what the table says after an exception. May be interrupted and repeated."""
         self._unfounded |= reconcile(self.table, self.chunks, self._memory, self._unmap)
         self._in_flight.clear()
+        with suppress(IoError):  # a disk that returns nothing must not keep the user from saving
+            self._disk.give_back()
         self._suspect = False
 
     def _forget_unfounded(self) -> None:

@@ -110,10 +110,9 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return
     # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. Of
-    # two tiers below each may have less left than a chunk takes.
-    below = capacity.disk_bytes + capacity.host_bytes
-    if capacity.disk_bytes and capacity.host_bytes:
-        below -= size.largest_chunk_bytes
+    # two tiers below each may have less left than a chunk takes; one that is smaller than that adds nothing.
+    host, disk = capacity.host_bytes, capacity.disk_bytes
+    below = max(host, disk, host + disk - size.largest_chunk_bytes)
     passing = size.working_set_bytes + size.largest_chunk_bytes
     held = room - passing + below
     if size.total_bytes > held:
