@@ -58,7 +58,8 @@ class LateOperators(TorchDispatchMode):
             queue.SimpleQueue()
         )
         self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        # Of as many threads as the caller's: sums depend on how they are shared out.
+        self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
 
     def __enter__(self) -> LateOperators:
@@ -94,7 +95,8 @@ class LateOperators(TorchDispatchMode):
         ranges = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
         self._work.put((self._stream.turn([each for each in ranges if each[1]]), work))
 
-    def _run(self) -> None:
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         while (item := self._work.get()) is not None:
             turn, work = item
             turn.wait()
