@@ -27,7 +27,7 @@ from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
-from gemini.optim.state_exchange import checked_state, export_state, import_state
+from gemini.optim.state_exchange import checked_state, export_state, import_together
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.host_states import choose_host_updates
@@ -229,7 +229,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         rank = rank_of(self.model)
         loaded = rank.together(lambda: checked_state(self, state_dict))
         with self._completeness.load_states():
-            rank.together(lambda: import_state(self, loaded))
+            import_together(self, loaded, rank)
         self._forget_scale()
         if self.loss_scale is not None and "loss_scale" in state_dict:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])

@@ -14,6 +14,7 @@ from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
+from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
 
 if TYPE_CHECKING:
@@ -111,6 +112,18 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
                 write_state(optimizer, slot, kind, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:
+    """Have every rank take over what was checked. Then all have made as many steps, the least of their
+    numbers: of an update that failed on some of them nothing is left. Raises as :meth:`Rank.collect`."""
+    manager = optimizer.model.manager
+
+    def run() -> str:
+        import_state(optimizer, loaded)
+        return str(manager.step)
+
+    manager.step = min(int(step) for step in rank.collect(run))
 
 
 def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -86,8 +86,11 @@ def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int])
             f"ranks {endings[Ending.GIVEN_UP]} give gradients up (zero_grad) that ranks "
             f"{endings[Ending.COMPLETE]} are about to use (step, clipping); {together}"
         )
-    if len(set(steps)) > 1 and not endings[Ending.GIVEN_UP]:  # a load makes steps equal
-        raise StateError(f"ranks are in different steps, {list(steps)} by rank; {together}")
+    if len(set(steps)) > 1 and not endings[Ending.GIVEN_UP]:
+        raise StateError(
+            f"ranks are in different steps, {list(steps)} by rank; {together}. Load a checkpoint "
+            "(gemini.checkpoint.load), or the states of model and optimizer (load_state_dict of both), on all"
+        )
 
 
 def refuse_difference(messages: Sequence[Sequence[int]]) -> None:

@@ -107,6 +107,42 @@ def test_a_rank_that_cannot_give_gradients_up_ends_a_load_on_all(tmp_path: Path)
     run_on_ranks(_give_up_fails_on_one, 2, str(tmp_path), timeout=30.0)
 
 
+def _update_fails_on_one() -> None:
+    model, optimizer = wrap(mlp, RECIPE)
+    with model:
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        states = optimizer.state_dict()
+        train_step(model, optimizer, RECIPE, 0)
+        _backward(model, optimizer)
+        sharding = model.manager.sharding
+        assert sharding is not None
+        close_all = sharding.close_all
+
+        def fail() -> None:
+            sharding.close_all = close_all  # type: ignore[method-assign]
+            raise IoError(28, "made up", "disk", 0)
+
+        if dist.get_rank() == 1:
+            sharding.close_all = fail  # type: ignore[method-assign]
+            with pytest.raises(IoError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        with pytest.raises(StateError, match=r"different steps, \[2, 1\] by rank.*load_state_dict of both"):
+            _backward(model, optimizer)
+        model.zero_grad()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        for step in range(RECIPE.steps):
+            train_step(model, optimizer, RECIPE, step)
+        _, want = train_plain(mlp, RECIPE)
+        assert_near(model.state_dict(), want)
+
+
+def test_states_of_model_and_optimizer_end_a_failed_update_of_one() -> None:
+    run_on_ranks(_update_fails_on_one, 2)
+
+
 def _clip_after_a_refusal() -> None:
     assert_same(_clipped_weights(refused=True), _clipped_weights(refused=False))
 
