@@ -48,12 +48,12 @@ _MANAGED = frozenset((ManagedTensor, ManagedParameter))
 
 
 class Extent(NamedTuple):
-    """Bytes ``[start, stop)`` of a storage; all are one tensor's, which may have views, where ``whole`` says
-    so."""
+    """Bytes ``[start, stop)`` of a storage. ``whole``: all of them are one tensor's, and it and its views
+    share a version; else what lies in gaps may be somebody else's."""
 
     start: int
     stop: int
-    whole: torch.Tensor | None = None
+    whole: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Extent:
@@ -63,10 +63,10 @@ class Extent(NamedTuple):
         own = cls(start, start + span_bytes(tensor))
         base = tensor._base
         has_gaps = tensor.nbytes < own.stop - own.start
-        if not has_gaps or base is None or base.layout is not torch.strided:
+        if not has_gaps or base is None or base.layout is not torch.strided or base.is_nested:
             return own
         start = int(base.storage_offset()) * base.itemsize
-        whole = cls(start, start + span_bytes(base), base)
+        whole = cls(start, start + span_bytes(base), whole=True)
         contains = whole.start <= own.start and own.stop <= whole.stop
         is_same = base.untyped_storage()._cdata == tensor.untyped_storage()._cdata
         little_more = whole.stop - whole.start <= _MOST_FOR_WHOLE * (own.stop - own.start)
@@ -87,6 +87,7 @@ class Parcel:
         "_source",
         "_takes_id",
         "_version",
+        "_whole",
         "chunk",
         "fate",
         "pad",
@@ -101,13 +102,11 @@ class Parcel:
         """``pad``: how far behind the begin of the chunk the bytes begin."""
         self._gone = gone
         self.chunk, self.tensor = place
-        self.start, self.stop, whole = extent
+        self.start, self.stop, self._whole = extent
         self.pad = pad
-        # What lies in the gaps of ``saved`` may have another version counter, unless it is of the same base.
-        self._base = whole._cdata if whole is not None else None
-        self._takes_id = (  # of the base, which may be gone
-            torch._C._WeakTensorRef(whole) if whole is not None else None  # type: ignore[attr-defined]
-        )
+        base = _base(saved)
+        self._base = base._cdata
+        self._takes_id = torch._C._WeakTensorRef(base)  # type: ignore[attr-defined]  # which may be gone
         self._source = StorageWeakRef(saved.untyped_storage())  # no other storage gets its id meanwhile
         self._version = Version(saved)
         self.fate = Fate()
@@ -118,12 +117,19 @@ class Parcel:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return where a tensor of the same storage begins in the chunk; None: not all of it is there, or
-        it was written since."""
-        if self._base is not None and (tensor if tensor._base is None else tensor._base)._cdata != self._base:
-            return None
+        it was written since, or may have been."""
         start = int(tensor.storage_offset()) * tensor.itemsize - self.start
-        inside = start >= 0 and start + span_bytes(tensor) <= self.stop - self.start
-        return self.pad + start if inside and self._version.is_current else None
+        stop = start + span_bytes(tensor)
+        inside = start >= 0 and stop <= self.stop - self.start
+        if not inside or not self._version.is_current:
+            return None
+        if _base(tensor)._cdata != self._base:
+            # What autograd saves of an operator's result is an alias of it, and counts with it. Parts of a
+            # tensor that count for themselves (unsafe_chunk) were not written yet where they count 0.
+            version, is_all = tensor._version, start == 0 and stop == self.stop - self.start
+            if self._whole or version != self._version.then or not (version == 0 or is_all):
+                return None
+        return self.pad + start
 
     def fill(self, saved: torch.Tensor) -> None:
         """Copy the bytes from where they are into the window, which is mapped."""
@@ -131,6 +137,10 @@ class Parcel:
         source = torch.empty(0, dtype=torch.uint8, device=saved.device)
         source.set_(saved.untyped_storage(), self.start, (nbytes,), (1,))
         self.chunk.tensor[self.pad : self.pad + nbytes].copy_(source)
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 class ActivationOffload:
@@ -231,6 +241,7 @@ class ActivationOffload:
             type(tensor) in _ORDINARY
             and tensor.device == self._device
             and tensor.layout is torch.strided
+            and not tensor.is_nested
             and not (tensor.is_neg() or tensor.is_conj())
             and span_bytes(tensor) >= self._smallest_bytes
             and tensor.data_ptr() % tensor.itemsize == 0

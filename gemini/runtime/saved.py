@@ -24,30 +24,32 @@ class Saved(Protocol):
 
 
 class Version:
-    """The version of a tensor and what tells it later; keeps none of the tensor's memory."""
+    """The version of a tensor and what tells it later; keeps none of the tensor's memory, but for a nested
+    one's."""
 
-    __slots__ = ("_then", "_witness")
+    __slots__ = ("_witness", "then")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An alias shares the version counter, and goes on doing so when it is given other data.
         self._witness = tensor.detach()
-        self._then = self._witness._version
-        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.then = self._witness._version
+        if not tensor.is_nested:  # which takes no other data
+            self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @property
     def is_current(self) -> bool:
         """Whether the tensor was not written since."""
-        return self._witness._version == self._then
+        return self._witness._version == self.then
 
     def require_current(self, shape: tuple[int, ...]) -> None:
         """Raise RuntimeError where the tensor was written since: autograd itself looks at no versions where
         hooks keep what it saved."""
         now = self._witness._version
-        if now != self._then:
+        if now != self.then:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a {self._witness.dtype} tensor of shape {list(shape)} is at version {now}; "
-                f"expected version {self._then} instead. Write to a clone of what an operator saved"
+                f"expected version {self.then} instead. Write to a clone of what an operator saved"
             )
 
 
@@ -62,7 +64,8 @@ class Kept:
 
     def restore(self) -> torch.Tensor:
         """Return the tensor. Raises RuntimeError where it was written since."""
-        self._version.require_current(tuple(self._tensor.shape))
+        nested = self._tensor.is_nested  # of many shapes
+        self._version.require_current(() if nested else tuple(self._tensor.shape))
         return self._tensor
 
 

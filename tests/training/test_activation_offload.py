@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from activation_harness import Net, both, net_loss, offloaded, store_small_tensors
+from activation_harness import Net, activation_bytes, both, net_loss, offloaded, store_small_tensors
 from torch import Tensor, nn
 from training_harness import (
     KIB,
@@ -78,22 +79,67 @@ def test_offload_never_changes_the_numbers(loss: LossFn, device_bytes: int, tmp_
     both(Net, loss, Recipe(steps=6), offloaded(tmp_path, device_bytes))
 
 
-class Halves(nn.Module):
-    """Saves half of a tensor, then the other half, written meanwhile and with its own version counter."""
+class Parts(nn.Module):
+    """Saves parts of one memory that have version counters of their own, some written meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.fc = nn.Linear(32, 64)
+        self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
-        """Square both halves."""
-        both = self.fc(x)
-        other = both.unsafe_chunk(2, -1)[1]
-        return both[..., :32].square() + other.mul_(2).square()
+        """Use the parts."""
+        return self.use(self.fc(x))
 
 
-def test_what_lies_between_a_view_and_is_written_later_is_stored_anew(tmp_path: Path) -> None:
-    both(Halves, net_loss, Recipe(steps=3), offloaded(tmp_path, 300 * KIB))
+def view_then_part(both: Tensor) -> Tensor:
+    other = both.unsafe_chunk(2, -1)[1]
+    return both[..., :32].square() + other.mul_(2).square()
+
+
+def part_then_part(both: Tensor) -> Tensor:
+    first, second = torch.unsafe_split(both, 32, -1)
+    squared = first.square()
+    second.mul_(3)
+    return squared[:-1] + second[:-1].square()  # which lies between the elements of the first
+
+
+def whole_then_part(both: Tensor) -> Tensor:
+    whole = both.detach().clone()
+    saved = both * whole
+    first, second = whole.unsafe_chunk(2, -1)
+    first.sigmoid_()
+    return saved[..., :32].detach() + both[..., 32:] * first + second
+
+
+@pytest.mark.parametrize("use", [view_then_part, part_then_part, whole_then_part])
+def test_parts_of_one_memory_that_are_written_later_are_stored_anew(
+    use: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    both(lambda: Parts(use), net_loss, Recipe(steps=3), offloaded(tmp_path, 300 * KIB))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_result_that_is_saved_as_such_and_as_an_operand_is_stored_once(
+    inplace: bool, tmp_path: Path
+) -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace), nn.Linear(32, 32))
+    with GeminiDDP(module, **offloaded(tmp_path, 4000 * KIB)) as model:
+        out = model(random_batch(0, 256, 32).requires_grad_())
+        assert activation_bytes(model) == 2 * 256 * 32 * 4  # the input; what ReLU returns
+        del out
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_where_they_are(tmp_path: Path) -> None:
+    def use(both: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([both[0], both[1][:9], both[2]])
+        parts = [part.sin().square() for part in nested.unbind()]
+        with torch.no_grad():
+            fixed = torch.nested.as_nested_tensor([one.clone() for one in both[:3]]).unbind()
+        return torch.cat(parts).sum() + sum(part[:, :-1].mul(both[0, :, :-1]).sum() for part in fixed)
+
+    both(lambda: Parts(use), net_loss, Recipe(steps=3), offloaded(tmp_path, 300 * KIB))
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
