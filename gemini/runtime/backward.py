@@ -171,10 +171,22 @@ def nodes_so_far(arguments: Any) -> NodesSoFar:
     return next_node_number(), given
 
 
+def node_of(tensor: torch.Tensor) -> Any:
+    """Return the node that made a tensor; None: there is none, or autograd refuses to say, as of a view whose
+    base was written where nobody recorded it, which no operator can use for backward either."""
+    try:
+        if type(tensor) is torch.Tensor:
+            return tensor.grad_fn
+        with torch._C.DisableTorchFunctionSubclass():  # others may answer for themselves
+            return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def _note_nodes(values: Any, found: list[Any]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            node = value.grad_fn
+            node = node_of(value)
             if node is not None:
                 found.append(node)
         elif isinstance(value, (list, tuple)):

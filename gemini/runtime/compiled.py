@@ -66,8 +66,7 @@ class CompiledBlock:
             )
         views = PlainViews(operands)
         num_graphs = _num_graphs()
-        with PlainTensors():
-            nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
+        nodes = self._nodes_so_far(args, kwargs)
         with pinned(self._manager, operands):
             args, kwargs = arguments = views.plain((args, kwargs))
             try:
@@ -77,10 +76,19 @@ class CompiledBlock:
                 views.managed(arguments)  # lists and the like, which the caller has
             if _num_graphs() != num_graphs and self._manager.is_followed:
                 self._manager.abandon()  # the compiler took memory and time that no other step takes
-            if nodes is not None and not self._manager.resident:
+            if nodes is not None:
                 with PlainTensors():
                     self._hook_backward(out, nodes, operands, arguments)
             return views.managed(out)
+
+    def _nodes_so_far(self, args: Any, kwargs: Any) -> NodesSoFar | None:
+        """Return what tells the call's own nodes from older ones; None: they need no hooks. What the call may
+        use comes as arguments or lies in attributes of the module."""
+        if self._manager.resident or not torch.is_grad_enabled():
+            return None
+        with PlainTensors():
+            held = [value for part in self._module.modules() for value in vars(part).values()]
+            return nodes_so_far(tensors_in([args, kwargs, held]))
 
     def _hook_backward(self, out: Any, nodes: NodesSoFar, operands: list[Any], arguments: Any) -> None:
         tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))

@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
-from gemini.runtime.backward import hook_backward, next_node_number, nodes_so_far
+from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
 
@@ -264,8 +264,7 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | 
         elif kind in _LEAVES:
             continue
         elif isinstance(arg, torch.Tensor):
-            # Without gradients, where asking a view that was written to is an error, nobody asks.
-            if given is not None and (node := arg.grad_fn) is not None:
+            if given is not None and (node := node_of(arg)) is not None:
                 given.append(node)
         elif isinstance(arg, (list, tuple)):
             found.extend(operands_of(arg, {}, given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from device_thread import advance_node_number
+from test_graphs import num_hooked
 from torch import Tensor, nn
 from training_harness import (
     KIB,
@@ -199,3 +203,44 @@ def test_a_forward_that_is_compiled_after_wrapping_is_found(tmp_path: Path) -> N
     for block in model.module.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, **TRACED)
     assert_identical(train_managed(model, loss_of, Recipe(steps=2)), want)
+
+
+@dataclass
+class Pack:
+    x: Tensor
+
+
+class Unpacks(Layers):
+    """Finds its input in a dataclass, or in an attribute of its own."""
+
+    memory: Tensor | None = None
+
+    def forward(self, pack: Pack) -> Tensor:
+        """Return the block's sum."""
+        x = pack.x if self.memory is None else self.memory
+        return x + self.down(self.hidden(x))
+
+
+@pytest.mark.parametrize("ahead", range(-2, 10))
+@pytest.mark.parametrize("place", ["dataclass", "attribute"])
+def test_older_nodes_are_told_wherever_the_call_finds_its_input(
+    place: str, ahead: int, tmp_path: Path
+) -> None:
+    advance_node_number(5_000)  # another thread begins at 0
+    block = seeded(Unpacks)
+    block.compile(**TRACED)
+    with GeminiDDP(nn.Sequential(nn.Linear(32, 32), block), **tight(tmp_path, 160 * KIB)) as model:
+
+        def prepared() -> tuple[int, Callable[[], Tensor]]:
+            x = torch.tanh(torch.tanh(torch.tanh(model.module[0](random_batch(0, 4, 32)))))
+            block.memory = x if place == "attribute" else None
+            pack = Pack(x if place == "dataclass" else torch.zeros(4, 32))
+            return x.grad_fn._sequence_nr(), lambda: block(pack)
+
+        prepared()[1]()  # compiles
+        wanted = num_hooked(model, prepared()[1])
+        assert wanted > 0
+        made, call = prepared()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(advance_node_number, made - ahead).result()
+            assert num_hooked(model, lambda: other.submit(call).result()) == wanted

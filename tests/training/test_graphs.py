@@ -187,7 +187,7 @@ def test_backward_may_have_a_thread_of_its_own(
         assert_trains_alike(build, loss_fn, tight(tmp_path, 40 * KIB), Recipe(steps=4))
 
 
-def _num_hooked(model: GeminiDDP, run: Callable[[], object]) -> int:
+def num_hooked(model: GeminiDDP, run: Callable[[], object]) -> int:
     """Return how many autograd nodes are hooked while ``run`` runs."""
     pins, count = model.manager.backward_pins, 0
     hooks = pins.hooks
@@ -211,11 +211,11 @@ def test_nodes_of_another_thread_with_the_same_numbers_are_not_taken_for_an_oper
     with GeminiDDP(seeded(build), **tight(tmp_path, 40 * KIB)) as model:
         first, second = model.module.core.fc[0], model.module.core.fc[1]
         x = torch.tanh(first(inputs(0)))
-        wanted = _num_hooked(model, lambda: second(x))
+        wanted = num_hooked(model, lambda: second(x))
         made = x.grad_fn._sequence_nr()
         with ThreadPoolExecutor(1) as other:
             other.submit(advance_node_number, made - ahead).result()
-            assert _num_hooked(model, lambda: other.submit(second, x).result()) == wanted
+            assert num_hooked(model, lambda: other.submit(second, x).result()) == wanted
 
 
 @pytest.mark.parametrize("ahead", range(-4, 12))
@@ -230,11 +230,11 @@ def test_the_node_that_runs_on_another_thread_is_not_taken_for_what_it_makes(
 
         x = inputs(0).requires_grad_()
         out = model(x)
-        wanted = _num_hooked(model, slopes)
+        wanted = num_hooked(model, slopes)
         out = model(x)
         with ThreadPoolExecutor(1) as other:
             other.submit(advance_node_number, out.grad_fn._sequence_nr() - 6 - ahead).result()
-            assert _num_hooked(model, lambda: other.submit(slopes).result()) == wanted
+            assert num_hooked(model, lambda: other.submit(slopes).result()) == wanted
 
 
 def test_backward_on_a_view_of_a_parameter_works(tmp_path: Path) -> None:

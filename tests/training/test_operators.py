@@ -153,6 +153,32 @@ def in_place_without_result(m: Calls, x: Tensor) -> Tensor:
     return torch.cat(rows, 1) + m.fc[2].bias
 
 
+def compared_with_views_that_were_written(m: Calls, x: Tensor) -> Tensor:
+    h = m.fc[0](x)
+    first, second = h.unbind(0)[:2]
+    with torch.no_grad():
+        third = h[2]
+        h.mul_(0.5)  # from here on it is an error to ask the views what made them
+    masks = [(view > m.fc[0].bias).float().mean() for view in (first, second, third)]
+    return torch.tanh(m.fc[2](m.fc[1](x))) + sum(masks)
+
+
+class Secretive(Tensor):
+    """A tensor that answers no question after its attributes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            raise NotImplementedError(f"{cls.__name__} does not know {func.__self__}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def beside_a_tensor_of_ones_own(m: Calls, x: Tensor) -> Tensor:
+    own = torch.linspace(0, 1, 32).as_subclass(Secretive)
+    return in_order(m, x) + (m.fc[0].bias * own).sum()
+
+
 USES = (
     in_order,
     weight_outside_its_module,
@@ -170,6 +196,8 @@ USES = (
     list_of_ones_own,
     foreach_in_place,
     in_place_without_result,
+    compared_with_views_that_were_written,
+    beside_a_tensor_of_ones_own,
 )
 
 
