@@ -361,6 +361,7 @@ class GeminiDDP(nn.Module):
         Raises:
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
         """
+        self.compiled.close()
         self.manager.close()
 
     def __enter__(self) -> GeminiDDP:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded where anything was compiled into them
+
+
+_ALL: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # what the compiler is told counts for all models
 
 
 class CompiledBlock:
@@ -112,6 +116,7 @@ class CompiledBlocks:
         self._num_gradients = -1  # there had been when the last pass that trains began
         self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
         _keep_from_tracing()
+        _ALL.add(self)
         self._find()
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -119,6 +124,10 @@ class CompiledBlocks:
         for _, block in find_blocks(self._module) or [("", self._module)]:
             block.compile(*args, **options)
         self._find()
+
+    def close(self) -> None:
+        """Await nothing any more: the model is closed."""
+        _ALL.discard(self)
 
     def refresh(self) -> None:
         """Look for modules that were compiled since the last time; called before every forward pass."""
@@ -128,12 +137,15 @@ class CompiledBlocks:
     def begin_pass(self, *, training: bool) -> None:
         """Say that a forward pass begins: where each block has CUDA graphs of its own, the compiler takes
         every call of one for a new pass, in which nobody needs what was returned in those before, until it is
-        told. While a pass that trains has had no gradient, it may still need it."""
-        awaits_backward = self._manager.num_gradients == self._num_gradients
-        if self._blocks and _CUDA_GRAPHS in sys.modules and not awaits_backward:
+        told. While a pass that trains, of any model, has had no gradient, it may still need it."""
+        if self._blocks and _CUDA_GRAPHS in sys.modules and not any(one._awaits_backward for one in _ALL):
             torch.compiler.cudagraph_mark_step_begin()
         if training:
             self._num_gradients = self._manager.num_gradients
+
+    @property
+    def _awaits_backward(self) -> bool:
+        return self._manager.num_gradients == self._num_gradients
 
     def _find(self) -> None:
         """Have a :class:`CompiledBlock` around every outermost compiled module."""

@@ -112,7 +112,10 @@ def test_a_compiler_with_cuda_graphs_is_told_where_passes_begin(monkeypatch: pyt
     told: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: told.append(1))
     gpu = simulated()
-    with GpuModel(compiled_network(backend="eager"), device=gpu, **SMALL_CHUNKS) as model:
+    with (
+        GpuModel(compiled_network(backend="eager"), device=gpu, **SMALL_CHUNKS) as model,
+        GpuModel(compiled_network(backend="eager"), device=gpu, **SMALL_CHUNKS) as teacher,
+    ):
         optimizer = optimizer_of(model)
 
         def new_passes(run: Callable[[], Any]) -> int:
@@ -128,10 +131,12 @@ def test_a_compiler_with_cuda_graphs_is_told_where_passes_begin(monkeypatch: pyt
             assert new_passes(lambda: losses.append(forward(0))) == 1
             with torch.no_grad():
                 assert new_passes(lambda: forward(1)) == 0  # backward still needs the pass before
+                assert new_passes(lambda: network_loss(teacher, 1, gpu.torch_device)) == 0
             assert new_passes(lambda: losses.append(forward(2))) == 0
             (losses.pop() + losses.pop()).backward()
             with torch.no_grad():
                 assert new_passes(lambda: [forward(index) for index in range(3)]) == 3
+                assert new_passes(lambda: network_loss(teacher, 1, gpu.torch_device)) == 1
             assert new_passes(lambda: forward(3).backward()) == 1  # a micro-batch more
             optimizer.step()
 
