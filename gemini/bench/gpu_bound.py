@@ -35,6 +35,11 @@ _MIB = 2**20
 _SENT_BYTES, _STATE_BYTES = 2, 12
 _HOST_SHARE = 0.9  # of what is free there
 _DRAWN_STEPS = 2  # in the picture
+_FLOORS = {
+    "F0": "the longest of computing, links and the CPU's updates",
+    "F1": "updates end before the next step",
+    "F2": "updates wait for the norm, beside the next forward pass",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
         ),
     ]
     for name, seconds in floors.items():
-        table.append(Row(f"{name}, all updates the CPU's", 1e3 * seconds, "ms"))
+        table.append(Row(f"{name}: {_FLOORS[name]}", 1e3 * seconds, "ms"))
         ratios = Spread.of([each / seconds for each in steps])
         table.append(spread_row(f"step, managed / {name}", ratios, "x"))
     return [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Set
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
-from gemini.offload.async_file import AsyncFile
+from gemini.config import format_bytes
+from gemini.errors import IoError
+from gemini.offload.async_file import AsyncFile, checked_directory
 
 
 class DiskFile:
@@ -20,7 +24,8 @@ class DiskFile:
         """Make the file for chunks of ``chunk_bytes`` together and for later ones.
 
         Raises:
-            IoError: the directory is missing, read-only or too small.
+            ConfigError: the directory is missing or read-only.
+            IoError: it has too little space.
         """
         self.file: AsyncFile | None = None
         self._table = table
@@ -32,6 +37,7 @@ class DiskFile:
         self._taken: set[int] = set()  # chunks that took space and have not given it back
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
+        _require_space(checked_directory(budgets.disk_dir), min(budgets.disk_bytes, chunk_bytes))
         reserve = not budgets.spare_disk_bytes and budgets.disk_bytes >= self._file_bytes
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
 
@@ -76,3 +82,15 @@ class DiskFile:
         """Remove the file."""
         if self.file is not None:
             self.file.close()
+
+
+def _require_space(directory: str, nbytes: int) -> None:
+    """Raise IoError where less than ``nbytes`` are free: before anything is trained, not in the middle."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise IoError(
+            errno.ENOSPC,
+            f"the DISK tier takes {format_bytes(nbytes)} but {format_bytes(free)} are free; free some, name "
+            "another disk_dir, lower disk_bytes, or raise device_bytes",
+            directory,
+        )

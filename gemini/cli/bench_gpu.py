@@ -18,8 +18,10 @@ cases:
              against the longer of computing (the same model, resident) and what the bytes take on the links
   bound      7 billion parameters in bf16, tokens enough that computing bounds a step, states on HOST, norm
              clipped: against the step of a GPU with memory for all (computing, and the update of what fits
-             for all), where floor F0 allows that; and against the floors F0 to F2. With --out FILE.json the
-             timeline of two more steps goes to FILE_timeline.html
+             for all), where floor F0 allows that; and against what no schedule can beat if the CPU makes all
+             updates: F0, the longest of computing, links and updates; F1, updates that end before the next
+             step; F2, those that wait for the norm and run beside the next forward pass. With --out
+             FILE.json the timeline of two more steps goes to FILE_timeline.html
   largest    the deepest model that DEVICE, HOST (up to 120 GiB) and the disk (up to 256 GiB) hold together,
              trained: share of what their bytes could hold, tokens per second
   peers      1.3 billion parameters, all states in host memory: time of a step and host memory against torch

@@ -67,6 +67,7 @@ def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
         render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if not_measured := len(record.get("not_measured", ())):
         targets = "1 target" if not_measured == 1 else f"{not_measured} targets"
-        progress()(f"{targets} not measured: install {record.get('install', 'deepspeed')}")
+        install = record.get("install", "deepspeed")
+        progress()(f"{targets} not measured: " + (f"install {install}" if install else "see their rows"))
     bad = record["failed"] or (record["missed"] and not record["quick"])
     return EXIT_MISSED if bad else 0

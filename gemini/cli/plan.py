@@ -141,11 +141,14 @@ def settings_from(options: argparse.Namespace) -> Any:
     from gemini.forecast.forecast import Settings
     from gemini.forecast.machine import MachineSpeeds
     from gemini.forecast.measure import measure_machine
+    from gemini.offload.async_file import checked_directory
     from gemini.placement.probe import probe_links
     from gemini.runtime.config import GeminiConfig
 
     here = options.machine is None
     config = GeminiConfig.from_options(mixed_precision=None if options.dtype == "fp32" else options.dtype)
+    if options.disk_dir is not None:
+        checked_directory(options.disk_dir)
     if here:
         links = probe_links(disk_dir=options.disk_dir, host=bool(options.host_bytes))
         machine = measure_machine(config.precision, links)

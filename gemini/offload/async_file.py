@@ -33,7 +33,8 @@ def checked_directory(directory: str | os.PathLike[str]) -> str:
     """
     path = os.fspath(directory)
     if not os.path.isdir(path):  # noqa: PTH112 -- the string is passed on as it is
-        raise ConfigError(f"directory {path!r} does not exist; create it or name another")
+        what = "is a file" if os.path.exists(path) else "does not exist"  # noqa: PTH110
+        raise ConfigError(f"directory {path!r} {what}; create it or name another")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"directory {path!r} is not writable; change its permissions or name another")
     return path

@@ -116,9 +116,13 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
     passing = size.working_set_bytes + size.largest_chunk_bytes
     held = room - passing + below
     if size.total_bytes > held:
+        wanted = size.total_bytes - (room - passing)  # below DEVICE
+        host_least = min(wanted, wanted - disk + size.largest_chunk_bytes)
+        disk_least = min(size.total_bytes, wanted, wanted - host + size.largest_chunk_bytes)
         raise DeviceTooSmallError(
             f"the model data is {size.total_bytes} bytes but the tiers hold {max(held, 0)} besides the "
-            f"largest update: DEVICE {room}, HOST {capacity.host_bytes}, DISK {capacity.disk_bytes}",
+            f"largest update: DEVICE {room}, HOST {host}, DISK {disk}",
             min(size.total_bytes, size.total_bytes + passing - below) + reserved,
-            f"raise host_bytes, or give disk_dir with disk_bytes of at least {size.total_bytes}",
+            f"raise host_bytes to at least {host_least}, or {'raise' if disk else 'give disk_dir and'} "
+            f"disk_bytes{' to' if disk else ' of'} at least {disk_least}",
         )

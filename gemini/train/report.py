@@ -114,7 +114,8 @@ def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | 
     return [
         f"DEVICE held {format_bytes(used)} with activations and temporaries, above its budget of "
         f"{format_bytes(budget_bytes)}: "
-        "take a larger one, --activations plan, --activation-checkpointing, or a smaller --batch or --seq"
+        "take a larger one, or a smaller --batch or --seq, or --activations plan and "
+        "--activation-checkpointing, as far as they are not in use"
     ]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from gemini import GeminiDDP, OutOfBudgetError
+from gemini import GeminiDDP, IoError, OutOfBudgetError
 
 
 class Odd(nn.Module):
@@ -39,9 +41,40 @@ def test_what_a_refusal_asks_for_is_accepted(build: Any, options: dict[str, Any]
 )
 @pytest.mark.parametrize("build", [Odd, lambda: nn.Sequential(*(nn.Linear(90, 90) for _ in range(30)))])
 def test_it_is_accepted_without_a_disk_too(build: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(OutOfBudgetError, match="raise host_bytes, or give disk_dir") as refused:
+    with pytest.raises(
+        OutOfBudgetError, match=r"raise host_bytes to at least .*, or give disk_dir"
+    ) as refused:
         GeminiDDP(build(), device_bytes=2**16, **options)
     asked = re.search(r"raise device_bytes to at least (\d+)", str(refused.value))
     assert asked is not None
     with GeminiDDP(build(), device_bytes=int(asked[1]), **options):
         pass
+
+
+@pytest.mark.parametrize(
+    "below", [{"disk_bytes": 2**22}, {"host_bytes": 2**22, "disk_bytes": 2**20}, {"host_bytes": 2**22}]
+)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_more_below_device_is_accepted_and_no_less(tier: str, below: dict[str, int], tmp_path: Any) -> None:
+    def wrap(**options: Any) -> None:
+        disk = {"disk_dir": str(tmp_path)} if "disk_bytes" in options else {}
+        GeminiDDP(Odd(), device_bytes=5 * 2**20, **options, **disk).close()
+
+    with pytest.raises(OutOfBudgetError) as refused:
+        wrap(**below)
+    asked = re.search(rf"{tier}_bytes (?:to|of) at least (\d+)", str(refused.value))
+    assert asked is not None
+    least = int(asked[1])
+    wrap(**{**below, f"{tier}_bytes": least})
+    with pytest.raises(OutOfBudgetError):
+        wrap(**{**below, f"{tier}_bytes": least - 1})
+
+
+def test_a_disk_without_the_space_is_refused_before_training(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 * 2**20))
+    options: dict[str, Any] = {"device_bytes": 5 * 2**20, "disk_dir": str(tmp_path), "non_model_bytes": 0}
+    GeminiDDP(Odd(), disk_bytes=10 * 2**20, host_bytes="1GiB", **options).close()
+    with pytest.raises(IoError, match=r"takes 10\.1 MiB but 10\.0 MiB are free; .* lower disk_bytes"):
+        GeminiDDP(Odd(), disk_bytes=int(10.1 * 2**20), host_bytes="1GiB", **options)
