@@ -326,6 +326,8 @@ class GeminiManager:
         self._settle_activations()
         if self.sharding is not None:
             self.sharding.end()
+        if self.observer is not None:  # planning belongs to no step
+            self.observer.step_ended()
         if self.in_step:
             self.in_step = False
             self._following = None
@@ -335,8 +337,6 @@ class GeminiManager:
             finally:
                 self.chunks.end_step()
                 self._end_activations(on_trace=on_trace)
-        if self.observer is not None:
-            self.observer.step_ended()
         self.snapshot.step_ended()
 
     def observe(self, observer: StepObserver | None) -> None:

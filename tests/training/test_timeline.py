@@ -275,3 +275,21 @@ def test_an_evaluation_belongs_to_no_step(tmp_path: Path) -> None:
     assert timeline.steps == ()
     assert len([operator for operator in timeline.operators if operator.phase == "forward"]) >= 6
     assert recorder.summary() == []
+
+
+def test_planning_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GeminiDDP(seeded(Net), **placements(tmp_path)["disk"]) as model:
+        optimizer = managed_optimizer(model, CLIPPED)
+        plan, in_steps = model.manager.order.end, []
+        with model.record_timeline() as recorder:
+
+            def note_and_plan(pending: Any) -> None:
+                in_steps.append(recorder._in_step)
+                plan(pending)
+
+            monkeypatch.setattr(model.manager.order, "end", note_and_plan)
+            for step in range(5):
+                managed_step(model, optimizer, loss_of, CLIPPED, step)
+                assert recorder._in_step is False
+        assert in_steps == [False] * 5
+        assert len(recorder.timeline().steps) == 5
