@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from errno import EDQUOT, ENOSPC
+
 
 class GeminiError(Exception):
     """Base class of every error this library raises on purpose."""
@@ -19,10 +21,16 @@ class DeviceFullError(OutOfBudgetError):
     """The computing device has no memory left for a chunk that its budget allows: somebody else has it."""
 
 
+_FULL = (ENOSPC, EDQUOT)
+_FREE_SOME = "free some space"
+
+
 class IoError(GeminiError, OSError):
     """A failed file operation; ``errno``, ``filename`` and ``offset`` say which."""
 
     def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
+        if errno in _FULL and _FREE_SOME not in message:
+            message = f"{message}; {_FREE_SOME} there, or name another directory"
         super().__init__(errno, message, path)
         self.offset = offset
 

@@ -90,7 +90,7 @@ def _require_space(directory: str, nbytes: int) -> None:
     if free < nbytes:
         raise IoError(
             errno.ENOSPC,
-            f"the DISK tier takes {format_bytes(nbytes)} but {format_bytes(free)} are free; free some, name "
-            "another disk_dir, lower disk_bytes, or raise device_bytes",
+            f"the DISK tier takes {format_bytes(nbytes)} but {format_bytes(free)} are free; free some space, "
+            "name another disk_dir, lower disk_bytes, or raise device_bytes",
             directory,
         )

@@ -81,7 +81,7 @@ class RecomputeReport:
 class _Judged(NamedTuple):
     cost: float
     seconds: float
-    moves: bool = True  # anything between tiers
+    moves: bool  # anything between tiers
 
 
 def choose_blocks(
@@ -108,7 +108,7 @@ def choose_blocks(
         try:
             step = choose_plan(Iteration.of_trace(derived, overlap=overlap), machine).simulation
         except OutOfBudgetError:
-            return _Judged(_NEVER, _NEVER)
+            return _Judged(_NEVER, _NEVER, moves=True)
         # What is written was copied into its chunk before, as far as it was an activation.
         written = step.link_bytes["d2h"] + step.link_bytes["disk_write"]
         copied = min(written, activation_bytes(derived)) / copy_bytes_per_second
