@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Set
+from contextlib import suppress
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
@@ -37,8 +38,9 @@ class DiskFile:
         self._taken: set[int] = set()  # chunks that took space and have not given it back
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
-        _require_space(checked_directory(budgets.disk_dir), min(budgets.disk_bytes, chunk_bytes))
         reserve = not budgets.spare_disk_bytes and budgets.disk_bytes >= self._file_bytes
+        elsewhere = 0 if reserve else budgets.device_bytes + budgets.host_bytes
+        _require_space(checked_directory(budgets.disk_dir), chunk_bytes - elsewhere)
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
 
     def has_place(self, nbytes: int) -> bool:
@@ -51,7 +53,8 @@ class DiskFile:
         self._places.append((offset, nbytes))
         self._placed_bytes += nbytes
         if fitted:
-            self.give_back()
+            with suppress(IoError):  # the chunk has its place; a later call tries again
+                self.give_back()
         return offset
 
     def written(self, chunk_id: int) -> None:
@@ -84,13 +87,14 @@ class DiskFile:
             self.file.close()
 
 
-def _require_space(directory: str, nbytes: int) -> None:
-    """Raise IoError where less than ``nbytes`` are free: before anything is trained, not in the middle."""
+def _require_space(directory: str, least_bytes: int) -> None:
+    """Raise IoError where not even ``least_bytes``, which will be taken, are free: now, not in the middle of
+    training."""
     free = shutil.disk_usage(directory).free
-    if free < nbytes:
+    if free < least_bytes:
         raise IoError(
             errno.ENOSPC,
-            f"the DISK tier takes {format_bytes(nbytes)} but {format_bytes(free)} are free; free some space, "
-            "name another disk_dir, lower disk_bytes, or raise device_bytes",
+            f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(free)} are free; "
+            "free some space, name another disk_dir, or hold more on DEVICE and HOST and lower disk_bytes",
             directory,
         )

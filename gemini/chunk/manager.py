@@ -93,7 +93,7 @@ class ChunkManager:
 
         Raises:
             OutOfBudgetError: they do not fit there at once, or one for HOST lies on DISK alone; nothing has
-                changed.
+                changed, but that chunks may have moved where only the end of transfers showed it.
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
             StateError: one for HOST is pinned on DEVICE, or the other way round.
         """

@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded where anything was compiled into them
 
 
+_FEW = 64  # members of a container
 _ALL: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # what the compiler is told counts for all models
 
 
@@ -86,13 +87,12 @@ class CompiledBlock:
             return views.managed(out)
 
     def _nodes_so_far(self, args: Any, kwargs: Any) -> NodesSoFar | None:
-        """Return what tells the call's own nodes from older ones; None: they need no hooks. What the call may
-        use comes as arguments or lies in attributes of the module."""
+        """Return what tells the call's own nodes from older ones; None: they need no hooks. What the call
+        uses comes as arguments or is held by the module."""
         if self._manager.resident or not torch.is_grad_enabled():
             return None
         with PlainTensors():
-            held = [value for part in self._module.modules() for value in vars(part).values()]
-            return nodes_so_far(tensors_in([args, kwargs, held]))
+            return nodes_so_far([*tensors_in([args, kwargs]), *_held_tensors(self._module)])
 
     def _hook_backward(self, out: Any, nodes: NodesSoFar, operands: list[Any], arguments: Any) -> None:
         tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
@@ -102,6 +102,18 @@ class CompiledBlock:
             # What the call may have left elsewhere than in what it returned.
             attributes = [vars(part) for part in self._module.modules()]
             hook_backward(attributes, nodes, self._manager, tensors, seen=seen)
+
+
+def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that attributes of a module and of its parts are, or that short containers there
+    have: long ones hold data."""
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif type(value) in (list, tuple, dict) and 0 < len(value) <= _FEW:
+                members = value.values() if type(value) is dict else value
+                yield from (member for member in members if isinstance(member, torch.Tensor))
 
 
 class CompiledBlocks:
@@ -114,6 +126,7 @@ class CompiledBlocks:
         self._blocks: list[CompiledBlock] = []
         self.warned = False  # that the model was compiled as a whole
         self._num_gradients = -1  # there had been when the last pass that trains began
+        self._learns = any(param.requires_grad for param in module.parameters())
         self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
         _keep_from_tracing()
         _ALL.add(self)
@@ -145,7 +158,8 @@ class CompiledBlocks:
 
     @property
     def _awaits_backward(self) -> bool:
-        return self._manager.num_gradients == self._num_gradients
+        has_pass = self._manager.num_gradients == self._num_gradients
+        return has_pass and self._learns and bool(self._blocks)
 
     def _find(self) -> None:
         """Have a :class:`CompiledBlock` around every outermost compiled module."""

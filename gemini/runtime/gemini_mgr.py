@@ -337,6 +337,8 @@ class GeminiManager:
             finally:
                 self.chunks.end_step()
                 self._end_activations(on_trace=on_trace)
+        if self.observer is not None:
+            self.observer.step_settled()
         self.snapshot.step_ended()
 
     def observe(self, observer: StepObserver | None) -> None:
@@ -394,6 +396,5 @@ class GeminiManager:
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
-        fits = self.context.size.total_bytes <= self.order.room_bytes
-        fits = fits and not self.order.host_chunks
+        fits = self.context.size.total_bytes <= self.order.room_bytes and not self.order.host_chunks
         return fits and self.sharding is None and self.chunks.all_on_device()

@@ -21,7 +21,10 @@ class StepObserver(ChunkObserver, Protocol):
         """Step ``number``, from 1, begins with a forward pass."""
 
     def step_ended(self) -> None:
-        """The optimizer has ended a step."""
+        """The optimizer has ended a step; planning, which belongs to none, may follow."""
+
+    def step_settled(self) -> None:
+        """All that follows from the step is done."""
 
     def run_update(self, update: PendingUpdate) -> None:
         """Run ``update``, and let pass what it raises."""

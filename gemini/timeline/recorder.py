@@ -182,15 +182,18 @@ class TimelineRecorder:
         self._raw.append(("step begins", _now(), number))
 
     def step_ended(self) -> None:
-        """Note the end of a step; after the last one that is wanted, stop."""
+        """Note the end of a step."""
         if not self._in_step:
             return
         self._in_step = False
         self._raw.append(("step ended", _now()))
         if self._steps_left is not None:
             self._steps_left -= 1
-            if self._steps_left == 0:
-                self.stop()
+
+    def step_settled(self) -> None:
+        """Stop after the last step that is wanted."""
+        if self._steps_left == 0:
+            self.stop()
 
     def run_update(self, update: PendingUpdate) -> None:
         """Run an update that was put off and note it."""

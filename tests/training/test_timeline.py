@@ -293,3 +293,12 @@ def test_planning_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 assert recorder._in_step is False
         assert in_steps == [False] * 5
         assert len(recorder.timeline().steps) == 5
+
+
+def test_a_recording_that_ends_with_the_first_step_has_its_trace(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(Net), **placements(tmp_path)["disk"]) as model:
+        recorder = model.record_timeline(steps=1)
+        recorder.start()
+        managed_step(model, managed_optimizer(model), loss_of, Recipe(), 0)
+        assert recorder.trace is not None
+        assert len(recorder.timeline().steps) == 1

@@ -73,8 +73,10 @@ def test_more_below_device_is_accepted_and_no_less(tier: str, below: dict[str, i
 def test_a_disk_without_the_space_is_refused_before_training(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
     options: dict[str, Any] = {"device_bytes": 5 * 2**20, "disk_dir": str(tmp_path), "non_model_bytes": 0}
-    GeminiDDP(Odd(), disk_bytes=10 * 2**20, host_bytes="1GiB", **options).close()
-    with pytest.raises(IoError, match=r"takes 10\.1 MiB but 10\.0 MiB are free; .* lower disk_bytes"):
-        GeminiDDP(Odd(), disk_bytes=int(10.1 * 2**20), host_bytes="1GiB", **options)
+    for more in ({"host_bytes": "1GiB"}, {"host_bytes": 13 * 2**20}, {"device_bytes": "1GiB"}):
+        GeminiDDP(Odd(), disk_bytes=10 * 2**20, **{**options, **more}).close()  # hardly any goes there
+    for tiers in ({"host_bytes": 9 * 2**20, "disk_bytes": 12 * 2**20}, {"disk_bytes": 24 * 2**20}):
+        with pytest.raises(IoError, match=r"takes at least .* MiB but 1\.0 MiB are free; free some space"):
+            GeminiDDP(Odd(), **options, **tiers)
