@@ -133,6 +133,13 @@ void start_wanted(Residency& chunks, const Policy& policy, std::span<const Chunk
   }
 }
 
+// Whether an eviction begun here leaves a place on DISK to spare when it ends.
+bool frees_place_on_disk(const Residency& chunks, const Actions& actions) {
+  return std::ranges::any_of(actions, [&](const Action& action) {
+    return action.kind == ActionKind::kEvict && chunks[action.chunk].holds(Tier::kDisk);
+  });
+}
+
 }  // namespace
 
 std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy& policy) {
@@ -202,6 +209,7 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
   TierLedger& ledger = chunks.ledger();
   const int64_t budget = ledger.budget(Tier::kDevice);
   if (need > 0 && chunks.pinned_bytes() > budget) throw operator_too_large(chunks, wanted);
+  const bool may_wait = !chunks.in_flight().empty();
   const TierLedger::Bytes peaks = ledger.peaks();
   const auto expected = [&] { return ledger.usage(Tier::kDevice) + need - chunks.coming_free(); };
   Actions actions;
@@ -210,8 +218,7 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
     if (!victim.has_value()) break;
     remove_from_device(chunks, policy, *victim, actions);
   }
-  // What is under way, begun here or before, may make room for more when it ends.
-  if (expected() > budget && chunks.in_flight().empty()) {
+  if (expected() > budget && !may_wait && !frees_place_on_disk(chunks, actions)) {
     chunks.undo(actions, 0);
     ledger.set_peaks(peaks);
     throw nowhere_to_go(chunks, need);
