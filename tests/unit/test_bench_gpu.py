@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +43,12 @@ GB = 10**9
 
 def in_process(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:
     """Run a task here, with options and result through JSON as if it had a process of its own."""
-    threads = torch.get_num_threads()
+    threads, shows_errors = torch.get_num_threads(), sys.excepthook  # which process groups replace
     try:
         result = find_task(task)(json.loads(json.dumps(options)))
     finally:
         torch.set_num_threads(threads)
+        sys.excepthook = shows_errors
     return WorkerRun(json.loads(json.dumps(result)), WatchedRun(Ending.FINISHED, 0, 0.1, 0, "", ""))
 
 
