@@ -53,9 +53,11 @@ struct Chunk {
     return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value() &&
            host_pins == 0;
   }
-  // A place on DISK that may be given up: what it holds is void, or another tier has it too.
+  // A place on DISK that may be given up: what it holds is void, or another tier has it too, and no
+  // transfer reads or writes it.
   [[nodiscard]] bool has_spare_extent() const {
-    return holds(Tier::kDisk) && !valid.is_only(Tier::kDisk) && !flight.has_value();
+    const bool in_use = flight.has_value() && (flight->doomed || flight->touches(Tier::kDisk));
+    return holds(Tier::kDisk) && !valid.is_only(Tier::kDisk) && !in_use;
   }
   // Its HOST copy may be read and written by whoever has pinned it there.
   [[nodiscard]] bool usable_on_host() const {

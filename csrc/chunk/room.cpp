@@ -133,13 +133,6 @@ void start_wanted(Residency& chunks, const Policy& policy, std::span<const Chunk
   }
 }
 
-// Whether an eviction begun here leaves a place on DISK to spare when it ends.
-bool frees_place_on_disk(const Residency& chunks, const Actions& actions) {
-  return std::ranges::any_of(actions, [&](const Action& action) {
-    return action.kind == ActionKind::kEvict && chunks[action.chunk].holds(Tier::kDisk);
-  });
-}
-
 }  // namespace
 
 std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy& policy) {
@@ -218,7 +211,7 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
     if (!victim.has_value()) break;
     remove_from_device(chunks, policy, *victim, actions);
   }
-  if (expected() > budget && !may_wait && !frees_place_on_disk(chunks, actions)) {
+  if (expected() > budget && !may_wait) {
     chunks.undo(actions, 0);
     ledger.set_peaks(peaks);
     throw nowhere_to_go(chunks, need);

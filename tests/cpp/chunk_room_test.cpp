@@ -88,6 +88,22 @@ TEST(Room, AFullDiskGivesUpACopyOfWhatIsOnDevice) {
   EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
 }
 
+TEST(Room, AFullDiskGivesUpThePlaceOfWhatIsBeingEvicted) {
+  World world({20, 10, 10}, {10, 10, 20});
+  world.use({1});
+  world.empty_device();
+  world.use({0});
+  world.empty_device();
+  world.use({0}, /*dirty=*/true);
+  world.use({1});
+  EXPECT_EQ(world.valid(0), "DEVICE");  // its place on DISK is void
+  EXPECT_EQ(world.valid(1), "DEVICE+HOST");
+  EXPECT_EQ(text(world.access({2})), "DROP 1 HOST, EVICT 0, DROP 0 DISK, SPILL 1");
+  world.wait_ready({2});
+  EXPECT_EQ(world.valid(0), "HOST");
+  EXPECT_EQ(world.valid(1), "DISK");
+}
+
 TEST(Room, HostDuplicatesGiveWayToAnEviction) {
   World world({20, 20, 0}, {10, 10, 10});
   world.use({0});

@@ -112,7 +112,13 @@ class ReferenceTable:
 
     def spare_extents(self) -> int:
         """Bytes on DISK whose content is void or elsewhere too."""
-        return sum(c.nbytes for c in self.chunks if c.extent and c.valid != {DISK} and not c.flight)
+        idle = [c for c in self.chunks if c.extent and c.valid != {DISK} and not self.uses_disk(c)]
+        return sum(c.nbytes for c in idle)
+
+    def uses_disk(self, chunk: Chunk) -> bool:
+        """Whether a transfer reads or writes its place, or will give it back."""
+        flight = chunk.flight
+        return flight is not None and (flight.doomed or DISK in (flight.source, flight.destination))
 
     def movable(self, chunk: Chunk) -> bool:
         if DEVICE not in chunk.valid or chunk.pins or chunk.flight:
@@ -142,13 +148,14 @@ class ReferenceTable:
         """Check that an action is legal now, and account it; ``then``: those that come with it, behind it."""
         chunk = self.chunks[action.chunk]
         assert action.nbytes == chunk.nbytes
-        assert chunk.flight is None
+        drops_place = action.kind == Kind.DROP and action.from_tier == DISK
+        assert not self.uses_disk(chunk) if drops_place else chunk.flight is None
         if action.kind == Kind.ALLOCATE:
             assert (action.from_tier, action.to_tier, action.id) == (DEVICE, DEVICE, 0)
             assert not chunk.valid
             assert chunk.pins
             chunk.valid = {DEVICE}
-        elif action.kind == Kind.DROP and action.from_tier == DISK:
+        elif drops_place:
             assert action.id == 0
             assert chunk.extent
             assert chunk.valid != {DISK}, "the only copy is dropped"

@@ -63,7 +63,7 @@ def accepted(size: ModelDataSize, random_: random.Random) -> TierCapacity:
     raise AssertionError("everything on DEVICE is refused")
 
 
-# Of 8000 seeds those where the last room is made only once a transfer begun for the same access has ended.
+# Of 8000 seeds those where the last room is the place on DISK of what the same access evicts to HOST.
 RARE = (256, 907, 3832, 5303, 5866, 7874)
 
 
