@@ -126,7 +126,6 @@ class CompiledBlocks:
         self._blocks: list[CompiledBlock] = []
         self.warned = False  # that the model was compiled as a whole
         self._num_gradients = -1  # there had been when the last pass that trains began
-        self._learns = any(param.requires_grad for param in module.parameters())
         self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
         _keep_from_tracing()
         _ALL.add(self)
@@ -158,8 +157,8 @@ class CompiledBlocks:
 
     @property
     def _awaits_backward(self) -> bool:
-        has_pass = self._manager.num_gradients == self._num_gradients
-        return has_pass and self._learns and bool(self._blocks)
+        has_pass = self._blocks and self._manager.num_gradients == self._num_gradients
+        return bool(has_pass) and any(param.requires_grad for param in self._module.parameters())
 
     def _find(self) -> None:
         """Have a :class:`CompiledBlock` around every outermost compiled module."""
