@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gemini.bench.adam_peers import HYPER
 from gemini.bench.gpu_copies import bare_rates
-from gemini.bench.gpu_device import BenchDevice, open_bench_device
-from gemini.bench.gpu_resident import TINY, TINY_CHUNKS
+from gemini.bench.gpu_device import SIMULATED, BenchDevice, open_bench_device
+from gemini.bench.gpu_settings import TINY, TINY_CHUNKS, TINY_LINKS, LinkSettings
 from gemini.bench.gpu_trainee import ManagedTrainee, fitted, make_batches
 from gemini.bench.llama import LLAMA_7B, Llama, LlamaConfig, num_parameters
 from gemini.bench.paired import Spread, spread_row, wall_seconds
@@ -30,7 +30,6 @@ from gemini.optim.host_update import elements_per_second
 from gemini.train.model import language_loss
 
 SHARE = 0.9
-_MIB = 2**20
 # Of a parameter in bf16, or of its gradient, as it travels; states that stay on HOST.
 _SENT_BYTES, _STATE_BYTES = 2, 12
 _HOST_SHARE = 0.9  # of what is free there
@@ -43,9 +42,9 @@ _FLOORS = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is trained, for ``warmup_steps`` and ``turns`` of ``turn_steps``. ``updated``: elements of the
-    update that is tried on the GPU. ``keywords``: further ones of GeminiDDP."""
+class Settings(LinkSettings):
+    """Trained are ``warmup_steps``, then ``turns`` of ``turn_steps``. ``updated``: elements of the update
+    that is tried on the GPU."""
 
     model: LlamaConfig = LLAMA_7B
     batch: int = 16
@@ -55,16 +54,6 @@ class Settings:
     turns: int = 3
     turn_steps: int = 2
     updated: int = 2**28
-    link_chunk_bytes: int = 64 * _MIB
-    link_bytes: int = 1024 * _MIB
-    link_repeats: int = 7
-    keywords: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Settings:
-        """Return the settings that travelled to a worker."""
-        values = {each.name: options[each.name] for each in dataclasses.fields(cls)}
-        return cls(**{**values, "model": LlamaConfig(**values["model"])})
 
 
 QUICK = Settings(
@@ -75,10 +64,8 @@ QUICK = Settings(
     turns=2,
     turn_steps=1,
     updated=2**16,
-    link_chunk_bytes=2 * _MIB,
-    link_bytes=8 * _MIB,
-    link_repeats=2,
     keywords=TINY_CHUNKS,
+    **TINY_LINKS,
 )
 
 
@@ -179,7 +166,7 @@ def managed(options: dict[str, Any]) -> dict[str, Any]:
         model,
         device,
         max_norm=settings.max_norm,
-        gpu_margin_mem_ratio=0.0 if options["device"] != "cuda" else "auto",
+        gpu_margin_mem_ratio=0.0 if options["device"] == SIMULATED else "auto",
         host_bytes=int(_HOST_SHARE * free_memory_bytes()),
         **settings.keywords,
     )

@@ -7,12 +7,12 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemini.bench.gpu_device import BenchDevice, open_bench_device
-from gemini.bench.gpu_resident import TINY, TINY_CHUNKS
+from gemini.bench.gpu_settings import TINY, TINY_CHUNKS, ModelSettings
 from gemini.bench.gpu_trainee import (
     MODEL_DATA_BYTES_PER_PARAMETER,
     ManagedTrainee,
@@ -33,9 +33,9 @@ _WORKSPACE = 2 * _GIB  # of libraries, and what torch's allocator keeps
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """The model's ``layers`` are as many as fit. Budgets in bytes, None: what is free, less a margin, at
-    most ``most_host_bytes`` and ``most_disk_bytes``. ``keywords``: further ones of GeminiDDP."""
+    most ``most_host_bytes`` and ``most_disk_bytes``."""
 
     model: LlamaConfig = LLAMA_7B
     batch: int = 1
@@ -45,7 +45,6 @@ class Settings:
     most_disk_bytes: int = 256 * _GIB
     device_bytes: int | None = None
     disk_bytes: int | None = None
-    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 QUICK = Settings(
@@ -94,8 +93,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         OutOfBudgetError: not even one layer fits.
         StateError: it does not learn.
     """
-    values = {each.name: options[each.name] for each in dataclasses.fields(Settings)}
-    settings = Settings(**{**values, "model": LlamaConfig(**values["model"])})
+    settings = Settings.from_options(options)
     device = open_bench_device(options["device"])
     budgets = _budgets(settings, device, Path(options["disk_dir"]))
     model, trainee = _largest(settings, device, budgets, options["disk_dir"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gemini.bench.gpu_copies import bare_rates
 from gemini.bench.gpu_device import BenchDevice, open_bench_device
-from gemini.bench.gpu_resident import TINY, TINY_CHUNKS
+from gemini.bench.gpu_settings import TINY, TINY_CHUNKS, TINY_LINKS, LinkSettings
 from gemini.bench.gpu_trainee import (
     MODEL_DATA_BYTES_PER_PARAMETER,
     ManagedTrainee,
@@ -17,7 +17,7 @@ from gemini.bench.gpu_trainee import (
     make_batches,
     require_same_losses,
 )
-from gemini.bench.llama import LLAMA_1B, LlamaConfig, num_parameters
+from gemini.bench.llama import LlamaConfig, num_parameters
 from gemini.bench.paired import Spread, in_turn, spread_row, wall_seconds
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
@@ -26,29 +26,21 @@ from gemini.errors import StateError
 FLOOR_RATIO = 1 / 0.9
 RESIDENT, OFFLOADED = "resident", "offloaded"
 _LINKS = ("h2d", "d2h")
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LinkSettings):
     """Two equal models take turns: one resident, one with ``share`` of its model data on DEVICE.
 
     A turn is one step that does not count, so that the other's leave nothing behind, and ``turn_steps`` that
-    do. The links are measured with chunks of ``link_chunk_bytes``. ``keywords``: further ones of GeminiDDP.
+    do.
     """
 
-    model: LlamaConfig = LLAMA_1B
     share: float = 0.4
-    batch: int = 4
-    seq: int = 1024
     max_norm: float = 1.0
     warmup_steps: int = 6
     rounds: int = 5
     turn_steps: int = 4
-    link_chunk_bytes: int = 64 * _MIB
-    link_bytes: int = 1024 * _MIB
-    link_repeats: int = 7
-    keywords: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -63,10 +55,8 @@ QUICK = Settings(
     warmup_steps=4,
     rounds=2,
     turn_steps=1,
-    link_chunk_bytes=2 * _MIB,
-    link_bytes=8 * _MIB,
-    link_repeats=2,
     keywords=TINY_CHUNKS,
+    **TINY_LINKS,
 )
 
 
@@ -138,8 +128,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         ConfigError: too little memory is free.
         StateError: the losses differ, or what should be resident is not, or the other way round.
     """
-    values = {each.name: options[each.name] for each in dataclasses.fields(Settings)}
-    settings = Settings(**{**values, "model": LlamaConfig(**values["model"])})
+    settings = Settings.from_options(options)
     device = open_bench_device(options["device"])
     model = fitted(
         settings.model,

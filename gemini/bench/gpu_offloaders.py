@@ -20,14 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from gemini.bench.adam_peers import HYPER
-from gemini.bench.gpu_device import BenchDevice
+from gemini.bench.gpu_device import CUDA, BenchDevice
 from gemini.bench.gpu_trainee import SEED
 from gemini.bench.llama import Llama, LlamaConfig
 from gemini.bench.trainee import Batch
 from gemini.train.model import language_loss
 
 FSDP2, TORCHAO, DEEPSPEED = "torch FSDP2", "torchao", "DeepSpeed"
-_CUDA = "cuda"
 # What they raise where they cannot work.
 _ABSENT = (ImportError, RuntimeError, OSError, AssertionError, ValueError)
 _ADAM: dict[str, Any] = {
@@ -57,14 +56,14 @@ class Fsdp2Trainee:
 
     def __init__(self, config: LlamaConfig, device: BenchDevice, _batch: int) -> None:
         kind = device.compute.torch_device.type
-        backend = "nccl" if kind == _CUDA else "gloo"
+        backend = "nccl" if kind == CUDA else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         model = _whole_model(config)
         # Without a GPU there is nowhere to offload to.
         keywords: dict[str, Any] = {
             "mesh": init_device_mesh(kind, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy() if kind == _CUDA else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if kind == CUDA else OffloadPolicy(),
         }
         for block in model.blocks:
             fully_shard(block, **keywords)
@@ -98,7 +97,7 @@ class TorchaoTrainee:
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch and return its loss."""
-        with torch.autocast(_CUDA, torch.bfloat16):
+        with torch.autocast(CUDA, torch.bfloat16):
             logits = self._model(batch[0])
         loss = language_loss(logits.float(), batch[1])
         loss.backward()
@@ -114,9 +113,9 @@ class DeepSpeedTrainee:
     """ZeRO-2 with the optimizer on the CPU: bf16 parameters on the GPU, page-locked masters and states."""
 
     def __init__(self, config: LlamaConfig, device: BenchDevice, batch: int) -> None:
-        if device.compute.torch_device.type != _CUDA:
+        if device.compute.torch_device.type != CUDA:
             raise OffloaderAbsent("it offloads from a GPU alone")
-        os.environ["DS_ACCELERATOR"] = _CUDA
+        os.environ["DS_ACCELERATOR"] = CUDA
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed = importlib.import_module("deepspeed")

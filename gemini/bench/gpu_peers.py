@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from gemini.bench.gpu_device import BenchDevice, open_bench_device
 from gemini.bench.gpu_offloaders import OFFLOADERS, Offloader, OffloaderAbsent, open_offloader
-from gemini.bench.gpu_resident import TINY, TINY_CHUNKS
+from gemini.bench.gpu_settings import TINY, TINY_CHUNKS, ModelSettings
 from gemini.bench.gpu_trainee import ManagedTrainee, fitted, make_batches, require_same_losses
-from gemini.bench.llama import LLAMA_1B, LlamaConfig, num_parameters
+from gemini.bench.llama import LlamaConfig, num_parameters
 from gemini.bench.paired import Spread, spread_row, unmeasured_row, wall_seconds
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session, WorkerFailed
@@ -28,22 +28,11 @@ _DEVICE_BYTES, _HOST_BYTES = 12, 32
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Every contender takes ``warmup_steps``, then ``steps`` that count. ``keywords``: further ones of
-    GeminiDDP."""
+class Settings(ModelSettings):
+    """Every contender takes ``warmup_steps``, then ``steps`` that count."""
 
-    model: LlamaConfig = LLAMA_1B
-    batch: int = 4
-    seq: int = 1024
     warmup_steps: int = 6
     steps: int = 12
-    keywords: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Settings:
-        """Return the settings that travelled to a worker."""
-        values = {each.name: options[each.name] for each in dataclasses.fields(cls)}
-        return cls(**{**values, "model": LlamaConfig(**values["model"])})
 
 
 QUICK = Settings(TINY, batch=1, seq=16, warmup_steps=4, steps=2, keywords=TINY_CHUNKS)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gemini.bench.gpu_device import open_bench_device
+from gemini.bench.gpu_settings import TINY, TINY_CHUNKS, ModelSettings
 from gemini.bench.gpu_trainee import (
     MODEL_DATA_BYTES_PER_PARAMETER,
     ManagedTrainee,
@@ -18,7 +19,7 @@ from gemini.bench.gpu_trainee import (
     make_batches,
     require_same_losses,
 )
-from gemini.bench.llama import LLAMA_1B, LlamaConfig, num_parameters
+from gemini.bench.llama import num_parameters
 from gemini.bench.paired import WARMUP_ROUNDS, Contender, Timings, run_paired, spread_row, wall_seconds
 from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
@@ -30,17 +31,12 @@ _BYTES_PER_PARAMETER = 2 * MODEL_DATA_BYTES_PER_PARAMETER + 4
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Both models take ``repeats`` turns of ``turn_steps``; two more turns of each warm up. ``keywords``:
-    further ones of GeminiDDP."""
+class Settings(ModelSettings):
+    """Both models take ``repeats`` turns of ``turn_steps``; two more turns of each warm up."""
 
-    model: LlamaConfig = LLAMA_1B
-    batch: int = 4
-    seq: int = 1024
     turn_steps: int = 4
     repeats: int = 9
     memory_steps: int = 4
-    keywords: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -48,8 +44,6 @@ class Settings:
         return (WARMUP_ROUNDS + self.repeats) * self.turn_steps
 
 
-TINY = LlamaConfig(vocab=1024, layers=8, hidden=256, heads=4, inner=688)
-TINY_CHUNKS = {"search_range_mb": 1, "min_chunk_size_mb": 2}
 QUICK = Settings(TINY, batch=1, seq=16, turn_steps=2, repeats=1, memory_steps=2, keywords=TINY_CHUNKS)
 
 
@@ -93,7 +87,7 @@ def paired(options: dict[str, Any]) -> dict[str, Any]:
         ConfigError: too little memory is free.
         StateError: the losses differ, or not everything stayed on DEVICE.
     """
-    settings = _settings(options)
+    settings = Settings.from_options(options)
     device = open_bench_device(options["device"])
     model = fitted(
         settings.model,
@@ -140,7 +134,7 @@ def _turns(trainee: Trainee, batches: list[Any], turn_steps: int, losses: list[A
 def memory(options: dict[str, Any]) -> dict[str, Any]:
     """Train one model, ``options["kind"]``; return what its process has had of the device's memory at most:
     what torch's allocator took, and what chunks did, looked at after every step."""
-    settings = _settings(options)
+    settings = Settings.from_options(options)
     device = open_bench_device(options["device"])
     monitor = device.monitor()
     monitor.start_period()
@@ -158,11 +152,6 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     taken = monitor.end_period()
     monitor.close()
     return {"allocator_bytes": taken, "chunks_bytes": chunks_bytes}
-
-
-def _settings(options: dict[str, Any]) -> Settings:
-    values = {each.name: options[each.name] for each in dataclasses.fields(Settings)}
-    return Settings(**{**values, "model": LlamaConfig(**values["model"])})
 
 
 TASKS = {"paired": paired, "memory": memory}
