@@ -86,21 +86,23 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     reserved = capacity.non_model_bytes or 0
     _check_total(size, capacity, reserved)
     room = capacity.device_bytes - reserved
-    smaller = f"lower min_chunk_size_mb (largest chunk: {size.largest_chunk_bytes})"
+    # Chunks that parameters share are a small part of DEVICE already, for their minimum gives way to it. Too
+    # large is a chunk that one parameter has for itself, or all parameters of an operator together.
+    largest = f"the largest chunk has {size.largest_chunk_bytes} bytes"
     budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
     if size.operator_bytes > room:
         raise DeviceTooSmallError(
             f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
             f"DEVICE at once but {budget}",
             max(size.operator_bytes, size.working_set_bytes) + reserved,
-            smaller,
+            f"split this submodule, or its parameters ({largest})",
         )
     if size.working_set_bytes > room:
         raise DeviceTooSmallError(
             f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
             f"gradients and optimizer states) but {budget}",
             size.working_set_bytes + reserved,
-            smaller,
+            f"split the largest parameter ({largest})",
         )
 
 

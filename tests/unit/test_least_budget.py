@@ -36,6 +36,20 @@ def test_what_a_refusal_asks_for_is_accepted(build: Any, options: dict[str, Any]
         pass
 
 
+def test_what_is_too_large_may_be_split(tmp_path: Any) -> None:
+    def wrap(rows: int) -> None:
+        layers = nn.Sequential(*(nn.Linear(256, rows, bias=False) for _ in range(1024 // rows)))
+        GeminiDDP(layers, device_bytes=2**19, disk_dir=str(tmp_path), non_model_bytes=0).close()
+
+    whole = r"split this submodule, or its parameters \(the largest chunk has 1048576 bytes\)"
+    with pytest.raises(OutOfBudgetError, match=whole):
+        wrap(rows=1024)
+    update = r"split the largest parameter \(the largest chunk has 262144 bytes\)"
+    with pytest.raises(OutOfBudgetError, match=update):
+        wrap(rows=256)
+    wrap(rows=64)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"host_bytes": 2**20}, {"host_bytes": 2**20, "mixed_precision": "bf16"}]
 )
