@@ -184,6 +184,7 @@ class ChunkManager:
             self._suspect = True
             raise
         if error is not None:
+            self._suspect = True  # a place may not have been given back
             raise error
 
     def recover(self) -> None:
@@ -334,10 +335,14 @@ class ChunkManager:
         for completion in completions:
             action = self._in_flight.pop(completion.ticket)
             if completion.ok:
-                self._take_back(action, self.table.complete(action.id))
+                outcome = self.table.complete(action.id)
             else:
-                self._take_back(action, self.table.abort(action.id))
+                outcome = self.table.abort(action.id)
                 failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
+            try:
+                self._take_back(action, outcome)
+            except IoError as error:  # the others have ended too, and are not reported again
+                failed = failed or error
             if self.observer is not None:
                 self.observer.ended(action, completion)
         if failed is not None:
@@ -350,8 +355,9 @@ class ChunkManager:
             self._unmap(chunk, action.from_tier)
         if outcome.destination_freed:
             self._unmap(chunk, action.to_tier)
-            if action.to_tier == _C.Tier.DISK:
-                self._disk.give_back({chunk.id})
+        # A chunk that was freed while it was read or written has kept its place until now.
+        if outcome.destination_freed and _C.Tier.DISK in (action.from_tier, action.to_tier):
+            self._disk.give_back({chunk.id})
 
     def _reconcile(self) -> None:
         """Make memory what the table says after an exception. May be interrupted and repeated."""
