@@ -6,13 +6,13 @@ import itertools
 import logging
 import mmap
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from disk_space import INDEX_BYTES, disk_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from training_harness import (
@@ -145,19 +145,6 @@ def test_any_budget_trains_to_the_same_bits(
     device_bytes = 2**20 if case.policy == "cuda" else device_kib * KIB
     options = tight(tmp_path_factory.mktemp("disk"), device_bytes, host_bytes=host_kib * KIB)
     _train(case, {**options, "min_chunk_size_mb": chunk_kib / KIB})
-
-
-INDEX_BYTES = 8 * KIB  # that the file system adds to a file in pieces
-
-
-def disk_space(directory: Path) -> int:
-    """Return what this process's files in a directory take of the disk; they have no names."""
-    taken = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # what listed them
-            if str(entry.readlink()).startswith(str(directory)):
-                taken += entry.stat().st_blocks * 512
-    return taken
 
 
 def test_a_small_disk_takes_no_more_space_than_its_budget(tmp_path: Path) -> None:
