@@ -180,12 +180,11 @@ class ChunkManager:
                     self._await_completion()
                 except IoError as failed:
                     error = error or failed
-        except BaseException:
+            if error is not None:
+                raise error
+        except BaseException:  # what could not be given back is tried again
             self._suspect = True
             raise
-        if error is not None:
-            self._suspect = True  # a place may not have been given back
-            raise error
 
     def recover(self) -> None:
         """Unpin everything after an operator that raised half-way."""
