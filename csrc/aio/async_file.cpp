@@ -91,6 +91,7 @@ AsyncFile::AsyncFile(const std::vector<std::string>& dirs, int64_t nbytes, Async
       parts_(std::make_unique<Parts>(dirs, nbytes, options_, std::move(hook))),
       depth_(options_.depth),
       direct_(parts_->file.direct()),
+      can_discard_(parts_->file.can_discard()),
       size_(parts_->file.size()),
       path_(parts_->file.path()) {
   const bool in_memory = parts_->file.in_memory();

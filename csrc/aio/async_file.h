@@ -71,13 +71,15 @@ class AsyncFile {
   // Blocks until every transfer is done and throws the first error that no wait has thrown yet.
   void wait_all();
   // Gives the disk space of a range back, for files that do not `reserve`; no transfer on it may be
-  // under way. Throws IoError and StateError.
+  // under way. Throws IoError, also where the file system cannot, and StateError.
   void discard(int64_t offset, int64_t nbytes);
   // Completes all transfers, joins the threads and frees the disk space. Idempotent. Failures
   // remain readable by `wait`.
   void close();
 
   [[nodiscard]] bool direct() const noexcept { return direct_; }
+  // Whether `discard` gives space back: not every file system can, nor a file with `reserve`.
+  [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] BackendKind backend() const noexcept { return backend_kind_; }
@@ -98,6 +100,7 @@ class AsyncFile {
   std::unique_ptr<Parts> parts_;  // leaked in a forked child: its locks may be held there for ever
   int depth_;
   bool direct_ = false;
+  bool can_discard_ = false;
   int64_t size_ = 0;
   std::string path_;
   BackendKind backend_kind_ = BackendKind::kThreads;

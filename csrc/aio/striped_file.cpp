@@ -53,6 +53,11 @@ bool StripedFile::direct() const noexcept {
   return std::any_of(files_.begin(), files_.end(), [](const auto& file) { return file->direct(); });
 }
 
+bool StripedFile::can_discard() const noexcept {
+  return std::all_of(files_.begin(), files_.end(),
+                     [](const auto& file) { return file->can_discard(); });
+}
+
 bool StripedFile::in_memory() const noexcept {
   return std::all_of(files_.begin(), files_.end(),
                      [](const auto& file) { return file->in_memory(); });

@@ -43,6 +43,8 @@ class StripedFile {
   [[nodiscard]] std::vector<int> descriptors() const;
   // Whether one of the files, at least, bypasses the page cache and needs alignment.
   [[nodiscard]] bool direct() const noexcept;
+  // Whether all of them can give space back.
+  [[nodiscard]] bool can_discard() const noexcept;
   // Whether all of it is memory.
   [[nodiscard]] bool in_memory() const noexcept;
   [[nodiscard]] int64_t size() const noexcept { return size_; }

@@ -98,6 +98,21 @@ int set_size(int fd, int64_t nbytes, bool reserve, IoHook* hook) {
   return refused != 0 ? refused : allocate(fd, nbytes);
 }
 
+// Takes the space of a range back from the file. Returns 0 or an errno.
+int punch(int fd, int64_t offset, int64_t nbytes) {
+#ifdef FALLOC_FL_PUNCH_HOLE
+  int code = 0;
+  do {
+    const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    code = ::fallocate(fd, mode, offset, nbytes) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  return code;
+#else
+  (void)fd, (void)offset, (void)nbytes;
+  return EOPNOTSUPP;
+#endif
+}
+
 int64_t checked_size(int64_t nbytes) {
   if (nbytes <= 0) throw StateError("a file needs a positive size, got " + std::to_string(nbytes));
   return round_up(nbytes, kPageBytes);
@@ -118,6 +133,7 @@ UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, 
       throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
     }
     direct_ = direct && enable_direct(fd_);
+    if (!reserve) can_discard_ = punch(fd_, 0, kPageBytes) == 0;  // also what the proof wrote
   } catch (...) {
     close();
     throw;
@@ -143,14 +159,8 @@ bool UnlinkedFile::in_memory() const noexcept {
 }
 
 void UnlinkedFile::discard(int64_t offset, int64_t nbytes) {
-#ifdef FALLOC_FL_PUNCH_HOLE
-  if (::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0 &&
-      errno != EOPNOTSUPP) {
-    throw IoError(errno, path_, offset, "cannot give back disk space of");
-  }
-#else
-  (void)offset, (void)nbytes;
-#endif
+  const int code = punch(fd_, offset, nbytes);
+  if (code != 0) throw IoError(code, path_, offset, "cannot give back disk space of");
 }
 
 int UnlinkedFile::forget_cached(int64_t offset, int64_t nbytes, bool wrote) noexcept {

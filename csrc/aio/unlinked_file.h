@@ -31,7 +31,12 @@ class UnlinkedFile {
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
 
-  // Gives the disk space of a range back; it reads as zeros afterwards. Throws IoError.
+  // Whether the file system can give the space of a range back: not every one can. Of a file made
+  // without `reserve`; false of others, which keep theirs.
+  [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
+
+  // Gives the disk space of a range back; it reads as zeros afterwards. Throws IoError, also where
+  // the file system cannot.
   void discard(int64_t offset, int64_t nbytes);
 
   // Writes the range back when `wrote`, and lets the page cache forget it: buffered I/O must not
@@ -41,6 +46,7 @@ class UnlinkedFile {
  private:
   int fd_ = -1;
   bool direct_ = false;
+  bool can_discard_ = false;
   int64_t size_;
   std::string path_;  // for messages: the directory and a placeholder
 };

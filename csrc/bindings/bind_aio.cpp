@@ -123,6 +123,8 @@ void bind_aio(py::module_& m) {
       .def_property_readonly("direct", &AsyncFile::direct,
                              "Whether the page cache is bypassed: addresses, sizes and offsets "
                              "must then be multiples of 4096.")
+      .def_property_readonly("can_discard", &AsyncFile::can_discard,
+                             "Whether the file system can give space back; False with reserve.")
       .def_property_readonly(
           "backend", [](const AsyncFile& self) { return backend_name(self.backend()); },
           "'uring' or 'threads'.")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
 from gemini.config import format_bytes
-from gemini.errors import IoError
+from gemini.errors import ConfigError, IoError
 from gemini.offload.async_file import AsyncFile, checked_directory
 
 
@@ -25,14 +25,15 @@ class DiskFile:
         """Make the file for chunks of ``chunk_bytes`` together and for later ones.
 
         Raises:
-            ConfigError: the directory is missing or read-only.
+            ConfigError: the directory is missing or read-only, or its file system gives no space back and the
+                chunks need more than the budget.
             IoError: it has too little space.
         """
         self.file: AsyncFile | None = None
         self._table = table
         self._budget_bytes = budgets.disk_bytes
-        # A model may have no parameters.
-        self._file_bytes = max(chunk_bytes, 1) + budgets.spare_disk_bytes
+        self._chunk_bytes = max(chunk_bytes, 1)  # a model may have no parameters
+        self._file_bytes = self._chunk_bytes + budgets.spare_disk_bytes
         self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
         self._placed_bytes = 0
         self._taken: set[int] = set()  # chunks that took space and have not given it back
@@ -42,6 +43,20 @@ class DiskFile:
         elsewhere = 0 if reserve else budgets.device_bytes + budgets.host_bytes
         _require_space(checked_directory(budgets.disk_dir), chunk_bytes - elsewhere)
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
+        if not reserve and not self.file.can_discard:
+            self._keep_places_within_budget(budgets.disk_dir)
+
+    def _keep_places_within_budget(self, directory: str) -> None:
+        """See to it that no space has to be given back: chunks that come later get what the budget leaves."""
+        if self._chunk_bytes > self._budget_bytes:
+            self.close()
+            takes, budget = format_bytes(self._chunk_bytes), format_bytes(self._budget_bytes)
+            raise ConfigError(
+                f"disk_dir {directory!r}: its file system cannot give back parts of a file, so the DISK tier "
+                f"would come to take {takes} where disk_bytes is {budget}; raise disk_bytes to that, or name "
+                "another disk_dir"
+            )
+        self._file_bytes = min(self._file_bytes, self._budget_bytes)
 
     def has_place(self, nbytes: int) -> bool:
         """Say whether one more chunk of this size has a place."""
@@ -90,8 +105,9 @@ class DiskFile:
 def _require_space(directory: str, least_bytes: int) -> None:
     """Raise IoError where not even ``least_bytes``, which will be taken, are free: now, not in the middle of
     training."""
-    free = shutil.disk_usage(directory).free
-    if free < least_bytes:
+    usage = shutil.disk_usage(directory)
+    free = usage.free
+    if free < least_bytes and usage.total:  # without a total the file system does not say
         raise IoError(
             errno.ENOSPC,
             f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(free)} are free; "

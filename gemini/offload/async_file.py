@@ -201,7 +201,11 @@ class AsyncFile:
         self._file.wait_all()
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give the disk space of a range back, in a file made without ``reserve``. Raises IoError."""
+        """Give the disk space of a range back, in a file made without ``reserve``.
+
+        Raises:
+            IoError: the disk refuses, or its file system cannot (see ``can_discard``).
+        """
         self._file.discard(offset, nbytes)
 
     def close(self) -> None:
@@ -217,6 +221,11 @@ class AsyncFile:
     def direct(self) -> bool:
         """Whether requests bypass the page cache and must be aligned to 4096 bytes."""
         return bool(self._file.direct)
+
+    @property
+    def can_discard(self) -> bool:
+        """Whether ``discard`` gives space back: not every file system can, nor a file with ``reserve``."""
+        return bool(self._file.can_discard)
 
     @property
     def backend(self) -> str:

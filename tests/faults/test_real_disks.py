@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_space import disk_space
 from fault_training import file_size_limit
 
 from gemini import _C
+from gemini.chunk import ChunkManager, TierBudgets
+from gemini.chunk.chunk import ChunkKind, ChunkSpec
+from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError, IoError
 from gemini.offload import AsyncFile
 
 MIB = 2**20
 PIECE = 256 * 1024
+CHUNK = ChunkSpec(ChunkKind.PARAM, MIB // 4, torch.float32)
 
 backends = pytest.mark.parametrize(
     "backend",
@@ -29,20 +34,26 @@ backends = pytest.mark.parametrize(
 )
 
 
+def mounted(where: Path, kind: str, options: str) -> Iterator[Path]:
+    """Mount a file system in memory until the generator is closed."""
+    where.mkdir()
+    command = ["mount", "-t", kind, "-o", options, kind, str(where)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"needs the right to mount a {kind}")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a file system of 8 MiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=0700", "tmpfs", str(where)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    yield from mounted(tmp_path / "small", "tmpfs", "size=8m,mode=0700")
+
+
+@pytest.fixture
+def keeping_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a file system that gives no part of a file back and does not say how large it is."""
+    yield from mounted(tmp_path / "keeping", "ramfs", "mode=0700")
 
 
 def filled(nbytes: int, value: int) -> torch.Tensor:
@@ -135,3 +146,48 @@ file.wait_all()
     child.kill()
     assert child.wait() == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
+
+
+@backends
+def test_a_file_system_that_gives_no_space_back_says_so(
+    keeping_disk: Path, small_disk: Path, backend: str
+) -> None:
+    with sparse(small_disk, backend) as file:
+        assert file.can_discard
+    with sparse(keeping_disk, backend) as file:
+        assert not file.can_discard
+        with pytest.raises(IoError, match="cannot give back"):
+            file.discard(0, PIECE)
+
+
+def budgets_on(disk: Path, *, disk_bytes: int, spare: int = 0) -> TierBudgets:
+    return TierBudgets(2 * CHUNK.nbytes, 0, disk_bytes, str(disk), spare)
+
+
+def test_disk_is_not_exceeded_where_no_space_comes_back(keeping_disk: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot give back") as refused:
+        ChunkManager([CHUNK] * 4, budgets_on(keeping_disk, disk_bytes=3 * CHUNK.nbytes))
+    assert format_bytes(4 * CHUNK.nbytes) in str(refused.value)  # what would do
+    assert disk_space(keeping_disk) == 0
+    ChunkManager([CHUNK] * 4, budgets_on(keeping_disk, disk_bytes=4 * CHUNK.nbytes)).close()
+
+
+def test_chunks_that_come_later_have_no_places_where_no_space_comes_back(
+    keeping_disk: Path, small_disk: Path
+) -> None:
+    for disk, places in ((small_disk, 12), (keeping_disk, 6)):
+        budgets = budgets_on(disk, disk_bytes=6 * CHUNK.nbytes, spare=8 * CHUNK.nbytes)
+        manager = ChunkManager([CHUNK] * 4, budgets)
+        while manager.has_place(CHUNK.nbytes):
+            manager.add_chunk(CHUNK)
+        assert len(manager.chunks) == places
+        manager.close()
+
+
+@backends
+def test_a_file_takes_no_space_before_it_is_written(tmp_path: Path, backend: str) -> None:
+    data = filled(PIECE, 1)
+    with sparse(tmp_path, backend) as file:
+        assert disk_space(tmp_path) == 0
+        file.wait(file.write(data.data_ptr(), PIECE, 0))
+        assert disk_space(tmp_path) >= PIECE
