@@ -45,8 +45,8 @@ class GpuDriver {
   // The memory is free once it is mapped nowhere.
   virtual void destroy_block(Block block) noexcept = 0;
   virtual void map(GpuAddress address, int64_t nbytes, Block block) = 0;
-  // Has the GPU read and write what is mapped: all of the range. Once for several mappings costs
-  // less than once for each.
+  // Has the GPU read and write what was mapped since: all of the range. Once for several mappings
+  // costs less than once for each.
   virtual void allow(GpuAddress address, int64_t nbytes) = 0;
   // Nothing that uses the addresses may be under way.
   virtual void unmap(GpuAddress address, int64_t nbytes) = 0;

@@ -31,23 +31,27 @@ void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks) {
   if (poisoned_) lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
   if (poisoned_ || shown_.size() != blocks.size()) hide(lanes);
   shown_.resize(blocks.size());
+  for (size_t place = 0; place < blocks.size();) {
+    const size_t first = place;
+    while (place < blocks.size() && shown_[place] != blocks[place]) ++place;
+    if (first < place) show(lanes, blocks, first, place);
+    while (place < blocks.size() && shown_[place] == blocks[place]) ++place;
+  }
+}
+
+void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind) {
   const int64_t nbytes = blocks.front()->nbytes();
   const auto address = [&](size_t place) {
     return address_ + place * static_cast<uint64_t>(nbytes);
   };
-  size_t first = blocks.size();  // of the places that changed, and the one behind the last
-  size_t behind = 0;
   try {
-    for (size_t place = 0; place < blocks.size(); ++place) {
-      const std::shared_ptr<GpuBlock>& block = blocks[place];
-      if (shown_[place] == block) continue;
+    for (size_t place = first; place < behind; ++place) {
       hide(lanes, place);
+      const std::shared_ptr<GpuBlock>& block = blocks[place];
       block->shown_by.reserve(block->shown_by.size() + 1);
       lanes.driver().map(address(place), nbytes, block->handle());
       shown_[place] = block;
       block->shown_by.push_back(this);
-      first = std::min(first, place);
-      behind = place + 1;
     }
     lanes.driver().allow(address(first), static_cast<int64_t>(behind - first) * nbytes);
   } catch (...) {

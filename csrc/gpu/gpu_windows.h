@@ -66,6 +66,9 @@ class GpuWindow {
 
   // Shows `blocks` and no others. Waits for the GPU only where it showed another one before.
   void show(GpuLanes& lanes, const Blocks& blocks);
+  // The same of places next to each other, none of which shows its block. Asks for access to those
+  // alone: what the others show may be in use.
+  void show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind);
   // Takes the mappings away, after the last use through them; of poison the caller knows the last.
   void hide(GpuLanes& lanes);
   void hide(GpuLanes& lanes, size_t place);

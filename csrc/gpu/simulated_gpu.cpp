@@ -48,6 +48,11 @@ bool overlap(const GpuRange& a, const GpuRange& b) {
 }  // namespace
 
 struct SimulatedGpu::State {
+  struct Mapping {
+    int64_t nbytes;
+    bool allowed = false;
+  };
+
   // Throw Error for what does not exist; the caller holds the mutex.
   [[nodiscard]] Worker& worker(Stream stream);
   [[nodiscard]] PointRef& point(Event event);
@@ -60,15 +65,15 @@ struct SimulatedGpu::State {
   std::mutex mutex;
   std::condition_variable changed;  // a point was passed, work was given, or a stream ends
   UniqueFd file;
-  std::map<Block, int64_t> blocks;                           // guarded by mutex: size
-  std::map<int64_t, int64_t> holes;                          // guarded by mutex: free, by offset
-  std::map<GpuAddress, std::pair<int64_t, Block>> mappings;  // guarded by mutex
-  std::map<Stream, std::unique_ptr<Worker>> workers;         // guarded by mutex
-  std::map<Event, PointRef> events;                          // guarded by mutex
-  uint64_t next_number = 1;                                  // guarded by mutex
-  int64_t used_bytes = 0;                                    // guarded by mutex
-  int64_t num_maps = 0;                                      // guarded by mutex
-  std::minstd_rand random;                                   // guarded by mutex
+  std::map<Block, int64_t> blocks;                    // guarded by mutex: size
+  std::map<int64_t, int64_t> holes;                   // guarded by mutex: free, by offset
+  std::map<GpuAddress, Mapping> mappings;             // guarded by mutex
+  std::map<Stream, std::unique_ptr<Worker>> workers;  // guarded by mutex
+  std::map<Event, PointRef> events;                   // guarded by mutex
+  uint64_t next_number = 1;                           // guarded by mutex
+  int64_t used_bytes = 0;                             // guarded by mutex
+  int64_t num_maps = 0;                               // guarded by mutex
+  std::minstd_rand random;                            // guarded by mutex
 };
 
 // A stream: work in order, on a thread of its own.
@@ -154,7 +159,7 @@ SimulatedGpu::~SimulatedGpu() {
   }
   workers.clear();
   for (const auto& [address, mapping] : state_->mappings) {
-    (void)::munmap(memory_at(address), static_cast<size_t>(mapping.first));
+    (void)::munmap(memory_at(address), static_cast<size_t>(mapping.nbytes));
   }
 }
 
@@ -244,23 +249,26 @@ void SimulatedGpu::map(GpuAddress address, int64_t nbytes, Block block) {
       ::mmap(memory_at(address), static_cast<size_t>(nbytes), PROT_NONE, MAP_SHARED | MAP_FIXED,
              state_->file.get(), static_cast<off_t>(block - 1));
   if (mapped == MAP_FAILED) fail("map memory");
-  state_->mappings[address] = {nbytes, block};
+  state_->mappings[address] = {nbytes};
   ++state_->num_maps;
 }
 
 void SimulatedGpu::allow(GpuAddress address, int64_t nbytes) {
   const std::lock_guard lock(state_->mutex);
   const GpuAddress end = address + static_cast<uint64_t>(nbytes);
-  auto mapping = state_->mappings.find(address);
+  const auto first = state_->mappings.find(address);
+  auto behind = first;
   GpuAddress reached = address;
-  while (mapping != state_->mappings.end() && mapping->first == reached && reached < end) {
-    reached += static_cast<uint64_t>(mapping->second.first);
-    ++mapping;
+  while (behind != state_->mappings.end() && behind->first == reached && reached < end) {
+    if (behind->second.allowed) throw Error("access is given to memory that may be in use");
+    reached += static_cast<uint64_t>(behind->second.nbytes);
+    ++behind;
   }
   if (reached != end) throw Error("not all of the range is mapped");
   if (::mprotect(memory_at(address), static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE) != 0) {
     fail("give access to memory");
   }
+  std::for_each(first, behind, [](auto& mapping) { mapping.second.allowed = true; });
 }
 
 void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
