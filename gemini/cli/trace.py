@@ -110,12 +110,13 @@ def run(options: argparse.Namespace) -> int:
     config = train.config_from(options, steps=options.warmup + options.record)
     out.prepare()
     display = SilentDisplay() if options.quiet else LineDisplay(Console(stderr=True), config.steps)
-    code = record_training(
-        config,
-        warmup=options.warmup,
-        display=display,
-        keep=lambda recorder: out.keep(recorder, _title(config)),
-    )
+    with train.options_named():
+        code = record_training(
+            config,
+            warmup=options.warmup,
+            display=display,
+            keep=lambda recorder: out.keep(recorder, _title(config)),
+        )
     return code or out.exit_code
 
 

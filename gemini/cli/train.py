@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gemini.config import parse_bytes
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.train.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
 from gemini.train.run_directory import saved_options
 
@@ -35,6 +38,9 @@ exit codes:
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
+
+
+_PARAMETERS = re.compile(r"\b(device_bytes|host_bytes|disk_bytes|disk_dir|non_model_bytes)\b")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -85,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
 
     # Progress goes to standard error: standard output is the result, for people or for a script.
     display = make_display(Console(stderr=True), steps=config.steps, quiet=options.quiet)
-    result = job.run(config, display=display)
+    with options_named():
+        result = job.run(config, display=display)
     if options.json:
         print(json.dumps(result.summary.to_dict(), indent=2))
         return result.exit_code
@@ -95,6 +102,16 @@ def run(options: argparse.Namespace) -> int:
     if verdict is not None and not verdict.identical:
         console.print(difference_table(verdict))
     return result.exit_code
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Have errors of the training inside name options, not the parameters of GeminiDDP that those set."""
+    try:
+        yield
+    except (ConfigError, OutOfBudgetError) as error:
+        error.args = (_PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), str(error)),)
+        raise
 
 
 def add_model_options(group: argparse._ArgumentGroup) -> None:
@@ -170,6 +187,22 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="directory of the DISK tier, made if missing; default: no DISK tier, so that all model data "
         "must fit above",
+    )
+    _add(
+        group,
+        "--disk-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="budget of DISK; default: what all model data takes, with --activations half of what is free "
+        "there besides",
+    )
+    _add(
+        group,
+        "--non-model-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="of DEVICE, what is left to activations and the like at every moment; default: measured in the "
+        "first step",
     )
     _add(
         group,

@@ -34,6 +34,8 @@ class TrainConfig:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_dir: str | None = None
+    disk_bytes: int | None = None
+    non_model_bytes: int | None = None
     policy: str = "auto"
     precision: str = "fp32"
     checkpoint: str | None = None

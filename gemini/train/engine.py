@@ -89,6 +89,8 @@ class ManagedEngine:
             device_bytes=config.device_bytes,
             host_bytes=config.host_bytes,
             disk_dir=config.disk_dir,
+            disk_bytes=config.disk_bytes,
+            non_model_bytes=config.non_model_bytes,
             activation_offload=False if config.activations == "keep" else "auto",
             activation_recompute=config.activations == "plan",
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from gemini.cli import train
+from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.train.config import TrainConfig
 from gemini.train.run_directory import RunDirectory
@@ -61,6 +63,25 @@ def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]
 def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train.config_from(parse(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--device-bytes", "64KiB"],
+            "raise --device-bytes to at least [0-9]+ .* give --disk-dir and --disk-bytes of",
+        ),
+        (["--disk-bytes", "1MiB"], "--disk-bytes is given without --disk-dir"),
+    ],
+)
+def test_what_the_runtime_refuses_is_said_in_options(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("all work and no play " * 100)
+    assert main(["train", "--data", str(text), "--layers", "1", "--hidden", "16", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 40, 5000])
