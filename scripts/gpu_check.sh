@@ -13,8 +13,10 @@ usage() {
   cat <<'END'
 Build, test and benchmark everything that needs a GPU.
 
-  scripts/gpu_check.sh [--quick] [--out FOLDER]
+  scripts/gpu_check.sh [--quick] [--out FOLDER] [--only STAGE]...
 
+  --only STAGE   one of build, check, cpp, tests, adam, short, large (in this order), several where it is repeated: a
+                 later stage alone uses what an earlier run has built
   --quick        everything tiny in the benchmarks: do they run? No figures.
   --out FOLDER   where gpu_<name>_<date>.json (Adam), gpu_<name>_<date>_runtime.json and ..._large.json (models of the
                  size of all memory and of the disk here, and other libraries) go (default: benchmarks/results)
@@ -36,10 +38,15 @@ say() { printf '[gpu_check] %s\n' "$*" >&2; }
 quick=()
 tiny=()
 results=$ROOT/benchmarks/results
+known=(build check cpp tests adam short large)
+only=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --quick) quick=(--numel 1M --repeats 3); tiny=(--quick) ;;
+    --only)
+      [[ $# -ge 2 && " ${known[*]} " == *" $2 "* ]] || { usage >&2; exit 2; }
+      only+=("$2"); shift ;;
     --out) [ $# -ge 2 ] || { usage >&2; exit 2; }; results=$(realpath -m "$2"); shift ;;
     *) usage >&2; exit 2 ;;
   esac
@@ -73,6 +80,8 @@ export CUDAARCHS=${CUDAARCHS:-native}
 mkdir -p build "$results"
 : > "$LOG"
 
+wanted() { [[ ${#only[@]} -eq 0 || " ${only[*]} " == *" $1 "* ]]; }
+
 # Runs one named stage, shows its output and keeps it in the log. Later stages do not wait for its success.
 summary=()
 failures=0
@@ -96,7 +105,8 @@ finish() {
   printf '  %s\n' "${summary[@]}" >&2
   [ "$failures" -eq 0 ] || { say "$failures failed; all output is in ${LOG#"$ROOT"/}"; exit 1; }
   [ "$left_out" -eq 0 ] || { say "$left_out left out, the others passed: this is not a full check"; exit 1; }
-  say "all passed${result:+; results: ${result%.json}*.json}"
+  [ -z "${result:-}" ] || ! compgen -G "${result%.json}*.json" > /dev/null || say "results: ${result%.json}*.json"
+  if [ ${#only[@]} -eq 0 ]; then say "all passed"; else say "passed; the stages left out were not checked"; fi
   exit 0
 }
 
@@ -150,23 +160,23 @@ bench_gpu() { "$python" -m gemini.cli.main bench gpu --out "${result%.json}_$1.j
 if [ "${GEMINI_CHECK_VENV:-}" = system ]; then
   python=$(command -v "${PYTHON:-python3}") || { say "no ${PYTHON:-python3} on PATH"; exit 2; }
   stage "torch sees the GPU" torch_sees_gpu || finish
-  stage "build with CUDA" build_in_system || finish
+  if wanted build; then stage "build with CUDA" build_in_system || finish; fi
 else
   python=$ROOT/.venv/bin/python
-  stage "build with CUDA" build_in_venv || finish
+  if wanted build; then stage "build with CUDA" build_in_venv || finish; fi
   stage "torch sees the GPU" torch_sees_gpu || finish
 fi
+stage "the build has the CUDA kernel" kernel_is_built || finish
 PATH=$(dirname "$python"):$PATH  # its cmake and ninja first
 
 name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1)
 name=$(printf '%s' "${name:-gpu}" | tr '[:upper:] ' '[:lower:]-' | tr -cd 'a-z0-9-')
 result=$results/gpu_${name}_$(date +%Y%m%d).json
 
-stage "the build has the CUDA kernel" kernel_is_built
-stage "gemini check" "$python" -m gemini.cli.main check
-stage "C++ tests" cpp_tests
-stage "GPU tests" gpu_tests
-stage "gemini bench adam --device cuda" bench_adam
-stage "gemini bench gpu: short steps" bench_gpu runtime copies resident offload preop
-stage "gemini bench gpu: bound, largest, peers" bench_gpu large bound largest peers
+if wanted check; then stage "gemini check" "$python" -m gemini.cli.main check; fi
+if wanted cpp; then stage "C++ tests" cpp_tests; fi
+if wanted tests; then stage "GPU tests" gpu_tests; fi
+if wanted adam; then stage "gemini bench adam --device cuda" bench_adam; fi
+if wanted short; then stage "gemini bench gpu: short steps" bench_gpu runtime copies resident offload preop; fi
+if wanted large; then stage "gemini bench gpu: bound, largest, peers" bench_gpu large bound largest peers; fi
 finish
