@@ -50,7 +50,7 @@ inline constexpr int kAccessReadWrite = 3;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventBlockingSync = 1;
-inline constexpr unsigned kHostAllocPortable = 1;
+inline constexpr unsigned kHostRegisterPortable = 1;
 
 // X(member, symbol, parameters): every call is `Result symbol(parameters)`.
 #define GEMINI_CUDA_CALLS(X)                                                                     \
@@ -71,8 +71,8 @@ inline constexpr unsigned kHostAllocPortable = 1;
   X(map, "cuMemMap", (DevicePtr, size_t, size_t, Handle, unsigned long long))                    \
   X(unmap, "cuMemUnmap", (DevicePtr, size_t))                                                    \
   X(set_access, "cuMemSetAccess", (DevicePtr, size_t, const Access*, size_t))                    \
-  X(host_alloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                    \
-  X(host_free, "cuMemFreeHost", (void*))                                                         \
+  X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                            \
+  X(host_unregister, "cuMemHostUnregister", (void*))                                             \
   X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                        \
   X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                              \
   X(stream_wait, "cuStreamWaitEvent", (Stream, Event, unsigned))                                 \

@@ -48,8 +48,8 @@ SAME(release, cuMemRelease);
 SAME(map, cuMemMap);
 SAME(unmap, cuMemUnmap);
 SAME(set_access, cuMemSetAccess);
-SAME(host_alloc, cuMemHostAlloc);
-SAME(host_free, cuMemFreeHost);
+SAME(host_register, cuMemHostRegister);
+SAME(host_unregister, cuMemHostUnregister);
 SAME(stream_create, cuStreamCreate);
 SAME(stream_destroy, cuStreamDestroy);
 SAME(stream_wait, cuStreamWaitEvent);
@@ -72,7 +72,7 @@ static_assert(abi::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE &&
 static_assert(abi::kStreamNonBlocking == CU_STREAM_NON_BLOCKING &&
               abi::kEventDefault == CU_EVENT_DEFAULT &&
               abi::kEventBlockingSync == CU_EVENT_BLOCKING_SYNC &&
-              abi::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
+              abi::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(sizeof(abi::AllocationProperties) == sizeof(CUmemAllocationProp) &&
               offsetof(abi::AllocationProperties, location) ==
                   offsetof(CUmemAllocationProp, location) &&

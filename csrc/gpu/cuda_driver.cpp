@@ -124,15 +124,13 @@ class CudaDriver : public GpuDriver {
     check(calls().unmap(address, static_cast<size_t>(nbytes)), "unmap memory");
   }
 
-  [[nodiscard]] char* allocate_pinned(int64_t nbytes) override {
+  void pin(char* memory, int64_t nbytes) override {
     const Entered entered(*this);
-    void* memory = nullptr;
-    check(calls().host_alloc(&memory, static_cast<size_t>(nbytes), kHostAllocPortable),
+    check(calls().host_register(memory, static_cast<size_t>(nbytes), kHostRegisterPortable),
           "pin host memory");
-    return static_cast<char*>(memory);
   }
-  void free_pinned(char* memory, int64_t) noexcept override {
-    quietly([&] { calls().host_free(memory); });
+  void unpin(char* memory) noexcept override {
+    quietly([&] { calls().host_unregister(memory); });
   }
 
   [[nodiscard]] GpuDriver::Stream create_stream() override {

@@ -51,9 +51,11 @@ class GpuDriver {
   // Nothing that uses the addresses may be under way.
   virtual void unmap(GpuAddress address, int64_t nbytes) = 0;
 
-  // Host memory that streams copy from and to without waiting; at whole 4 KiB pages.
-  [[nodiscard]] virtual char* allocate_pinned(int64_t nbytes) = 0;
-  virtual void free_pinned(char* memory, int64_t nbytes) noexcept = 0;
+  // Has streams copy from and to host memory, whole pages of 4 KiB, without waiting. Pages that
+  // were never touched are taken by this thread.
+  virtual void pin(char* memory, int64_t nbytes) = 0;
+  // Nothing that uses it may be under way.
+  virtual void unpin(char* memory) noexcept = 0;
 
   [[nodiscard]] virtual Stream create_stream() = 0;
   // What it was given is still carried out.

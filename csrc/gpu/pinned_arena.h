@@ -29,8 +29,8 @@ class PinnedBlock {
  private:
   const std::shared_ptr<GpuLanes> lanes_;
   const int64_t nbytes_;
-  bool pinned_;
-  char* address_ = nullptr;
+  char* const address_;
+  bool pinned_ = false;
 };
 
 // The place of a chunk on HOST. No tensor views it, so its address is another one each time.

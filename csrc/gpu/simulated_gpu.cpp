@@ -286,16 +286,9 @@ void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
   state_->mappings.erase(found);
 }
 
-char* SimulatedGpu::allocate_pinned(int64_t nbytes) {
-  void* const memory = ::mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) fail("take host memory");
-  return static_cast<char*>(memory);
-}
+void SimulatedGpu::pin(char*, int64_t) {}  // its streams are threads: any memory will do
 
-void SimulatedGpu::free_pinned(char* memory, int64_t nbytes) noexcept {
-  (void)::munmap(memory, static_cast<size_t>(nbytes));
-}
+void SimulatedGpu::unpin(char*) noexcept {}
 
 GpuDriver::Stream SimulatedGpu::create_stream() {
   auto worker = std::make_unique<Worker>(*state_);

@@ -54,8 +54,8 @@ class SimulatedGpu : public GpuDriver {
   void map(GpuAddress address, int64_t nbytes, Block block) override;
   void allow(GpuAddress address, int64_t nbytes) override;
   void unmap(GpuAddress address, int64_t nbytes) override;
-  [[nodiscard]] char* allocate_pinned(int64_t nbytes) override;
-  void free_pinned(char* memory, int64_t nbytes) noexcept override;
+  void pin(char* memory, int64_t nbytes) override;
+  void unpin(char* memory) noexcept override;
   [[nodiscard]] Stream create_stream() override;
   void destroy_stream(Stream stream) noexcept override;
   [[nodiscard]] Event create_event(bool sleeping) override;

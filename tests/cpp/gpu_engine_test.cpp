@@ -334,7 +334,7 @@ TEST(GpuEngine, RefusesMisuse) {
 class Unpinned : public SimulatedGpu {
  public:
   using SimulatedGpu::SimulatedGpu;
-  char* allocate_pinned(int64_t) override { throw Error("no memory may be locked"); }
+  void pin(char*, int64_t) override { throw Error("no memory may be locked"); }
 };
 
 TEST(PinnedArena, TakesOrdinaryMemoryWhereNoneMayBeLocked) {

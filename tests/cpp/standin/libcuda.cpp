@@ -22,6 +22,8 @@ constexpr Result kInvalidValue = 1;
 constexpr Result kNotInitialized = 3;
 constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
+constexpr Result kAlreadyRegistered = 712;
+constexpr Result kNotRegistered = 713;
 constexpr int64_t kGranularity = 2 << 20;
 constexpr int64_t kTotalBytes = 256 << 20;
 constexpr int kDevice = 0;
@@ -266,24 +268,24 @@ EXPORTED Result cuMemUnmap(DevicePtr address, size_t nbytes) {
   });
 }
 
-EXPORTED Result cuMemHostAlloc(void** memory, size_t nbytes, unsigned flags) {
+EXPORTED Result cuMemHostRegister_v2(void* memory, size_t nbytes, unsigned flags) {
   return in_context([&](Library& own) -> Result {
-    if (nbytes == 0 || flags != kHostAllocPortable) return kInvalidValue;
+    if (nbytes == 0 || flags != kHostRegisterPortable) return kInvalidValue;
     const std::lock_guard lock(own.mutex);
-    *memory = own.gpu.allocate_pinned(static_cast<int64_t>(nbytes));
-    own.host_memory[*memory] = nbytes;
+    const auto after = own.host_memory.upper_bound(memory);
+    if (after != own.host_memory.begin()) {
+      const auto& [first, size] = *std::prev(after);
+      if (static_cast<char*>(first) + size > memory) return kAlreadyRegistered;
+    }
+    own.host_memory[memory] = nbytes;
     return kSuccess;
   });
 }
 
-EXPORTED Result cuMemFreeHost(void* memory) {
+EXPORTED Result cuMemHostUnregister(void* memory) {
   return in_context([&](Library& own) -> Result {
     const std::lock_guard lock(own.mutex);
-    const auto found = own.host_memory.find(memory);
-    if (found == own.host_memory.end()) return kInvalidValue;
-    own.gpu.free_pinned(static_cast<char*>(memory), static_cast<int64_t>(found->second));
-    own.host_memory.erase(found);
-    return kSuccess;
+    return own.host_memory.erase(memory) == 1 ? kSuccess : kNotRegistered;
   });
 }
 
