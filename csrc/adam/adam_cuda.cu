@@ -6,10 +6,12 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "adam/adam_cuda.h"
@@ -230,6 +232,7 @@ class TableBytes {
   }
 
   [[nodiscard]] const std::vector<std::byte>& bytes() const { return bytes_; }
+  [[nodiscard]] std::vector<std::byte> take_bytes() { return std::move(bytes_); }
   [[nodiscard]] Table at(std::byte* address) const {
     return {reinterpret_cast<const AdamScalars*>(address),
             reinterpret_cast<const CudaRow*>(address + rows_at_),
@@ -240,6 +243,43 @@ class TableBytes {
   size_t rows_at_;
   size_t not_finite_at_;
   std::vector<std::byte> bytes_;
+};
+
+// What streams may still be copying from. CUDA mostly takes pageable memory along before a copy
+// returns, but does not promise it.
+class BytesUnderWay {
+ public:
+  static BytesUnderWay& all() {
+    static auto* const kept = new BytesUnderWay;  // for good: CUDA may end before this does
+    return *kept;
+  }
+
+  // Keeps them until `stream`, of the current device, has done what it was given so far.
+  void keep(std::vector<std::byte> bytes, cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    forget_copied();
+    kept_.push_back({nullptr, std::move(bytes)});  // stays, should one of these fail
+    check(cudaEventCreateWithFlags(&kept_.back().copied, cudaEventDisableTiming),
+          "making an event");
+    check(cudaEventRecord(kept_.back().copied, stream), "recording an event");
+  }
+
+ private:
+  struct Kept {
+    cudaEvent_t copied;
+    std::vector<std::byte> bytes;
+  };
+
+  void forget_copied() {
+    while (!kept_.empty() && cudaEventQuery(kept_.front().copied) == cudaSuccess) {
+      (void)cudaEventDestroy(kept_.front().copied);
+      kept_.pop_front();
+    }
+    (void)cudaGetLastError();  // that one has not passed is no error
+  }
+
+  std::mutex mutex_;
+  std::deque<Kept> kept_;  // guarded by mutex_; oldest first
 };
 
 // Up to so much from pageable memory CUDA takes along; for more it may wait for the stream.
@@ -273,10 +313,11 @@ void cuda_adam_step(std::span<const AdamJob> jobs, uintptr_t stream_handle, bool
   const int device = device_of(plan.rows.front().range.param);
   const CurrentDevice current(device);
   auto* const stream = reinterpret_cast<cudaStream_t>(stream_handle);
-  const TableBytes staged(plan);
+  TableBytes staged(plan);
   const StreamBytes memory(device, staged.bytes().size(), stream);
   const Table table = staged.at(memory.address());
   copy_table(memory.address(), staged.bytes(), stream);
+  BytesUnderWay::all().keep(staged.take_bytes(), stream);
   for (const CudaLaunch& launch : plan.launches) launch_kernel(plan, launch, table, stream);
   if (all_finite == nullptr) return;
   uint32_t not_finite = 0;
