@@ -84,7 +84,7 @@ build_tests() {
   local log
   log=$(mktemp)
   # shellcheck disable=SC2086
-  if "${configure[@]}" -DGEMINI_TESTS=ON "$@" > "$log" 2>&1 \
+  if "${configure[@]}" -DGEMINI_TESTS=ON "-DGEMINI_WERROR=${GEMINI_WERROR:-ON}" "$@" > "$log" 2>&1 \
     && "$BIN/cmake" --build "$dir" -j "$JOBS" --target $targets >> "$log" 2>&1; then
     rm -f "$log"
     return 0

@@ -14,6 +14,7 @@ readonly CHECKERS=(pytest pytest-xdist hypothesis ruff mypy clang-format)
 say() { printf '[setup] %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 python=${PYTHON:-python3}
+export GEMINI_WERROR=${GEMINI_WERROR:-ON}
 
 digest() { { printf '%s\n' "$@"; cat; } | sha256sum | cut -d' ' -f1; }
 is_fresh() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
@@ -94,7 +95,7 @@ build() {
   want=$(find csrc gemini parallel CMakeLists.txt setup.py pyproject.toml -type f \
     \( -path 'csrc/*' -o -name '__init__.py' -o -name CMakeLists.txt -o -name setup.py -o -name pyproject.toml \) \
     -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
-    | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "$(missing_packages)" "$(cat "$STAMPS/venv")")
+    | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "$GEMINI_WERROR" "$(missing_packages)" "$(cat "$STAMPS/venv")")
   if is_fresh build "$want" && compgen -G 'gemini/_C.*.so' > /dev/null; then return; fi
   say "building gemini._C and installing the checkout into $VENV: takes some minutes, the first time longer"
   quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . \
