@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -31,7 +32,8 @@ def run_cases(
     """Run every case and return one plain dict; a case that fails leaves its error, the others go on.
 
     Every case gets a directory of its own within ``session.disk_dir``, removed when it ends. ``install``:
-    what the targets need that could not be measured.
+    what the targets need that could not be measured. What is known so far goes to ``session.record`` after
+    each case: what ends the process does not take it along.
     """
     record: dict[str, Any] = {
         "benchmark": benchmark,
@@ -43,7 +45,15 @@ def run_cases(
     for name, case in cases.items():
         with tempfile.TemporaryDirectory(prefix="gemini-bench-", dir=session.disk_dir) as directory:
             found[name] = run_case(case, replace(session, disk_dir=Path(directory)))
+        left = [name for name in cases if name not in found]
+        if session.record is not None and left:
+            write_record({**record, "cases": found, **verdicts(found), "not_run": left}, session.record)
     return {**record, "cases": found, **verdicts(found), "install": install}
+
+
+def write_record(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record as JSON."""
+    path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def verdicts(found: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ from gemini.bench.record import Row
 from gemini.bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session, WorkerFailed
 from gemini.bench.trainee import Batch
 from gemini.device import free_memory_bytes
+from gemini.errors import StateError
 
 OURS = "ours"
 # Slower than nobody, more memory than nobody.
@@ -72,8 +73,17 @@ def run(session: Session, device: str) -> CaseResult:
         if name == OURS:
             options["model"] = found[OURS]["model"]
         elif found[name]["absent"] is None:
-            require_same_losses({OURS: found[OURS]["losses"], name: found[name]["losses"]})
+            found[name]["absent"] = _other_losses(name, found)
     return CaseResult(rows(found), settings, found)
+
+
+def _other_losses(name: str, found: Mapping[str, Any]) -> str | None:
+    """Return why the times of a peer compare nothing, if they do not: the others are told all the same."""
+    try:
+        require_same_losses({OURS: found[OURS]["losses"], name: found[name]["losses"]})
+    except StateError as error:
+        return str(error)
+    return None
 
 
 def rows(found: Mapping[str, Any]) -> list[Row]:

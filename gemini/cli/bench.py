@@ -165,5 +165,7 @@ def run_adam(options: argparse.Namespace) -> int:
         threads=tuple(options.threads or sorted({1, min(2, cores)})),
         repeats=options.repeats,
     )
-    session = Session(disk_dir=Path(), quick=settings.numel < adam.SERIOUS_NUMEL, progress=progress())
+    session = Session(
+        disk_dir=Path(), quick=settings.numel < adam.SERIOUS_NUMEL, progress=progress(), record=options.out
+    )
     return publish(adam.run(session, settings, options.device, names, command()), options)

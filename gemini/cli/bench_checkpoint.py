@@ -61,5 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_paths(options.disk_dir, options.out)
     if options.kills is not None and options.kills < 1:
         raise ConfigError(f"--kills is {options.kills}; it must be 1 or more")
-    session = Session(disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress())
+    session = Session(
+        disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
     return publish(checkpoint.run(session, names, command(), kills=options.kills), options)

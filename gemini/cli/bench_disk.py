@@ -124,7 +124,9 @@ def run_io(options: argparse.Namespace) -> int:
         block_bytes=_bytes(options.block, "--block"),
         depth=options.depth,
     )
-    session = Session(disk_dir=options.dir.resolve(), quick=options.quick, progress=progress())
+    session = Session(
+        disk_dir=options.dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
     return publish(io.run(session, settings, names, command()), options)
 
 
@@ -138,7 +140,9 @@ def run_nvme(options: argparse.Namespace) -> int:
     names = nvme.chosen(options.only)
     check_paths(options.dir, options.out, option="--dir")
     settings = Settings(rounds=options.rounds, stream_numel=parse_count(options.numel))
-    session = Session(disk_dir=options.dir.resolve(), quick=options.quick, progress=progress())
+    session = Session(
+        disk_dir=options.dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
     return publish(nvme.run(session, settings, names, command()), options)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gemini.cli.console import print_json
 from gemini.errors import ConfigError
 
 EXIT_MISSED = 1
@@ -55,14 +55,14 @@ def command() -> list[str]:
 
 def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Write and print a record; return the exit code that it deserves."""
+    from gemini.bench.cases import write_record
     from gemini.bench.table import render
     from gemini.cli.console import Console
 
-    text = json.dumps(record, indent=2)
     if options.out is not None:
-        options.out.write_text(text + "\n")
+        write_record(record, options.out)
     if options.json:
-        print(text)
+        print_json(record)
     else:
         render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if not_measured := len(record.get("not_measured", ())):

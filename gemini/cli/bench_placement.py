@@ -60,5 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
     names = placement.chosen(options.only)
     check_paths(options.disk_dir, options.out)
-    session = Session(disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress())
+    session = Session(
+        disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
     return publish(placement.run(session, names, command()), options)

@@ -54,5 +54,5 @@ def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise ConfigError(f"--rounds is {options.rounds}; it must be at least 1")
     check_paths(Path(), options.out)
-    session = Session(disk_dir=Path().resolve(), quick=options.quick, progress=progress())
+    session = Session(disk_dir=Path().resolve(), quick=options.quick, progress=progress(), record=options.out)
     return publish(zero.run(session, options.rounds, names, command()), options)

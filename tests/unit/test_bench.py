@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from gemini.bench import endurance, largest, offload, preop, resident, runtime
+from gemini.bench.cases import run_cases
 from gemini.bench.record import Row, environment
 from gemini.bench.session import CaseResult, Session, WorkerFailed, WorkerRun, measure_bare_bytes, run_worker
 from gemini.bench.table import render, value_text
@@ -346,3 +347,21 @@ def test_exit_code_says_whether_targets_were_met(
     assert command.run(parse("--json", "--disk-dir", str(tmp_path), "--out", str(out))) == 1
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     assert command.run(parse("--quick", "--disk-dir", str(tmp_path))) == 0
+
+
+def test_a_record_is_kept_case_by_case(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+
+    def measured(_session: Session) -> CaseResult:
+        return CaseResult([Row("steps", 3, "")], {}, {})
+
+    def interrupted(_session: Session) -> CaseResult:
+        raise KeyboardInterrupt
+
+    session = Session(tmp_path, record=record)
+    with pytest.raises(KeyboardInterrupt):
+        run_cases("some", session, {"first": measured, "second": interrupted, "third": measured}, [])
+    kept = json.loads(record.read_text())
+    assert kept["cases"]["first"]["rows"][0]["value"] == 3
+    assert kept["not_run"] == ["second", "third"]
+    assert "not_run" not in run_cases("some", session, {"first": measured}, [])

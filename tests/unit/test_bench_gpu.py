@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_gpu_harness import figures, in_process
 
 from gemini import device as gemini_device
 from gemini.bench import (
@@ -21,17 +21,13 @@ from gemini.bench import (
     gpu_copies,
     gpu_largest,
     gpu_offload,
-    gpu_offloaders,
-    gpu_peers,
     gpu_preop,
     gpu_resident,
 )
 from gemini.bench.gpu_device import CUDA, SIMULATED, open_bench_device
 from gemini.bench.gpu_trainee import fitted, require_same_losses
 from gemini.bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
-from gemini.bench.session import Session, WorkerRun
-from gemini.bench.watch import Ending, WatchedRun
-from gemini.bench.worker import find_task
+from gemini.bench.session import Session
 from gemini.chunk import TierBudgets
 from gemini.cli.bench_gpu import HELP
 from gemini.cli.main import main
@@ -39,21 +35,6 @@ from gemini.errors import ConfigError, StateError
 
 KIB = 1 << 10
 GB = 10**9
-
-
-def in_process(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:
-    """Run a task here, with options and result through JSON as if it had a process of its own."""
-    threads, shows_errors = torch.get_num_threads(), sys.excepthook  # which process groups replace
-    try:
-        result = find_task(task)(json.loads(json.dumps(options)))
-    finally:
-        torch.set_num_threads(threads)
-        sys.excepthook = shows_errors
-    return WorkerRun(json.loads(json.dumps(result)), WatchedRun(Ending.FINISHED, 0, 0.1, 0, "", ""))
-
-
-def figures(rows: Any) -> dict[str, Any]:
-    return {row.what: row for row in rows}
 
 
 def timings(**seconds: float) -> dict[str, Any]:
@@ -321,29 +302,6 @@ def test_the_largest_model_fills_host_and_disk(tmp_path: Path) -> None:
     budgets = found["budgets"]
     assert 16 * found["num_parameters"] > budgets["disk"] + budgets["host"]
     assert found["disk_read_bytes"] > 0
-
-
-@pytest.mark.parametrize(("ours", "nbytes", "met"), [(1.0, 100, True), (1.01, 101, False)])
-def test_ours_is_judged_by_each_peer_that_is_here(ours: float, nbytes: int, met: bool) -> None:
-    peer = {"absent": None, "step_seconds": [1.0], "host_bytes": 100}
-    found = dict.fromkeys(gpu_offloaders.OFFLOADERS, peer) | {gpu_offloaders.TORCHAO: {"absent": "not here"}}
-    mine = {"absent": None, "step_seconds": [ours], "host_bytes": nbytes, "num_parameters": 1}
-    table = figures(gpu_peers.rows({gpu_peers.OURS: mine, **found}))
-    for name in (gpu_offloaders.FSDP2, gpu_offloaders.DEEPSPEED):
-        assert table[f"step, ours / {name}"].met is met
-        assert table[f"host memory, ours / {name}"].met is met
-    assert table["step, ours / torchao: not measured, not here"].met is None
-
-
-def test_a_peer_that_fails_says_so_and_the_others_go_on(tmp_path: Path) -> None:
-    def failing(task: str, options: dict[str, Any], **watch: Any) -> WorkerRun:
-        if options["name"] == gpu_offloaders.FSDP2:
-            return WorkerRun(None, WatchedRun(Ending.FAILED, 1, 0.1, 0, "", "Traceback\nRuntimeError: no"))
-        return in_process(task, options, **watch)
-
-    result = gpu_peers.run(Session(tmp_path, quick=True, run=failing), SIMULATED)
-    assert any(row.what.endswith("it failed: RuntimeError: no") for row in result.rows)
-    assert f"step, {gpu_peers.OURS}" in figures(result.rows)
 
 
 @pytest.mark.parametrize(("managed", "met"), [(1.0e-3, True), (1.1e-3, False)])
