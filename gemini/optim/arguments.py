@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -102,8 +103,11 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
     sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
     _warn_of_one_thread(model)
-    rate = elements_per_second(model.device.processors) if ratio == "auto" else 1.0
-    return HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio, rate)
+    updates = HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio)
+    if ratio != "auto":
+        return updates
+    numel = sum(group.numel for group in updates.groups)
+    return replace(updates, elements_per_second=elements_per_second(model.device.processors, numel))
 
 
 def _warn_of_one_thread(model: GeminiDDP) -> None:

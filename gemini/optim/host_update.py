@@ -14,7 +14,8 @@ from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
 from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece
 
-_TRIED_ELEMENTS = 2**21  # four tensors of 8 MiB: more than caches hold
+# Four tensors of 8 MiB, and of 128 MiB: the caches of large servers hold no more.
+_TRIED_ELEMENTS = 2**21, 2**25
 
 
 class Part(NamedTuple):
@@ -53,10 +54,13 @@ def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, p
 
 
 @cache
-def elements_per_second(processors: tuple[int, ...] = ()) -> float:
+def elements_per_second(processors: tuple[int, ...] = (), numel: int = _TRIED_ELEMENTS[1]) -> float:
     """Return how many elements the CPU updates per second with torch's threads, on ``processors`` where they
-    are given. Tried once, for some 10 ms, on memory that was touched."""
-    tensors = [torch.zeros(_TRIED_ELEMENTS) for _ in range(4)]
+    are given. Tried once, for a fraction of a second, on memory that was touched, less where a step updates
+    ``numel`` only."""
+    least, most = _TRIED_ELEMENTS
+    tried = max(least, min(numel, most))
+    tensors = [torch.zeros(tried) for _ in range(4)]
     param, grad, exp_avg, exp_avg_sq = tensors
     step = AdamStep(AdamHyper(lr=0.0), 1, GradScale())
     moments = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}
@@ -64,4 +68,4 @@ def elements_per_second(processors: tuple[int, ...] = ()) -> float:
     run_rows([row], [step], "cpu", processors)
     began = time.perf_counter()
     run_rows([row], [step], "cpu", processors)
-    return _TRIED_ELEMENTS / (time.perf_counter() - began)
+    return tried / (time.perf_counter() - began)

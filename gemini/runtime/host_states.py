@@ -44,7 +44,6 @@ class HostUpdates:
         groups: Iterable[ChunkGroup],
         whole_bytes: int,
         ratio: float | Literal["auto"],
-        elements_per_second: float = 1.0,
     ) -> HostUpdates:
         """Return the choice for a model's ``groups``; ``whole_bytes``: what whole chunks take over ranks."""
         states, param_bytes = [], whole_bytes
@@ -58,7 +57,7 @@ class HostUpdates:
                 states.append(
                     GroupStates(ids, state_bytes, param.spec.nbytes, grad.spec.nbytes, grad.spec.numel)
                 )
-        return cls(tuple(states), param_bytes, ratio, elements_per_second)
+        return cls(tuple(states), param_bytes, ratio)
 
     @property
     def state_bytes(self) -> int:
