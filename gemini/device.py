@@ -16,11 +16,14 @@ from gemini.errors import ConfigError, DeviceFullError
 # Left to the interpreter, the page cache and other processes when no budget is given.
 FREE_MARGIN = 0.10
 
-# For these torch has no type of its own: the CPU's memory; what a kernel needs to be loaded; cuBLAS.
+# For these torch has no type of its own: the CPU's memory; what a kernel needs to be loaded, by the runtime,
+# the driver and Triton; libraries (CUBLAS_STATUS_ALLOC_FAILED, CUDNN_..., CUSOLVER_...).
 _IS_FULL = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",
 )
 _ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -143,11 +143,16 @@ cpp_tests() {
     && { GEMINI_NEEDS_GPU=1 build/cpp-gpu/cuda_driver_test || return 1; }  # ctest has a stand-in for the driver
 }
 
-# A skipped test is a failure here: this machine has what they need, but for those of several GPUs.
+# A skipped test is a failure here: this machine has what they need, but for those of several GPUs. Of the files that
+# have none of these tests one may lack a package.
 gpu_tests() {
-  local report=build/gpu_tests.txt
-  "$python" -m pytest -m cuda -rs --color=no tests | tee "$report"
+  local report=build/gpu_tests.txt listing=build/gpu_tests_listing.txt collected=0 files
+  "$python" -m pytest -m cuda --collect-only -q --color=no tests > "$listing" || collected=$?
+  mapfile -t files < <(sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' "$listing" | sort -u)
+  [ ${#files[@]} -gt 0 ] || { cat "$listing"; return 1; }
+  "$python" -m pytest -m cuda -rs --color=no "${files[@]}" | tee "$report"
   [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
+  [ "$collected" -eq 0 ] || { grep -A20 ERROR "$listing"; echo "a test file could not be read"; return 1; }
   if grep '^SKIPPED' "$report" | grep -qv 'needs two GPUs'; then echo "skipped tests that should have run"; return 1; fi
   grep -q 'needs two GPUs' "$report" && echo "one GPU: NCCL was not tried"
   return 0

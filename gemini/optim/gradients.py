@@ -62,8 +62,9 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
         nonlocal finite
         if grad.device.type == "cpu":
             finite = finite and math.isfinite(sum_of_squares(grad))
-        else:
-            on_gpu.append(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        elif grad.numel():
+            # The largest element, which is NaN where one is: read as it is, with no copy in a wider type.
+            on_gpu.append(torch.linalg.vector_norm(grad, math.inf).float())
 
     visit_gradients(storage, manager, look)
     if on_gpu:

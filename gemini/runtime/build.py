@@ -163,6 +163,7 @@ def draw_blueprint(
     params = list(unique_parameters(module))
     device_bytes = config.device_bytes
     if device_bytes is None:
+        device.release_cache()  # what torch's allocator keeps from earlier work is free as well
         device_bytes = default_budget_bytes(device.free_bytes())
     room = device_bytes - (config.non_model_bytes or 0)
     itemsize = min((_dtype(param, config).itemsize for _, param in params), default=4)

@@ -87,6 +87,10 @@ def test_cuda_graphs_of_evaluations_and_micro_batches(device_blocks: int, tmp_pa
             model = GpuModel(model, device=gpu, non_model_bytes=0, **budgets, **SMALL_CHUNKS)
         else:
             model = model.to(gpu.torch_device)
+            for (
+                param
+            ) in model.parameters():  # else a gradient lies in the graph's memory, until the next pass
+                param.register_hook(Tensor.clone)
         optimizer = optimizer_of(model) if managed else HybridAdam(model.parameters(), lr=1e-2)
         results.append(_losses_with_evaluations(model, optimizer, gpu))
     assert results[0] == results[1]

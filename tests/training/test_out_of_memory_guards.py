@@ -212,6 +212,9 @@ def test_the_cpu_and_the_gpu_say_how_much_they_lack() -> None:
     # Of a kernel that is loaded when it is used first, and of a library's own memory.
     assert ran_out_of_memory(RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"))
     assert ran_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert ran_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    assert ran_out_of_memory(RuntimeError("CUDA driver error: out of memory"))
+    assert ran_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert not ran_out_of_memory(OutOfBudgetError("a budget that was kept to"))
     assert not ran_out_of_memory(RuntimeError("something else"))
 
