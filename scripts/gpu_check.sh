@@ -183,6 +183,6 @@ if wanted check; then stage "gemini check" "$python" -m gemini.cli.main check; f
 if wanted cpp; then stage "C++ tests" cpp_tests; fi
 if wanted tests; then stage "GPU tests" gpu_tests; fi
 if wanted adam; then stage "gemini bench adam --device cuda" bench_adam; fi
-if wanted short; then stage "gemini bench gpu: short steps" bench_gpu runtime copies resident offload preop; fi
+if wanted short; then stage "gemini bench gpu: short steps" bench_gpu runtime copies remap resident offload preop; fi
 if wanted large; then stage "gemini bench gpu: bound, largest, peers" bench_gpu large bound largest peers; fi
 finish

@@ -15,6 +15,7 @@ from gemini.bench import (
     gpu_offload,
     gpu_peers,
     gpu_preop,
+    gpu_remap,
     gpu_resident,
 )
 from gemini.bench.cases import choose, run_cases
@@ -24,6 +25,7 @@ from gemini.bench.session import CaseResult, Session
 CASES: Mapping[str, Callable[[Session, str], CaseResult]] = MappingProxyType(
     {
         "copies": gpu_copies.run,
+        "remap": gpu_remap.run,
         "resident": gpu_resident.run,
         "offload": gpu_offload.run,
         "bound": gpu_bound.run,

@@ -12,6 +12,8 @@ HELP = f"""\
 cases:
   copies     chunks of 32 and 64 MiB between HOST and DEVICE through the runtime's engine, each direction and
              both at once: share of what torch gets out of page-locked memory on streams of its own
+  remap      what the host takes to put other memory under a window of 64 MiB, and whether that waits for what
+             operators and copies have under way
   resident   a LLaMA-like model of 1.3 billion parameters in bf16, everything on DEVICE: step time and peak
              of the GPU's memory against plain torch with fp32 masters and fused AdamW
   offload    the same model with 40 % of its model data on DEVICE, the rest on HOST, norm clipped: step time

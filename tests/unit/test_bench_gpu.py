@@ -22,6 +22,7 @@ from gemini.bench import (
     gpu_largest,
     gpu_offload,
     gpu_preop,
+    gpu_remap,
     gpu_resident,
 )
 from gemini.bench.gpu_device import CUDA, SIMULATED, open_bench_device
@@ -356,3 +357,26 @@ def test_models_that_compute_something_else_are_not_compared(loss: float) -> Non
     require_same_losses({"plain": [1.0], "managed": [1.01]})
     with pytest.raises(StateError, match="losses of 'managed' differ"):
         require_same_losses({"plain": [1.0], "managed": [loss]})
+
+
+def test_windows_that_are_timed_get_other_memory_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = gpu_remap._Windows(open_bench_device(SIMULATED), gpu_remap.QUICK)
+    memory, shown = windows._memory, []
+
+    def byte_of(window: Any) -> torch.Tensor:
+        return memory.tensor(window, torch.uint8, 1)
+
+    def noted(window: Any, *, zero: bool, take: Any = memory.map) -> None:
+        take(window, zero=zero)
+        shown.append(byte_of(window).item())
+
+    for number, (window, _place) in enumerate(windows._holders):
+        memory.map(window, zero=False)
+        byte_of(window).fill_(number)
+    windows._give_back(windows._holders)
+    monkeypatch.setattr(memory, "map", noted)
+    for turn in range(4):
+        shown.clear()
+        windows.turn(busy=turn % 2 == 1)
+        assert shown == ([0, 1, 2, 3] if turn % 2 == 0 else [2, 3, 0, 1])
+    windows.close()
