@@ -329,7 +329,7 @@ def test_without_a_gpu_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_case_is_refused_before_the_gpu_is_looked_for() -> None:
-    with pytest.raises(ConfigError, match="unknown case 'speed'; choose from copies, resident"):
+    with pytest.raises(ConfigError, match="unknown case 'speed'; choose from copies, remap, resident"):
         gpu.chosen(["speed"], CUDA)
 
 
