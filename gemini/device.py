@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import torch
 
+from gemini import control_group
 from gemini.errors import ConfigError, DeviceFullError
 
 # Left to the interpreter, the page cache and other processes when no budget is given.
@@ -27,14 +27,6 @@ _IS_FULL = (
 )
 _ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-_CGROUP_FILES = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -67,17 +59,10 @@ def device_index(device: torch.device) -> int:
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes this process could still take: the machine's, or the control group's if that is
-    less."""
+    """Return the bytes this process could still take: the machine's, or its control groups' if less."""
     free = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in _CGROUP_FILES:
-        try:
-            limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and usage.isdigit():
-            free = min(free, max(0, int(limit) - int(usage)))
-    return free
+    allowed = control_group.free_bytes()
+    return free if allowed is None else min(free, allowed)
 
 
 def default_budget_bytes(free_bytes: int | None = None) -> int:
