@@ -36,12 +36,12 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
         return
     for line in lines:
         _number, controllers, path = line.split(":", 2)
+        mounts: tuple[Path, ...] = ()
+        files = _V2
         if not controllers:
-            mounts, files = (MOUNTS, MOUNTS / "unified"), _V2
+            mounts = (MOUNTS, MOUNTS / "unified")
         elif "memory" in controllers.split(","):
             mounts, files = (MOUNTS / "memory",), _V1
-        else:
-            continue
         for mount in mounts:
             group = mount / path.lstrip("/")
             for place in (group, *group.parents):

@@ -1,10 +1,13 @@
-"""The rich console of every command: what a pipe does whose reader has left is decided in one place."""
+"""The console of every command: what a stream does that takes no more is decided in one place."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
 
 import rich.console
 
@@ -12,16 +15,54 @@ import rich.console
 class Console(rich.console.Console):
     """A console that never ends the process by itself.
 
-    A result that nobody reads any more raises BrokenPipeError, which the command ends with; progress on
-    standard error falls silent, and the work goes on.
+    A result that nobody reads any more raises BrokenPipeError, which the command ends with. Progress on
+    standard error is dropped while that takes none (its reader has left, its disk is full), and the work goes
+    on.
     """
+
+    @property
+    def file(self) -> IO[str]:
+        """Where to write."""
+        found = super().file
+        return _Progress(found) if self.stderr else found  # type: ignore[return-value]
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
     def on_broken_pipe(self) -> None:
         """Called where a write raised BrokenPipeError, while it is handled."""
-        if not self.stderr:
-            raise
-        self.quiet = True
-        discard(self.file.fileno())
+        raise
+
+
+class _Progress:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or keep it in the buffer, or drop it."""
+        with self._taking_what_it_can():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over what is in the buffer, as far as that is taken."""
+        with self._taking_what_it_can():
+            self._stream.flush()
+
+    @contextmanager
+    def _taking_what_it_can(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # nobody will ever read it
+            discard(self._stream.fileno())
+        except OSError:  # a disk may have space again
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
@@ -30,8 +71,9 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def say_error(error: object) -> None:
-    """Print on standard error what ends the command."""
-    print(f"gemini: error: {error}", file=sys.stderr)
+    """Print on standard error what ends the command, where that can be written to."""
+    with suppress(OSError):
+        print(f"gemini: error: {error}", file=sys.stderr)
 
 
 def discard(descriptor: int) -> None:

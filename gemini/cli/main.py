@@ -7,6 +7,7 @@ import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from gemini._C import build_info
 from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(error)
         code = EXIT_ERROR
     except KeyboardInterrupt:
-        print("gemini: interrupted", file=sys.stderr)
+        with suppress(OSError):
+            print("gemini: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         code = 0
@@ -97,10 +99,16 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def _flush() -> int:
-    """Write what standard output still holds; left to the interpreter's end, a failure would be the code.
-    Return that of a failure, else 0."""
+    """Write what the standard streams still hold; left to the interpreter's end, a failure would be the code.
+    Return that of a failure to write the result, else 0. A stream that the caller has closed is None."""
+    if sys.stderr is not None:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            discard(sys.stderr.fileno())
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout.fileno())
     except OSError as error:

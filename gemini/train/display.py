@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -72,7 +74,9 @@ class SilentDisplay:
 
     def stopping(self) -> None:
         """Write one line, past every buffer: the handler may have interrupted a write to the same stream."""
-        os.write(2, f"{STOPPING}\n".encode("ascii"))
+        if sys.stderr is not None:  # else descriptor 2 may be any file
+            with suppress(OSError):
+                os.write(2, f"{STOPPING}\n".encode("ascii"))
 
     def verifying(self, step: int) -> None:
         """Drop ``step``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,3 +73,31 @@ def test_progress_that_nobody_reads_does_not_stop_the_work(
     console = Console(stderr=True)
     for step in range(3):
         console.print(f"step {step}")
+
+
+def test_a_full_disk_under_the_progress_does_not_stop_the_work(tmp_path: Path) -> None:
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.write_text("all work and no play " * 100)
+    command = [
+        sys.executable,
+        "-m",
+        "gemini.cli.main",
+        "train",
+        "--data",
+        str(text),
+        "--checkpoint",
+        str(run),
+    ]
+    with Path("/dev/full").open("w") as full:
+        options = ["--steps", "3", "--layers", "1", "--hidden", "16"]
+        ended = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=full, text=True)
+        assert ended.returncode == 0
+        assert "loss, first to last" in ended.stdout
+        refused = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=full)
+    assert refused.returncode == EXIT_ERROR  # it already holds a run
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_no_error(closed: str) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m gemini.cli.main check {closed}"
+    assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0
