@@ -62,15 +62,30 @@ def run(
     directory = None
     if config.checkpoint is not None:
         directory = RunDirectory(config.checkpoint, is_complete)
-    with shown, StopRequest(shown.stopping) as stop, contextlib.ExitStack() as scope:
-        shown.note(
+    # Until all is written: what comes before is a request to stop, which may be too late for anything else.
+    with StopRequest(shown.stopping) as stop, contextlib.ExitStack() as scope:
+        if directory is not None:
+            scope.callback(directory.release)
+        return _run(config, corpus, directory, shown, stop, engine_factory)
+
+
+def _run(
+    config: TrainConfig,
+    corpus: ByteCorpus,
+    directory: RunDirectory | None,
+    display: Display,
+    stop: StopRequest,
+    engine_factory: EngineFactory,
+) -> TrainResult:
+    with display, contextlib.ExitStack() as scope:
+        display.note(
             f"{num_parameters(config.gpt()):,} parameters on {corpus.nbytes:,} bytes of {corpus.source}"
         )
         weights = scope.enter_context(WeightFile(_scratch(config))) if config.verify else None
-        progress = Training(config, corpus, directory, shown, stop).run(engine_factory, weights)
+        progress = Training(config, corpus, directory, display, stop).run(engine_factory, weights)
         outcome = None
         if weights is not None and not stop.requested:
-            outcome = _verify(config, corpus, progress.losses, weights, shown, stop)
+            outcome = _verify(config, corpus, progress.losses, weights, display, stop)
     summary = _summarize(config, progress, outcome, directory, interrupted=stop.requested)
     if directory is not None and progress.reports:  # else there is that of the steps that were trained
         try:

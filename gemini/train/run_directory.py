@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -24,13 +25,15 @@ _REPAIR = "repair it, or start over with --overwrite"
 class RunDirectory:
     """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
 
-    Where a file cannot be read or written an IoError names it.
+    Where a file cannot be read or written an IoError names it. No other process may train in the directory
+    from the first look at it on, until :meth:`release`.
     """
 
     def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[Path], bool]) -> None:
         self.path = Path(path)
         self._is_complete = is_complete
         self._unwritten = b""
+        self._lock: int | None = None
 
     @property
     def checkpoint(self) -> Path:
@@ -57,7 +60,9 @@ class RunDirectory:
         return self.path / _RUN
 
     def refuse_older_run(self) -> None:
-        """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it."""
+        """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it; or if
+        another process trains here."""
+        self._hold()
         if not self._has_checkpoint():
             return
         if not self._is_complete(self.checkpoint):
@@ -72,6 +77,7 @@ class RunDirectory:
         when it is resumed. Raise ConfigError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._hold()
             if self.checkpoint.exists():
                 shutil.rmtree(self.checkpoint)
             for file in (self.metrics, self.summary, self.picture):
@@ -81,7 +87,9 @@ class RunDirectory:
             raise ConfigError(f"cannot write to --checkpoint {self.path}: {error.strerror}") from error
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run."""
+        """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run, or
+        if another process trains here."""
+        self._hold()
         if not self._has_checkpoint():
             raise CheckpointError(
                 f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
@@ -97,6 +105,29 @@ class RunDirectory:
                 f"the run in {self.path} has {has}; this one {asked}; "
                 "resume with the options of the first run (budgets, tiers and policy may change)"
             )
+
+    def release(self) -> None:
+        """Let other processes train here. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _hold(self) -> None:
+        """Keep other processes from training here, if there is a directory yet; the kernel ends this with the
+        process."""
+        if self._lock is not None or not self.path.is_dir():
+            return
+        with io_errors("open", self.path):
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise ConfigError(
+                f"another process trains in {self.path}; wait for its end, or choose another directory"
+            ) from error
+        except OSError:  # a file system without locks
+            return
 
     def _has_checkpoint(self) -> bool:
         """Return whether there is one, complete or not."""

@@ -113,6 +113,37 @@ def test_sigterm_saves_like_ctrl_c_and_handlers_come_back(config: TrainConfig) -
     assert run(config, resume=True).summary.first_step == 3
 
 
+def test_a_signal_after_the_last_step_costs_no_file(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_arguments: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(job, "draw_timeline", late)
+    assert run(config, Drawn).exit_code == 143
+    assert config.checkpoint is not None
+    assert Path(config.checkpoint, "summary.json").exists()
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_directory_where_another_run_trains_is_refused(
+    config: TrainConfig, changes: dict[str, Any]
+) -> None:
+    class Alone(FakeEngine):
+        def step(self) -> None:
+            if not Path(config.checkpoint or "", "metrics.jsonl").exists():
+                with pytest.raises(ConfigError, match="another process trains in"):
+                    run(config, **changes)
+            super().step()
+
+    if changes:
+        run(config, steps=2)
+    result = run(config, Alone, overwrite=bool(changes))
+    assert [record["loss"] for record in metrics(config)] == list(result.losses)
+    assert run(config, resume=True).summary.first_step == config.steps
+
+
 def test_second_ctrl_c_stops_at_once_and_closes_the_engine(config: TrainConfig) -> None:
     engines: list[FakeEngine] = []
 
