@@ -35,7 +35,8 @@ _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: int) -> Iterator[Path]:
     """Yield the directory of a new checkpoint, while other savers are kept out of ``directory``.
 
-    What saves that were killed have left is removed first, and all but the ``keep`` newest checkpoints.
+    What saves that were killed have left is removed first, and all but the ``keep`` newest checkpoints. What
+    cannot be removed stays, with a warning in the log.
 
     Where the block has called :func:`publish`, it has its name; otherwise what was written is removed and
     all is as before.
@@ -72,17 +73,37 @@ def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
     final = final_name(partial)
     partial.rename(final)
     _sync(root)
-    try:
-        _prune(root, keep)
-    except OSError as error:
-        logger.warning("%s is complete, but an older one cannot be removed: %s", final, error)
+    _prune(root, keep)
     return final
 
 
 def _prune(root: Path, keep: int) -> None:
     for _, older in _complete(root)[keep:]:
         # Half removed it must not pass for a checkpoint, nor for something of the user's.
-        shutil.rmtree(older.rename(_partial(older)))
+        try:
+            leftover = older.rename(_partial(older))
+        except OSError as error:
+            _warn_of_leftover(older, error)
+        else:
+            _remove(leftover)
+
+
+def _remove(leftover: Path) -> None:
+    """Remove a directory of ours, or as much of it as can be: no save fails for what an older one left."""
+    try:
+        shutil.rmtree(leftover)
+    except OSError as error:
+        shutil.rmtree(leftover, ignore_errors=True)  # the files after the one that cannot be removed
+        _warn_of_leftover(leftover, error)
+
+
+def _warn_of_leftover(path: Path, error: OSError) -> None:
+    logger.warning(
+        "%s cannot be removed (%s) and keeps its disk space; remove it by hand, after chmod -R u+w or chattr "
+        "-R -i where its files are protected",
+        path,
+        error.strerror or error,
+    )
 
 
 def final_name(partial: Path) -> Path:
@@ -184,10 +205,11 @@ def _io_errors(root: Path) -> Iterator[None]:
     except IoError:
         raise
     except OSError as error:
+        name = str(error.filename or root)
+        if Path(name).name == name:  # relative to some directory, as in errors of shutil.rmtree
+            name = str(root)
         raise IoError(
-            error.errno or 0,
-            f"cannot save a checkpoint: {error.strerror or error}",
-            error.filename or str(root),
+            error.errno or 0, f"cannot save a checkpoint: {error.strerror or error}", name
         ) from error
 
 
@@ -238,7 +260,7 @@ def _exclusive(root: Path) -> Iterator[None]:
 def _remove_leftovers(root: Path) -> None:
     """Remove what killed saves left behind; the disk space may be needed for this one."""
     for partial in _own_directories(root, partial=True):
-        shutil.rmtree(partial)
+        _remove(partial)
 
 
 def _own_directories(root: Path, *, partial: bool) -> list[Path]:
