@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,25 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return what a file holds.
+
+    Raises OSError, too, for what is no regular file (a FIFO would keep its reader waiting for ever) and for
+    more than ``max_bytes``.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {max_bytes}", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(found.st_size)
+    finally:
+        os.close(descriptor)
 
 
 def append_whole(path: Path, data: bytes) -> None:

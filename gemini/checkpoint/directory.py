@@ -21,12 +21,16 @@ from typing import Any
 from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal, check_size, write_sealed
 from gemini.errors import CheckpointError, ConfigError, IoError
+from gemini.files import read_regular
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "gemini-checkpoint-3"
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
+# Far beyond what is written, of 10 TB too; what is larger would take the memory.
+_MAX_JSON_BYTES = 2**30
+_MAX_SEAL_BYTES = 2**20
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 
@@ -150,7 +154,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     Raises:
         DamagedError: a file is missing or damaged.
     """
-    seal = read_json(checkpoint / SEAL)
+    seal = _read_seal(checkpoint)
     try:
         sequence, manifest_seal = seal["sequence"], Seal(*seal["manifest"])
     except (KeyError, TypeError) as error:
@@ -172,19 +176,23 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
                     file.block(index)
 
 
-def read_json(path: Path, seal: Seal | None = None) -> dict[str, Any]:
+def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Return what :func:`encoded` made of a document. Raises DamagedError for anything else, and for a file
-    that does not have ``seal``, if there is one."""
+    that does not have ``seal``, if there is one, or ``max_bytes``."""
     try:
-        text = path.read_bytes()
+        text = read_regular(path, max_bytes if seal is None else min(max_bytes, seal.num_bytes))
         document = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedError(f"{path} is not a {FORMAT} file")
     if text != encoded(document) or (seal is not None and Seal.of(text) != seal):
         raise DamagedError(f"{path} is damaged: it is not as it was written")
     return document
+
+
+def _read_seal(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / SEAL, max_bytes=_MAX_SEAL_BYTES)
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
@@ -222,7 +230,7 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
     for path in _own_directories(root, partial=False):
         if (path / SEAL).exists():
             try:
-                found.append((int(read_json(path / SEAL)["sequence"]), path))
+                found.append((int(_read_seal(path)["sequence"]), path))
             except (DamagedError, KeyError, TypeError, ValueError):
                 found.append((0, path))
     return sorted(found, reverse=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.files import append_whole, io_errors, replacing
+from gemini.files import append_whole, io_errors, read_regular, replacing
 from gemini.train.config import TrainConfig
 
 _RUN = "run.json"
+_MAX_RUN_BYTES = 2**20  # it has some hundred
 _REPAIR = "repair it, or start over with --overwrite"
 
 
@@ -210,7 +211,7 @@ def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_run(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="ascii"))
+        found = json.loads(read_regular(file, _MAX_RUN_BYTES).decode("ascii"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}; {_REPAIR}") from error
     if not isinstance(found, dict):

@@ -19,6 +19,7 @@ import gemini
 from gemini import checkpoint
 from gemini.checkpoint import loading
 from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.inspect import describe, verdict
 from gemini.checkpoint.part import BLOCK_BYTES
 from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal
@@ -45,6 +46,19 @@ def saved(tmp_path: Path) -> tuple[Run, Path]:
     """A run after two steps in several chunks, and its checkpoint."""
     run = start(device_bytes=128 * KIB, disk_dir=str(tmp_path)).train(2)
     return run, run.save(tmp_path / "run", shard_bytes="32KiB")
+
+
+def _replace(file: Path, how: str) -> None:
+    file.unlink()
+    if how == "fifo":
+        os.mkfifo(file)
+    elif how == "directory":
+        file.mkdir()
+    elif how == "nested":
+        file.write_text(100_000 * "[")
+    else:
+        file.touch()
+        os.truncate(file, 2**40)  # sparse
 
 
 def damage(file: Path, how: str) -> None:
@@ -74,6 +88,23 @@ def test_damage_found_first_is_named_and_changes_nothing(
         run.load(path.parent)
     assert_equal((run.model.state_dict(), run.optimizer.state_dict()), before)
     run.train(1)
+
+
+@pytest.mark.parametrize("how", ["fifo", "directory", "nested", "1 TiB"])
+@pytest.mark.parametrize("name", ["seal.json", "manifest.json", "model-00001-of", "rank-00000"])
+def test_what_is_no_file_of_ours_is_neither_waited_for_nor_read(
+    saved: tuple[Run, Path], name: str, how: str
+) -> None:
+    run, path = saved
+    newest = run.train(1).save(path.parent, shard_bytes="32KiB")
+    (file,) = newest.glob(f"{name}*")
+    _replace(file, how)
+    for look in (describe, verdict):
+        assert file.name in look(newest)["damage"]
+    with pytest.raises(DamagedError, match=file.name):
+        run.load(newest)
+    run.load(path.parent)
+    assert run.model.manager.step == 2
 
 
 def test_after_damage_found_midway_only_a_load_lets_training_go_on(saved: tuple[Run, Path]) -> None:
