@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from errno import EDQUOT, ENOSPC
+from errno import EACCES, EDQUOT, ENOSPC
 
 
 class GeminiError(Exception):
@@ -23,6 +23,7 @@ class DeviceFullError(OutOfBudgetError):
 
 _FULL = (ENOSPC, EDQUOT)
 _FREE_SOME = "free some space"
+_CHANGE = "change its permissions"
 
 
 class IoError(GeminiError, OSError):
@@ -31,6 +32,8 @@ class IoError(GeminiError, OSError):
     def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
         if errno in _FULL and _FREE_SOME not in message:
             message = f"{message}; {_FREE_SOME} there, or name another directory"
+        if errno == EACCES and _CHANGE not in message:
+            message = f"{message}; {_CHANGE}, or name another place"
         super().__init__(errno, message, path)
         self.offset = offset
 

@@ -44,7 +44,9 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
         raise ConfigError(f"there is no form {form!r}; the forms are {', '.join(FORMS)}")
     if dtype not in DTYPES or (dtype != "fp32" and form != "hf"):
         raise ConfigError(f"dtype is {dtype!r}; it is fp32, or for hf also bf16 or fp16")
-    if target.exists():
+    with io_errors("look for the target", target):
+        exists = target.exists()
+    if exists:
         raise ConfigError(f"{target} exists; remove it or name another place")
     with CheckpointReader(checkpoint) as reader, io_errors("convert the checkpoint", target):
         reader.verify()

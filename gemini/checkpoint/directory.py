@@ -16,10 +16,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
-from gemini.checkpoint.sealed_file import DamagedError, Seal, check_size, write_sealed
+from gemini.checkpoint.sealed_file import (
+    DamagedError,
+    Seal,
+    UnreadableError,
+    cannot_read,
+    check_size,
+    reading,
+    write_sealed,
+)
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.files import read_regular
 
@@ -33,6 +41,14 @@ _MAX_JSON_BYTES = 2**30
 _MAX_SEAL_BYTES = 2**20
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
+
+
+class _Found(NamedTuple):
+    """A checkpoint: its number in time, 0 where ``damage`` says why that is unknown."""
+
+    number: int
+    path: Path
+    damage: DamagedError | None = None
 
 
 @contextmanager
@@ -70,7 +86,7 @@ def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
     Returns its directory. Raises OSError: it is not complete, and all older ones are there.
     """
     root = partial.parent
-    sequence = max((number for number, _ in _complete(root)), default=0) + 1
+    sequence = max((found.number for found in _complete(root)), default=0) + 1
     seal = write_sealed(partial / MANIFEST, encoded({**manifest, "sequence": sequence}))
     write_sealed(partial / SEAL, encoded({"sequence": sequence, "manifest": seal}))
     _sync(partial)
@@ -82,7 +98,9 @@ def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
 
 
 def _prune(root: Path, keep: int) -> None:
-    for _, older in _complete(root)[keep:]:
+    for _, older, damage in _complete(root)[keep:]:
+        if isinstance(damage, UnreadableError):
+            continue  # nobody knows what it is
         # Half removed it must not pass for a checkpoint, nor for something of the user's.
         try:
             leftover = older.rename(_partial(older))
@@ -115,27 +133,39 @@ def final_name(partial: Path) -> Path:
     return partial.with_suffix("")
 
 
-def complete_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+def complete_checkpoints(directory: str | os.PathLike[str], *, warn: bool = False) -> list[Path]:
     """Return the complete checkpoints below ``directory``, newest first, or itself if it is one.
 
-    What is in their files is not looked at.
+    What is in their files is not looked at. Those that cannot be read come last; ``warn`` of them in the log.
+
+    Raises:
+        DamagedError: ``directory`` cannot be read.
     """
     root = Path(directory)
-    return [root] if (root / SEAL).exists() else [path for _, path in _complete(root)]
+    with reading(root):
+        if _is_there(root / SEAL):
+            return [root]
+        found = _complete(root)
+    for checkpoint in found if warn else ():
+        if checkpoint.damage is not None:
+            logger.warning("%s; nobody knows how old it is, so it is taken last", checkpoint.damage)
+    return [checkpoint.path for checkpoint in found]
 
 
 def latest(directory: str | os.PathLike[str]) -> Path:
     """Return the newest complete checkpoint below ``directory`` whose files are all there, by name and size.
 
     Raises:
-        CheckpointError: there is none; the message says what is wrong with the newest.
+        CheckpointError: there is none; the message says what is wrong with the newest, or with one that this
+            user may not read (UnreadableError).
     """
     damaged: DamagedError | None = None
     for path in complete_checkpoints(directory):
         try:
             read_manifest(path)
         except DamagedError as error:
-            damaged = damaged or error
+            if damaged is None or isinstance(error, UnreadableError):
+                damaged = error
         else:
             return path
     raise damaged or no_checkpoint(directory)
@@ -179,10 +209,11 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Return what :func:`encoded` made of a document. Raises DamagedError for anything else, and for a file
     that does not have ``seal``, if there is one, or ``max_bytes``."""
-    try:
+    with reading(path):
         text = read_regular(path, max_bytes if seal is None else min(max_bytes, seal.num_bytes))
+    try:
         document = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedError(f"{path} is not a {FORMAT} file")
@@ -221,19 +252,32 @@ def _io_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _complete(root: Path) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints below ``root``, newest first, each with its number in time.
+def _complete(root: Path) -> list[_Found]:
+    """Return the complete checkpoints below ``root``, newest first.
 
-    One whose seal is damaged counts as the oldest.
+    One whose seal is damaged or cannot be read counts as the oldest. Raises OSError for ``root``.
     """
     found = []
     for path in _own_directories(root, partial=False):
-        if (path / SEAL).exists():
-            try:
-                found.append((int(_read_seal(path)["sequence"]), path))
-            except (DamagedError, KeyError, TypeError, ValueError):
-                found.append((0, path))
-    return sorted(found, reverse=True)
+        try:
+            if _is_there(path / SEAL):
+                found.append(_Found(int(_read_seal(path)["sequence"]), path))
+        except OSError as error:
+            found.append(_Found(0, path, cannot_read(path, error)))
+        except DamagedError as error:
+            found.append(_Found(0, path, error))
+        except (KeyError, TypeError, ValueError) as error:
+            found.append(_Found(0, path, DamagedError(f"{path / SEAL} is damaged: {error!r}")))
+    return sorted(found, key=lambda checkpoint: checkpoint[:2], reverse=True)
+
+
+def _is_there(path: Path) -> bool:
+    """Say whether there is such a file. Raises OSError where that cannot be known."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _make_private(root: Path) -> None:

@@ -7,26 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from gemini.checkpoint.reader import CheckpointReader
-from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:
     """Return what is in a checkpoint; ``damage`` says why it cannot be read, or is None. The content of
-    tensors is not looked at."""
+    tensors is not looked at. Raises UnreadableError."""
     try:
         with CheckpointReader(checkpoint) as reader:
             return _described(reader)
+    except UnreadableError:
+        raise
     except DamagedError as error:
         return {"path": str(checkpoint), "damage": str(error)}
 
 
 def verdict(checkpoint: Path) -> dict[str, Any]:
     """Read every byte of a checkpoint; ``damage`` names the first file that differs from what was written, or
-    is None."""
+    is None. Raises UnreadableError."""
     try:
         with CheckpointReader(checkpoint) as reader:
             reader.verify()
             return {"path": str(checkpoint), "damage": None, "bytes": _size(reader)}
+    except UnreadableError:
+        raise
     except DamagedError as error:
         return {"path": str(checkpoint), "damage": str(error), "bytes": None}
 

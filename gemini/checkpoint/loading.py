@@ -17,7 +17,7 @@ from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
-from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
@@ -77,7 +77,8 @@ def _newest_left(directory: str | os.PathLike[str], damaged: Mapping[Path, str],
     """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it. Raises CheckpointError."""
     if rank.index:
         return ""
-    left = [path for path in complete_checkpoints(directory) if path not in damaged]
+    found = complete_checkpoints(directory, warn=not damaged)
+    left = [path for path in found if path not in damaged]
     if left:
         return str(left[0])
     if not damaged:
@@ -102,9 +103,15 @@ def _agree(rank: Rank, action: Callable[[], None]) -> None:
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Say whether ``directory`` holds a checkpoint whose files are all there, by name and size."""
+    """Say whether ``directory`` holds a checkpoint whose files are all there, by name and size.
+
+    Raises:
+        CheckpointError: this user may not read it, or not the only one in it that may be whole.
+    """
     try:
         latest(directory)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
     return True

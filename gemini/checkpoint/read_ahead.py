@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.part import BLOCK_BYTES
-from gemini.checkpoint.sealed_file import DamagedError, Seal
+from gemini.checkpoint.sealed_file import DamagedError, Seal, reading
 from gemini.checkpoint.workers import Workers
 from gemini.offload.direct_memory import direct_memory
 
@@ -67,10 +67,8 @@ class BlockFile:
         self.path = path
         self.seal = seal
         self._ahead = ahead
-        try:
+        with reading(path):
             self.descriptor = open_direct(path)
-        except OSError as error:
-            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
 
     def block(self, index: int, stop: int | None = None) -> _Memory:
         """Return bytes ``[index, index + 1) * BLOCK_BYTES``, those that there are; the blocks after it, up to

@@ -18,6 +18,30 @@ class DamagedError(CheckpointError):
     """A checkpoint, or a file of it, is not what was written: an older one may be whole."""
 
 
+class UnreadableError(DamagedError):
+    """This user may not read a checkpoint, or a file of it: it may be whole."""
+
+
+def cannot_read(path: Path, error: OSError) -> DamagedError:
+    """Return what to raise where ``path`` could not be read."""
+    message = f"cannot read {path}: {error.strerror or error}"
+    if isinstance(error, PermissionError):
+        return UnreadableError(
+            f"{message}; checkpoints are for their owner alone: read it as that user, or have its "
+            "permissions changed"
+        )
+    return DamagedError(message)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into what :func:`cannot_read` returns."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
 class Seal(NamedTuple):
     """What a file must have to be the one that was written: so many bytes, and a CRC32C for each block."""
 
@@ -134,10 +158,8 @@ def write_sealed(path: Path, data: bytes) -> Seal:
 
 def check_size(path: Path, seal: Seal) -> None:
     """Raise DamagedError unless the file has as many bytes as its seal; what they are is not looked at."""
-    try:
+    with reading(path):
         size = path.stat().st_size
-    except OSError as error:
-        raise DamagedError(f"cannot read {path}: {error.strerror}") from error
     if size != seal.num_bytes:
         raise DamagedError(f"{path} is damaged: it has {size} bytes, {seal.num_bytes} were written")
 

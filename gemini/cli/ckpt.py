@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gemini.cli.ckpt_output import render_checkpoints, render_verdicts
 from gemini.cli.console import print_json
 from gemini.config import format_bytes
+from gemini.errors import GeminiError
 
 EXIT_DAMAGED = 1
 
@@ -24,7 +26,7 @@ examples:
 
 VERIFY_HELP = """\
 exit codes:
-  0 every checkpoint is whole    1 one is damaged    2 an error: there is none, or it cannot be read
+  0 every checkpoint is whole    1 one is damaged    2 an error: there is none, or one cannot be read
 """
 
 CONVERT_HELP = """\
@@ -70,26 +72,31 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Print what there is; return 0."""
+    """Print what there is; return 0. Raises CheckpointError where something could not be read."""
     from gemini.checkpoint.inspect import describe
 
-    found = [describe(path) for path in _checkpoints(options.path)]
+    found, unread = _each(_checkpoints(options.path), describe)
     if options.json:
         print_json({"checkpoints": found})
-    else:
+    elif found:
         render_checkpoints(found)
+    if unread is not None:
+        raise unread
     return 0
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify every checkpoint, print the verdicts, return the exit code."""
+    """Verify every checkpoint, print the verdicts, return the exit code. Raises CheckpointError where one
+    could not be read."""
     from gemini.checkpoint.inspect import verdict
 
-    found = [verdict(path) for path in _checkpoints(options.path)]
+    found, unread = _each(_checkpoints(options.path), verdict)
     if options.json:
         print_json({"checkpoints": found})
-    else:
+    elif found:
         render_verdicts(found)
+    if unread is not None:
+        raise unread
     return 0 if all(entry["damage"] is None for entry in found) else EXIT_DAMAGED
 
 
@@ -122,12 +129,30 @@ def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentP
     return parser
 
 
+def _each(
+    paths: Sequence[Path], look: Callable[[Path], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], GeminiError | None]:
+    """Return what ``look`` returns of each path that can be read, and the error of the first that cannot."""
+    from gemini.checkpoint.sealed_file import UnreadableError
+
+    found, unread = [], None
+    for path in paths:
+        try:
+            found.append(look(path))
+        except UnreadableError as error:
+            unread = unread or error
+    return found, unread
+
+
 def _directory(path: Path) -> Path:
     """Return the directory of checkpoints that ``path`` means."""
     from gemini.checkpoint.directory import complete_checkpoints
+    from gemini.checkpoint.sealed_file import reading
 
     inner = path / "checkpoint"  # of a run of gemini train
-    return inner if inner.is_dir() and not complete_checkpoints(path) else path
+    with reading(path):
+        is_run = inner.is_dir()
+    return inner if is_run and not complete_checkpoints(path) else path
 
 
 def _checkpoints(path: Path) -> list[Path]:

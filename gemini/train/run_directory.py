@@ -192,10 +192,12 @@ class RunDirectory:
 def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the options that the run in ``path`` last had; none where there is no run.
 
-    Raise CheckpointError where they cannot be read.
+    Raise CheckpointError or IoError where they cannot be read.
     """
     file = Path(path) / _RUN
-    options = _read_run(file).get("options", {}) if file.exists() else {}
+    with io_errors("look for an older run", file):
+        exists = file.exists()
+    options = _read_run(file).get("options", {}) if exists else {}
     if not isinstance(options, dict):
         raise CheckpointError(
             f"{file} has options = {options!r:.200}, which are none of gemini train; {_REPAIR}"

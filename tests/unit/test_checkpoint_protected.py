@@ -10,8 +10,10 @@ import pytest
 from checkpoint_models import Run, assert_same, start
 from permissions import modes_respected
 
+from gemini import checkpoint
 from gemini.checkpoint import new_checkpoint
-from gemini.errors import IoError
+from gemini.cli.main import EXIT_ERROR, main
+from gemini.errors import CheckpointError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "an_ordinary_user")
 
@@ -71,3 +73,84 @@ def test_a_save_that_fails_names_the_directory(saved: tuple[Run, Path]) -> None:
     with pytest.raises(IoError) as caught, new_checkpoint(path.parent, 9):
         raise bare
     assert caught.value.filename == str(path.parent)
+
+
+TINY = ["--quiet", "--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--steps", "1"]
+
+
+@pytest.fixture
+def a_training(tmp_path: Path) -> list[str]:
+    """The arguments of a training, and a run of it in ``training``."""
+    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 40)
+    arguments = ["train", "--data", str(tmp_path / "text.txt"), "--checkpoint", str(tmp_path / "training")]
+    assert main([*arguments, *TINY]) == 0
+    return arguments
+
+
+@pytest.mark.parametrize("place", ["training", "training/checkpoint", "training/checkpoint/step-00000001"])
+def test_what_may_not_be_read_is_an_error_of_one_line(
+    a_training: list[str], tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / place).chmod(0)
+    run, target = str(tmp_path / "training"), str(tmp_path / "out")
+    commands = [[*a_training, "--resume"], [*a_training, *TINY]]
+    commands += [["ckpt", command, run] for command in ("inspect", "verify")]
+    commands += [["ckpt", "convert", run, target, "--to", form] for form in ("hf", "torch", "dcp")]
+    for command in commands:
+        assert main(command) == EXIT_ERROR
+        said = capsys.readouterr().err
+        assert said.splitlines()[-1].startswith("gemini: error: ")
+        assert f"{tmp_path / place}" in said
+        assert "Permission denied" in said
+        assert "permissions changed" in said or "change its permissions" in said
+        assert "--overwrite" not in said
+
+
+def test_a_target_that_may_not_be_looked_at_is_an_error(
+    saved: tuple[Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    target = tmp_path / "closed" / "out"
+    assert main(["ckpt", "convert", str(saved[1]), str(target), "--to", "torch"]) == EXIT_ERROR
+    assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["older", "newer"])
+def test_a_checkpoint_that_may_not_be_read_does_not_keep_another_from_loading(
+    saved: tuple[Run, Path], closed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, path = saved
+    newest = run.train(1).save(path.parent)
+    shut, left = (path, newest) if closed == "older" else (newest, path)
+    shut.chmod(0)
+    assert checkpoint.is_complete(path.parent)
+    assert checkpoint.latest(path.parent) == left
+    with caplog.at_level(logging.WARNING, "gemini"):
+        run.load(path.parent)
+    assert run.model.manager.step == (2 if closed == "older" else 1)
+    assert [message for message in caplog.messages if f"cannot read {shut}" in message]
+    run.train(1).save(path.parent, keep=1)
+    assert shut.is_dir()  # nobody knew what it was
+
+
+def test_the_others_are_verified_where_one_may_not_be_read(
+    saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = saved
+    newest = run.train(1).save(path.parent)
+    path.chmod(0)
+    for command in ("inspect", "verify"):
+        assert main(["ckpt", command, str(path.parent)]) == EXIT_ERROR
+        said = capsys.readouterr()
+        assert newest.name in said.out
+        assert f"cannot read {path}" in said.err
+
+
+def test_where_none_may_be_read_nobody_says_that_there_is_none(saved: tuple[Run, Path]) -> None:
+    run, path = saved
+    next(path.glob("model-0*")).unlink()  # damaged, and the newest that can be read
+    older = run.save(path.parent)
+    older.chmod(0)
+    for look in (checkpoint.is_complete, checkpoint.latest):
+        with pytest.raises(CheckpointError, match=f"cannot read {older}.*read it as that user"):
+            look(path.parent)
