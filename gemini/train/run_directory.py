@@ -79,13 +79,31 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
-            if self.checkpoint.exists():
-                shutil.rmtree(self.checkpoint)
+            self._remove_checkpoint()
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
         except OSError as error:
-            raise ConfigError(f"cannot write to --checkpoint {self.path}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write to --checkpoint {self.path}: {error.strerror or error}"
+            ) from error
+
+    def _remove_checkpoint(self) -> None:
+        """Remove it; where it is a link to a directory, on another disk perhaps, what is in there."""
+        if not self.checkpoint.is_symlink():
+            if self.checkpoint.exists():
+                shutil.rmtree(self.checkpoint)
+            return
+        if not self.checkpoint.is_dir():
+            raise ConfigError(
+                f"{self.checkpoint} is a link to {self.checkpoint.readlink()}, which is no directory; make "
+                "it (is its disk mounted?), or remove the link"
+            )
+        for entry in self.checkpoint.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
         """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run, or
@@ -131,9 +149,11 @@ class RunDirectory:
             return
 
     def _has_checkpoint(self) -> bool:
-        """Return whether there is one, complete or not."""
+        """Return whether there is one, complete or not. An empty directory that no run has made is none."""
         with io_errors("look for an older run", self.checkpoint):
-            return self.checkpoint.exists()
+            if not self.checkpoint.exists():
+                return False
+            return self._run.exists() or any(self.checkpoint.iterdir())
 
     def _incomplete(self) -> str:
         return (

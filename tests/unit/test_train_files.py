@@ -15,7 +15,7 @@ import torch
 from fake_train_engine import FakeEngine, fake_is_complete
 
 from gemini.cli import main
-from gemini.errors import CheckpointError, IoError
+from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.train import job
 from gemini.train.config import TrainConfig
 from gemini.train.job import TrainResult
@@ -180,3 +180,38 @@ def test_weights_that_cannot_be_set_aside_are_an_io_error(tmp_path: Path) -> Non
         file.write(weights)
     with WeightFile(tmp_path) as file, files_of_at_most(100), pytest.raises(IoError, match="--verify"):
         file.write(weights)
+
+
+def linked_checkpoint(config: TrainConfig, target: Path) -> Path:
+    """Return the checkpoint directory of the run, a link to ``target``."""
+    link = Path(str(config.checkpoint), "checkpoint")
+    link.parent.mkdir()
+    link.symlink_to(target)
+    return link
+
+
+def test_checkpoints_may_be_on_another_disk(config: TrainConfig, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = linked_checkpoint(config, disk)
+    with pytest.raises(CheckpointError, match="leave out --resume"):
+        run(config, resume=True)
+    assert run(config, steps=2).summary.last_step == 2
+    assert run(config, resume=True, steps=3).summary.first_step == 2
+    (disk / "below").mkdir()
+    (disk / "below" / "link").symlink_to(tmp_path)
+    (disk / "link").symlink_to(tmp_path)
+    assert run(config, overwrite=True).summary.last_step == 5
+    assert link.is_symlink()
+    assert fake_is_complete(disk)
+    assert [entry.name for entry in disk.iterdir()] == ["state"]
+    assert Path(config.data).exists()
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_said(config: TrainConfig, tmp_path: Path) -> None:
+    link = linked_checkpoint(config, tmp_path / "disk")
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(ConfigError, match=f"{link} is a link to {tmp_path / 'disk'}.*mounted"):
+            run(config, **options)
+    assert link.is_symlink()
+    assert not (tmp_path / "disk").exists()
