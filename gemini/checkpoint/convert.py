@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import closing
@@ -18,6 +17,7 @@ import torch
 
 from gemini.checkpoint import contents
 from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.scratch import scratch_directory
 from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
@@ -52,8 +52,8 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
         reader.verify()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Next to the target, so that it becomes it by a rename: whole or not there.
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            made = Path(scratch) / "made"
+        with scratch_directory(target) as scratch:
+            made = scratch / "made"
             FORMS[form](reader, made, DTYPES[dtype])
             made.rename(target)
 
