@@ -5,11 +5,13 @@ Tensors that are put together go through files that are mapped, so that a conver
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import warnings
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,58 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
         reader.verify()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Next to the target, so that it becomes it by a rename: whole or not there.
-        with scratch_directory(target) as scratch:
+        with scratch_directory(target) as scratch, _causes_raised():
             made = scratch / "made"
             FORMS[form](reader, made, DTYPES[dtype])
             made.rename(target)
+
+
+class _TorchFile(io.BufferedWriter):
+    """A file for torch to write. Of one that torch opens itself an error does not say why.
+
+    Of a save that was interrupted torch writes the end from a destructor, where an error ends the process:
+    once the file is closed that does nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        super().__init__(io.FileIO(path, mode))
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes if self.closed else super().write(data)
+
+    def flush(self) -> None:
+        if not self.closed:
+            super().flush()
+
+
+@contextmanager
+def _causes_raised() -> Iterator[None]:
+    """Raise the OSError or the KeyboardInterrupt behind what torch raises instead."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+        cause = _first(error, KeyboardInterrupt) or _first(error, OSError)
+        if cause is None:
+            raise
+        try:
+            raise cause from None
+        finally:
+            del cause  # it has this frame: what is mapped would stay until the next garbage collection
+
+
+def _first(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    return next((cause for cause in _causes(error) if isinstance(cause, kind)), None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield what led to ``error``, and what torch.distributed.checkpoint has collected of it."""
+    while error is not None:
+        for failure, _trace in getattr(error, "failures", {}).values():
+            yield from _causes(failure)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
@@ -89,20 +139,26 @@ def _to_torch(reader: CheckpointReader, target: Path, _dtype: torch.dtype) -> No
     for settings, members in _groups(reader):
         groups.append({**settings, "params": list(range(first, first + len(members)))})
         first += len(members)
-    torch.save(
-        {
-            "model": mapped.weights(),
-            "optimizer": {"state": state, "param_groups": groups},
-            "scheduler": reader.objects()["scheduler"],
-            "step": reader.manifest["step"],
-            "extra": reader.manifest["extra"],
-        },
-        target,
-    )
+    document = {
+        "model": mapped.weights(),
+        "optimizer": {"state": state, "param_groups": groups},
+        "scheduler": reader.objects()["scheduler"],
+        "step": reader.manifest["step"],
+        "extra": reader.manifest["extra"],
+    }
+    with _TorchFile(target, "x") as file:
+        torch.save(document, file)
 
 
 def _to_dcp(reader: CheckpointReader, target: Path, _dtype: torch.dtype) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Files(FileSystem):
+        @contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+            with _TorchFile(path, mode) as stream:
+                yield stream
 
     mapped = _Mapped(reader, target.parent)
     states = {name: mapped.state(name) for name in reader.manifest["optimizer_steps"]}
@@ -114,7 +170,9 @@ def _to_dcp(reader: CheckpointReader, target: Path, _dtype: torch.dtype) -> None
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        save(document, checkpoint_id=target, no_dist=True)
+        writer = FileSystemWriter(target)
+        writer.fs = Files()
+        save(document, storage_writer=writer, no_dist=True)
 
 
 FORMS: dict[str, Callable[[CheckpointReader, Path, torch.dtype], None]] = {

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_training import adam, managed, train_step
+from fault_training import adam, file_size_limit, managed, train_step
+from interrupts import InterruptAt
 
 from gemini import checkpoint
 from gemini.checkpoint.convert import convert
 from gemini.checkpoint.scratch import scratch_directory
+from gemini.cli.main import EXIT_ERROR, EXIT_INTERRUPTED, main
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -36,6 +38,40 @@ def saved(tmp_path: Path) -> Path:
 def names(directory: Path) -> list[str]:
     """Return what is there beside the checkpoint."""
     return sorted(entry.name for entry in directory.iterdir() if entry.name != "run")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_byte_too_few_is_an_error_of_one_line(
+    saved: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "run" / "whole"
+    convert(saved, whole, form)
+    largest = max(path.stat().st_size for path in (whole, *whole.rglob("*")) if path.is_file())
+    with file_size_limit(largest - 1):
+        code = main(["ckpt", "convert", str(saved), str(tmp_path / "out"), "--to", form])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert code == EXIT_ERROR
+    assert "cannot convert the checkpoint: " in said
+    assert str(tmp_path / "out") in said
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_ctrl_c_inside_of_torch_is_code_130(saved: Path, tmp_path: Path, form: str) -> None:
+    command = ["ckpt", "convert", str(saved), str(tmp_path / "out"), "--to", form]
+    codes, number = [EXIT_INTERRUPTED], 1
+    while codes[-1]:
+        sys.settrace(
+            InterruptAt(number, "call", ("checkpoint/utils.py", "filesystem.py", "serialization.py"))
+        )
+        try:
+            codes.append(main(command))
+        finally:
+            sys.settrace(None)
+        assert codes[-1] in (0, EXIT_INTERRUPTED)
+        assert names(tmp_path) == [] or not codes[-1]
+        number += 1 + number // 4
+    assert len(codes) > 5
 
 
 def convert_until_killed(source: Path, target: Path, form: str) -> None:
