@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from errno import EACCES, EDQUOT, ENOSPC
+from errno import EACCES, EDQUOT, EFBIG, EMFILE, ENFILE, ENOSPC
 
 
 class GeminiError(Exception):
@@ -21,21 +21,47 @@ class DeviceFullError(OutOfBudgetError):
     """The computing device has no memory left for a chunk that its budget allows: somebody else has it."""
 
 
-_FULL = (ENOSPC, EDQUOT)
-_FREE_SOME = "free some space"
-_CHANGE = "change its permissions"
+_FREE_SOME = ("free some space", "free some space there, or name another directory")
+_MORE_FILES = "raise the limit on open files (ulimit -n)"
+# The way out of an errno, and what of it a message has that names one already.
+_WAYS_OUT = {
+    ENOSPC: _FREE_SOME,
+    EDQUOT: _FREE_SOME,
+    EACCES: ("change its permissions", "change its permissions, or name another place"),
+    EFBIG: ("ulimit -f", "raise the limit on the size of a file (ulimit -f), or name another file system"),
+    EMFILE: ("ulimit -n", _MORE_FILES),
+    ENFILE: ("ulimit -n", f"{_MORE_FILES} and the whole system's (sysctl fs.file-max)"),
+}
+_MORE_THREADS = (
+    "raise the limit on processes (ulimit -u, or the container's pids limit) or that on memory (ulimit -v)"
+)
 
 
 class IoError(GeminiError, OSError):
     """A failed file operation; ``errno``, ``filename`` and ``offset`` say which."""
 
     def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
-        if errno in _FULL and _FREE_SOME not in message:
-            message = f"{message}; {_FREE_SOME} there, or name another directory"
-        if errno == EACCES and _CHANGE not in message:
-            message = f"{message}; {_CHANGE}, or name another place"
+        sign, way_out = _WAYS_OUT.get(errno, ("", ""))
+        if sign not in message:
+            message = f"{message}; {way_out}"
         super().__init__(errno, message, path)
         self.offset = offset
+
+    def __str__(self) -> str:
+        """Return the message with the path in it, once."""
+        text, path = str(self.strerror), self.filename
+        if path and f" {path} at offset " not in text:  # as the core says it
+            text = f"{text}: {path!r}"
+        return f"[Errno {self.errno}] {text}"
+
+
+class ThreadError(IoError):
+    """A thread that the system did not start; ``errno`` is mostly EAGAIN, and there is no file."""
+
+    def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
+        if _MORE_THREADS not in message:
+            message = f"{message}; {_MORE_THREADS}"
+        super().__init__(errno, message, path, offset)
 
 
 class ChecksumError(IoError):

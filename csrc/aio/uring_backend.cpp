@@ -38,7 +38,7 @@ class Ring {
  public:
   explicit Ring(unsigned entries) {
     const int code = ::io_uring_queue_init(entries, &ring_, 0);
-    if (code < 0) throw Error(std::string("cannot set up io_uring: ") + std::strerror(-code));
+    if (code < 0) throw SystemError(-code, "cannot set up io_uring");
   }
   ~Ring() { ::io_uring_queue_exit(&ring_); }
   Ring(const Ring&) = delete;
@@ -58,13 +58,12 @@ class UringBackend final : public IoBackend {
               static_cast<unsigned>(depth) + 2),  // and the event that wakes the thread
         event_(::eventfd(0, EFD_CLOEXEC)),
         slots_(static_cast<size_t>(depth)) {
-    if (event_.get() < 0)
-      throw Error(std::string("cannot make an eventfd: ") + std::strerror(errno));
+    if (event_.get() < 0) throw SystemError(errno, "cannot make an eventfd");
     for (size_t i = slots_.size(); i > 0; --i) free_.push_back(i - 1);
     const auto num_files = static_cast<unsigned>(descriptors_.size());
     fixed_files_ = ::io_uring_register_files(ring(), descriptors_.data(), num_files) == 0;
     can_pin_ = ::io_uring_register_buffers_sparse(ring(), kMaxPinned) == 0;
-    thread_ = start_worker([this] { work(); });
+    thread_ = start_worker("requests to the disk", [this] { work(); });
   }
   ~UringBackend() override { join(); }
 

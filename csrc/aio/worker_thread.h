@@ -4,15 +4,19 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <system_error>
 #include <thread>
 #include <utility>
+
+#include "common/error.h"
 
 namespace gemini {
 
 // A worker must not be the thread that Ctrl-C interrupts. Signals of the thread's own faults stay
-// unblocked: the kernel kills a process that faults while they are blocked.
+// unblocked: the kernel kills a process that faults while they are blocked. Throws ThreadError,
+// which says what the thread is for, where the system refuses.
 template <class Function>
-[[nodiscard]] std::thread start_worker(Function&& function) {
+[[nodiscard]] std::thread start_worker(const char* purpose, Function&& function) {
   sigset_t blocked;
   sigset_t before;
   sigfillset(&blocked);
@@ -27,7 +31,11 @@ template <class Function>
       if (masked) pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
   } restore{masked, before};
-  return std::thread(std::forward<Function>(function));
+  try {
+    return std::thread(std::forward<Function>(function));
+  } catch (const std::system_error& error) {
+    throw ThreadError(error.code().value(), purpose);
+  }
 }
 
 }  // namespace gemini

@@ -72,7 +72,7 @@ void bind_aio(py::module_& m) {
            py::arg("backend") = "auto", py::arg("depth") = 8, py::arg("request_bytes") = 1 << 20,
            py::arg("direct") = true, py::arg("reserve") = true, py::arg("checksums") = false,
            "Make files of nbytes together (rounded up to 4 KiB); with reserve the disk space is "
-           "taken at once. Raises IoError.")
+           "taken at once. Raises IoError, ThreadError.")
       .def(
           "read",
           [](AsyncFile& self, uintptr_t address, int64_t nbytes, int64_t offset) {

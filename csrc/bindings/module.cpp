@@ -31,6 +31,10 @@ void translate(std::exception_ptr thrown) {
              error.offset());
   } catch (const IoError& error) {
     raise_as("IoError", error.code(), std::string(error.what()), error.path(), error.offset());
+  } catch (const ThreadError& error) {
+    raise_as("ThreadError", error.code(), std::string(error.what()));
+  } catch (const SystemError& error) {
+    raise_as("IoError", error.code(), std::string(error.what()));
   } catch (const OutOfBudget& error) {
     raise_as("OutOfBudgetError", error.what());
   } catch (const StateError& error) {

@@ -48,6 +48,25 @@ class IoError : public Error {
   int64_t offset_;
 };
 
+// A system call that failed and concerns no file.
+class SystemError : public Error {
+ public:
+  SystemError(int code, const std::string& doing)
+      : Error(doing + ": " + std::strerror(code)), code_(code) {}
+
+  [[nodiscard]] int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
+// A thread that the system did not start: a limit on processes or on memory.
+class ThreadError : public SystemError {
+ public:
+  ThreadError(int code, const std::string& purpose)
+      : SystemError(code, "cannot start a thread for " + purpose) {}
+};
+
 // Bytes that were read are not those that were written. The code is EIO.
 class ChecksumError : public IoError {
  public:

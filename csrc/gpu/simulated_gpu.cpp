@@ -87,7 +87,8 @@ class SimulatedGpu::Worker {
     std::chrono::microseconds delay{0};
   };
 
-  explicit Worker(State& state) : state_(state), thread_(start_worker([this] { loop(); })) {}
+  explicit Worker(State& state)
+      : state_(state), thread_(start_worker("a stream of the simulated GPU", [this] { loop(); })) {}
   ~Worker() { thread_.join(); }
 
   // The caller holds the mutex.

@@ -32,7 +32,7 @@ StagedLink::StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link li
       link_(link),
       report_(std::move(report)),
       stream_(lanes_->driver().create_stream()),
-      thread_(start_worker([this] { work(); })) {}
+      thread_(start_worker("transfers between GPU and disk", [this] { work(); })) {}
 
 StagedLink::~StagedLink() {
   {

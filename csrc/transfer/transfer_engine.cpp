@@ -112,8 +112,9 @@ TransferEngine::TransferEngine(AsyncFile* file) : file_(file), state_(std::make_
   try {
     for (const Link link : kLinks) {
       Queue& queue = state_->queue(link);
-      queue.thread =
-          start_worker([this, link, &queue] { is_disk(link) ? work_disk(queue) : work(queue); });
+      queue.thread = start_worker("transfers between tiers", [this, link, &queue] {
+        is_disk(link) ? work_disk(queue) : work(queue);
+      });
     }
   } catch (...) {
     stop_threads();

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from gemini.threads import start_thread
+
 _Work = Callable[[], None]
 
 
@@ -15,13 +17,18 @@ class Workers:
     ends."""
 
     def __init__(self, num_threads: int) -> None:
+        """Start the threads. Raises ThreadError, with none left behind."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"gemini-checkpoint-io-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(num_threads):
+                name = f"gemini-checkpoint-io-{number}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                start_thread(thread, "reads and writes of checkpoints")
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, work: _Work) -> Future[None]:
         """Have ``work`` done in turn; the future ends when it has, and has what it raised."""

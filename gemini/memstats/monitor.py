@@ -8,6 +8,8 @@ import weakref
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from gemini.threads import start_thread
+
 _PROC_SELF = Path("/proc/self")
 _STATUS_MAX_BYTES = 1 << 16  # the file is about 1.5 KiB; a long list of groups makes it longer
 _SAMPLE_SECONDS = 0.001
@@ -140,8 +142,9 @@ class _SampledPeak:
             self._peak_bytes = self._resident.read()
         self._active.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._sample, name="gemini-memory-monitor", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._sample, name="gemini-memory-monitor", daemon=True)
+            start_thread(thread, "measuring memory")
+            self._thread = thread
 
     def end(self) -> int:
         self._active.clear()

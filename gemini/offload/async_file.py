@@ -110,7 +110,7 @@ class AsyncFile:
         Raises:
             ConfigError: a directory is missing or read-only, a number does not fit, or the backend cannot
                 be used here.
-            IoError: the space cannot be had; nothing is left behind.
+            IoError: the space cannot be had, or no thread (ThreadError); nothing is left behind.
         """
         paths = checked_directories(directories)
         name = chosen_backend(backend)

@@ -1,0 +1,120 @@
+"""What limits of the system refuse: threads, descriptors, large files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from fault_training import adam, file_size_limit, managed, train_step
+from refused_calls import NEW_THREAD
+
+from gemini import _C, checkpoint
+from gemini.checkpoint.workers import Workers
+from gemini.errors import IoError, ThreadError
+from gemini.offload import AsyncFile
+
+MIB = 2**20
+HERE = Path(__file__).parent
+needs_seccomp = pytest.mark.skipif(
+    sys.platform != "linux" or not NEW_THREAD, reason="knows the system calls of Linux on x86-64 and arm64"
+)
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run Python code with the tests' helpers in a process of its own."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment.pop("GEMINI_IO_BACKEND", None)
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+WITHOUT_THREADS = """
+import sys
+from refused_calls import NEW_THREAD, refuse
+from gemini.cli.main import main
+from gemini.errors import ThreadError
+from gemini.offload import AsyncFile
+import gemini.checkpoint.inspect
+refuse(NEW_THREAD, int(sys.argv[2]))
+for backend in ("threads", None):
+    try:
+        AsyncFile(sys.argv[1], 4096, backend=backend)
+    except ThreadError as error:
+        print(error)
+print(main(["ckpt", "verify", sys.argv[1]]))
+"""
+
+
+@needs_seccomp
+def test_a_thread_that_is_refused_says_what_it_is_for_and_the_way_out(tmp_path: Path) -> None:
+    model = managed(tmp_path)
+    optimizer = adam(model)
+    train_step(model, optimizer, 0)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    done = run(WITHOUT_THREADS, tmp_path / "saved", errno.EAGAIN)
+    assert done.returncode == 0, done.stderr
+    *said, code = done.stdout.splitlines()
+    assert len(said) == 2
+    assert code == "2"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gemini: error: ")
+    for message in [*said, last]:
+        assert "cannot start a thread for " in message
+        assert "ulimit -u" in message
+        assert "pids limit" in message
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def test_threads_of_which_one_is_refused_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def refuse_third(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_third)
+    with pytest.raises(ThreadError, match="checkpoints"):
+        Workers(4)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_file_beyond_the_limit_names_the_limit_and_the_path_once(tmp_path: Path) -> None:
+    with file_size_limit(MIB), pytest.raises(IoError, match="ulimit -f") as caught:
+        AsyncFile(tmp_path, 4 * MIB)
+    assert caught.value.errno == errno.EFBIG
+    assert str(caught.value).count(str(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spare", range(3))
+def test_a_file_beyond_the_descriptors_names_their_limit(tmp_path: Path, spare: int) -> None:
+    if spare and _C.uring_refusal():
+        pytest.skip("threads need no descriptors")
+    _C.uring_refusal()  # asks once, and needs a descriptor
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = [os.dup(0) for _ in range(8)]  # whatever holes there are below
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used[-1] + 1 + spare, hard))
+        with pytest.raises(IoError, match="ulimit -n") as caught:
+            AsyncFile(tmp_path, MIB, backend=None if spare else "threads")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in used:
+            os.close(descriptor)
+    assert caught.value.errno == errno.EMFILE
+    data = torch.zeros(MIB + 4096, dtype=torch.uint8)
+    address = data.data_ptr() + -data.data_ptr() % 4096
+    with AsyncFile(tmp_path, MIB) as file:  # nothing was kept
+        file.wait(file.write(address, MIB, 0))
