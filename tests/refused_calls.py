@@ -6,6 +6,7 @@ import ctypes
 import platform
 import struct
 
+IO_URING_ENTER = (426,)
 NEW_THREAD = {"x86_64": (56, 435), "aarch64": (220, 435)}.get(platform.machine(), ())  # clone, clone3
 
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06

@@ -90,12 +90,15 @@ bool RequestQueue::settle(IoPiece& piece, int64_t result) {
   if (is_transient(result) && ++piece.retries <= kMaxRetries) return true;
   // No progress without an error is the end of the file or a broken file system: repeating the
   // request would never end.
-  const int code = result == 0 ? EIO : static_cast<int>(-result);
+  fail(piece, result == 0 ? EIO : static_cast<int>(-result), "");
+  return false;
+}
+
+void RequestQueue::fail(const IoPiece& piece, int code, const std::string& why) {
   const std::string left = std::to_string(piece.nbytes - piece.done_bytes);
   const char* const doing = piece.is_write ? "cannot write " : "cannot read ";
   finish(piece, std::make_exception_ptr(IoError(code, path_, piece.position + piece.done_bytes,
-                                                doing + left + " bytes of")));
-  return false;
+                                                why + doing + left + " bytes of")));
 }
 
 void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error) {

@@ -60,6 +60,9 @@ class RequestQueue {
   [[nodiscard]] int64_t allowed(const IoPiece& piece);
   // Judges one attempt by `result`, the bytes moved or a negated errno. True: attempt the rest.
   [[nodiscard]] bool settle(IoPiece& piece, int64_t result);
+  // Ends a piece that was taken without another attempt, because of `code`; `why` begins the
+  // message.
+  void fail(const IoPiece& piece, int code, const std::string& why);
   // Whether pieces are waiting; may be out of date at once.
   [[nodiscard]] bool has_waiting() const noexcept { return num_waiting_.load() > 0; }
 

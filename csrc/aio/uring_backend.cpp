@@ -1,9 +1,5 @@
 #include "aio/uring_backend.h"
 
-#include <cerrno>
-#include <cstring>
-#include <string>
-
 #include "common/error.h"
 
 #ifdef GEMINI_HAVE_URING
@@ -15,6 +11,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
+#include <cerrno>
+#include <chrono>
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -130,7 +130,7 @@ class UringBackend final : public IoBackend {
 
   void work() {
     bool more = true;
-    while (more) {
+    while (more && error_ == 0) {
       fill();
       if (num_in_flight() == 0) {
         more = wait_for_work();
@@ -138,6 +138,7 @@ class UringBackend final : public IoBackend {
       }
       exchange();
     }
+    if (error_ != 0) fail_all();
     ended_cpu_seconds_ += own_cpu_seconds();
   }
 
@@ -164,6 +165,10 @@ class UringBackend final : public IoBackend {
   void start(size_t index) {
     Slot& slot = slots_[index];
     for (;;) {
+      if (error_ != 0) {
+        fail(index);
+        return;
+      }
       const int64_t allowed = queue_.allowed(slot.piece);
       if (allowed >= 0) {
         prepare(index, allowed);
@@ -176,11 +181,31 @@ class UringBackend final : public IoBackend {
     }
   }
 
+  // The ring is broken, and a thread must not throw. Fails what the kernel has not taken and all
+  // that comes later. What it has taken ends without us, and only then is its memory free.
+  void fail_all() {
+    for (const uint64_t tag : unsubmitted_) {
+      if (tag != kWakeTag) fail(tag);
+    }
+    while (num_in_flight() > 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // only the call waits better
+      collect();
+    }
+    while (wait_for_work()) {
+    }
+  }
+
+  void fail(size_t index) {
+    queue_.fail(slots_[index].piece, error_,
+                "io_uring failed (GEMINI_IO_BACKEND=threads does without): ");
+    free_.push_back(index);
+  }
+
   void prepare(size_t index, int64_t allowed) {
     Slot& slot = slots_[index];
     const IoPiece& piece = slot.piece;
     slot.areas = piece.rest(allowed);
-    io_uring_sqe* const sqe = next_entry();
+    io_uring_sqe* const sqe = next_entry(index);
     const iovec& area = slot.areas.front();
     const auto count = static_cast<unsigned>(slot.areas.size());
     const auto length = static_cast<unsigned>(area.iov_len);
@@ -202,25 +227,23 @@ class UringBackend final : public IoBackend {
     sqe->user_data = index;
   }
 
-  // The ring has room for every slot and the event, so there always is an entry.
-  io_uring_sqe* next_entry() {
-    io_uring_sqe* sqe = ::io_uring_get_sqe(ring());
-    while (sqe == nullptr) {
-      enter(0);
-      sqe = ::io_uring_get_sqe(ring());
-    }
-    ++unsubmitted_;
+  // The ring has room for every slot and the event, so there always is an entry. The caller
+  // prepares it and then sets its tag.
+  io_uring_sqe* next_entry(uint64_t tag) {
+    io_uring_sqe* const sqe = ::io_uring_get_sqe(ring());
+    assert(sqe != nullptr);
+    unsubmitted_.push_back(tag);
     return sqe;
   }
 
   // Hands over what is prepared, waits for at least one completion and judges what has completed.
   void exchange() {
-    if (unsubmitted_ > 0 && queue_.has_waiting()) {
+    if (!unsubmitted_.empty() && queue_.has_waiting()) {
       depth_.sample(static_cast<int64_t>(num_in_flight()));
     }
     asleep_ = !free_.empty();
     if (asleep_ && !event_armed_) {
-      io_uring_sqe* const sqe = next_entry();
+      io_uring_sqe* const sqe = next_entry(kWakeTag);
       ::io_uring_prep_read(sqe, event_.get(), &event_count_, sizeof event_count_, 0);
       sqe->user_data = kWakeTag;
       event_armed_ = true;
@@ -234,16 +257,16 @@ class UringBackend final : public IoBackend {
 
   // One system call.
   void enter(unsigned wait_for) {
-    if (unsubmitted_ > 0) ++batches_;
+    if (!unsubmitted_.empty()) ++batches_;
     ++system_calls_;
     const int code = ::io_uring_submit_and_wait(ring(), wait_for);
     if (code >= 0) {
-      unsubmitted_ -= std::min(unsubmitted_, code);
+      const auto taken = std::min(unsubmitted_.size(), static_cast<size_t>(code));
+      unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + static_cast<int64_t>(taken));
     } else if (code == -EAGAIN || code == -EBUSY) {
       ::sched_yield();  // short of memory, or completions must be collected first
     } else if (code != -EINTR) {
-      // Says that the ring itself is broken. Requests under way can be neither ended nor trusted.
-      throw Error(std::string("io_uring_enter failed: ") + std::strerror(-code));
+      error_ = -code;  // of the ring itself: the kernel has taken nothing by this call
     }
   }
 
@@ -297,7 +320,8 @@ class UringBackend final : public IoBackend {
   // The thread's own.
   std::vector<Slot> slots_;  // never resized: requests under way point into it
   std::vector<size_t> free_;
-  int unsubmitted_ = 0;
+  std::deque<uint64_t> unsubmitted_;  // tags of prepared requests that the kernel has not taken
+  int error_ = 0;                     // why the ring is used no more
   bool event_armed_ = false;
   uint64_t event_count_ = 0;  // written by the kernel
 
@@ -310,33 +334,11 @@ class UringBackend final : public IoBackend {
   mutable std::thread thread_;
 };
 
-std::string find_refusal() {
-  io_uring ring{};
-  const int code = ::io_uring_queue_init(2, &ring, 0);
-  if (code < 0) return std::string("io_uring_setup: ") + std::strerror(-code);
-  io_uring_probe* const probe = ::io_uring_get_probe_ring(&ring);
-  std::string refusal;
-  for (const int operation : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READV, IORING_OP_WRITEV,
-                              IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED}) {
-    if (probe == nullptr || ::io_uring_opcode_supported(probe, operation) == 0) {
-      refusal = "the kernel is older than Linux 5.6";
-    }
-  }
-  if (probe != nullptr) ::io_uring_free_probe(probe);
-  ::io_uring_queue_exit(&ring);
-  return refusal;
-}
-
 }  // namespace
 
 std::unique_ptr<IoBackend> make_uring_backend(RequestQueue& queue, std::vector<int> descriptors,
                                               int depth) {
   return std::make_unique<UringBackend>(queue, std::move(descriptors), depth);
-}
-
-const std::string& uring_refusal() {
-  static const std::string refusal = find_refusal();
-  return refusal;
 }
 
 }  // namespace gemini
@@ -347,11 +349,6 @@ namespace gemini {
 
 std::unique_ptr<IoBackend> make_uring_backend(RequestQueue&, std::vector<int>, int) {
   throw Error(uring_refusal());
-}
-
-const std::string& uring_refusal() {
-  static const std::string refusal = "this build has no io_uring: liburing was not found";
-  return refusal;
 }
 
 }  // namespace gemini

@@ -1,4 +1,4 @@
-"""What limits of the system refuse: threads, descriptors, large files."""
+"""What the system refuses: requests of io_uring, threads, descriptors, large files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_training import adam, file_size_limit, managed, train_step
+from fault_training import adam, file_size_limit, managed, train_step, undisturbed
 from refused_calls import NEW_THREAD
 
 from gemini import _C, checkpoint
@@ -34,6 +34,36 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment.pop("GEMINI_IO_BACKEND", None)
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+TRAIN_WITHOUT_URING = """
+import sys
+from refused_calls import IO_URING_ENTER, refuse
+refuse(IO_URING_ENTER, int(sys.argv[2]))
+from fault_training import adam, managed, train_step
+from gemini import _C
+from gemini.errors import ConfigError
+from gemini.offload import AsyncFile
+model = managed(sys.argv[1])
+optimizer = adam(model)
+print([train_step(model, optimizer, step) for step in range(3)])
+try:
+    AsyncFile(sys.argv[1], 4096, backend="uring")
+except ConfigError as error:
+    print(error)
+"""
+
+
+@needs_seccomp
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_threads_serve_the_disk_where_a_ring_can_be_set_up_and_not_used(tmp_path: Path, code: int) -> None:
+    done = run(TRAIN_WITHOUT_URING, tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    losses, refusal = done.stdout.splitlines()
+    assert losses == str(undisturbed(3)[0])
+    assert "cannot be used here (" in refusal
+    if not _C.uring_refusal():
+        assert f"io_uring_enter: {os.strerror(code)}" in refusal
 
 
 WITHOUT_THREADS = """

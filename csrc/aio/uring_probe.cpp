@@ -1,0 +1,76 @@
+#include <string>
+
+#include "aio/io_backend.h"
+
+#ifdef GEMINI_HAVE_URING
+
+#include <liburing.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace gemini {
+namespace {
+
+constexpr int kMaxAttempts = 1000;  // at a call that was interrupted
+
+bool has_operations(io_uring& ring) {
+  io_uring_probe* const probe = ::io_uring_get_probe_ring(&ring);
+  bool all = probe != nullptr;
+  for (const int operation : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READV, IORING_OP_WRITEV,
+                              IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED}) {
+    all = all && ::io_uring_opcode_supported(probe, operation) != 0;
+  }
+  if (probe != nullptr) ::io_uring_free_probe(probe);
+  return all;
+}
+
+// Hands over a request that does nothing and waits for it: a filter of system calls may allow a
+// ring to be set up and nothing to be done with it. Returns 0 or a negated errno.
+int try_request(io_uring& ring) {
+  ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
+  int code = 0;
+  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    code = ::io_uring_submit_and_wait(&ring, 1);
+    io_uring_cqe* cqe = nullptr;
+    if (::io_uring_peek_cqe(&ring, &cqe) == 0) return cqe->res;
+    if (code < 0 && code != -EINTR && code != -EAGAIN) return code;
+  }
+  return code < 0 ? code : -EIO;
+}
+
+std::string find_refusal() {
+  io_uring ring{};
+  const int code = ::io_uring_queue_init(2, &ring, 0);
+  if (code < 0) return std::string("io_uring_setup: ") + std::strerror(-code);
+  std::string refusal;
+  if (!has_operations(ring)) {
+    refusal = "the kernel is older than Linux 5.6";
+  } else if (const int result = try_request(ring); result < 0) {
+    refusal = std::string("io_uring_enter: ") + std::strerror(-result);
+  }
+  ::io_uring_queue_exit(&ring);
+  return refusal;
+}
+
+}  // namespace
+
+const std::string& uring_refusal() {
+  static const std::string refusal = find_refusal();
+  return refusal;
+}
+
+}  // namespace gemini
+
+#else
+
+namespace gemini {
+
+const std::string& uring_refusal() {
+  static const std::string refusal = "this build has no io_uring: liburing was not found";
+  return refusal;
+}
+
+}  // namespace gemini
+
+#endif
