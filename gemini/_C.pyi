@@ -265,7 +265,7 @@ def malloc_trim() -> bool: ...
 class AsyncFile:
     def __init__(
         self,
-        dirs: list[str],
+        dirs: Sequence[str | bytes],
         nbytes: int,
         *,
         backend: str = "auto",

@@ -48,11 +48,11 @@ class IoError(GeminiError, OSError):
         self.offset = offset
 
     def __str__(self) -> str:
-        """Return the message with the path in it, once."""
+        """Return the message with the path in it, once, and printable: names of files need not be text."""
         text, path = str(self.strerror), self.filename
         if path and f" {path} at offset " not in text:  # as the core says it
             text = f"{text}: {path!r}"
-        return f"[Errno {self.errno}] {text}"
+        return f"[Errno {self.errno}] {text}".encode(errors="backslashreplace").decode()
 
 
 class ThreadError(IoError):

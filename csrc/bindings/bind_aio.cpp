@@ -10,6 +10,7 @@
 
 #include "aio/async_file.h"
 #include "bindings/bind.h"
+#include "bindings/paths.h"
 #include "common/error.h"
 
 namespace py = pybind11;
@@ -28,15 +29,17 @@ BackendKind backend_kind(const std::string& name) {
   throw StateError("backend '" + name + "' is unknown; it is 'auto', 'uring' or 'threads'");
 }
 
-std::unique_ptr<AsyncFile> make_async_file(const std::vector<std::string>& dirs, int64_t nbytes,
+std::unique_ptr<AsyncFile> make_async_file(const std::vector<py::object>& dirs, int64_t nbytes,
                                            const std::string& backend, int depth,
                                            int64_t request_bytes, bool direct, bool reserve,
                                            bool checksums) {
   const AsyncFileOptions options{
       backend_kind(backend), depth, request_bytes, direct, reserve, checksums};
+  std::vector<std::string> names;
+  for (const py::object& dir : dirs) names.push_back(encode_path(dir));
   // Released here, not by a call guard: pybind11 registers the new object after this returns.
   const py::gil_scoped_release release;  // reserving space on disk may take long
-  return std::make_unique<AsyncFile>(dirs, nbytes, options);
+  return std::make_unique<AsyncFile>(names, nbytes, options);
 }
 
 std::vector<iovec> memory_areas(const std::vector<std::pair<uintptr_t, int64_t>>& areas) {
@@ -130,7 +133,9 @@ void bind_aio(py::module_& m) {
           "'uring' or 'threads'.")
       .def_property_readonly("depth", &AsyncFile::depth, "Requests at the device at one time.")
       .def_property_readonly("size", &AsyncFile::size, "Bytes reserved on disk.")
-      .def_property_readonly("path", &AsyncFile::path, "For messages; the file has no name.");
+      .def_property_readonly(
+          "path", [](const AsyncFile& self) { return decode_path(self.path()); },
+          "For messages; the file has no name.");
   m.def("uring_refusal", &uring_refusal,
         "Why io_uring cannot be used in this process; '' when it can.");
 }

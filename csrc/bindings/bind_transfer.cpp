@@ -12,6 +12,7 @@
 
 #include "aio/async_file.h"
 #include "bindings/bind.h"
+#include "bindings/paths.h"
 #include "transfer/arena.h"
 #include "transfer/fault_guard.h"
 #include "transfer/transfer_engine.h"
@@ -112,9 +113,11 @@ void bind_engine(py::module_& m) {
       .def_readonly("ticket", &TransferResult::ticket)
       .def_readonly("ok", &TransferResult::ok)
       .def_readonly("errno", &TransferResult::error_code)
-      .def_readonly("path", &TransferResult::path)
+      .def_property_readonly("path",
+                             [](const TransferResult& self) { return decode_path(self.path); })
       .def_readonly("offset", &TransferResult::offset)
-      .def_readonly("message", &TransferResult::message)
+      .def_property_readonly("message",
+                             [](const TransferResult& self) { return decode_path(self.message); })
       .def_readonly("begin_s", &TransferResult::begin_s,
                     "When the link began to work on it, on the clock of time.perf_counter().")
       .def_readonly("end_s", &TransferResult::end_s, "When it was seen to have ended.");

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bind.h"
+#include "bindings/paths.h"
 #include "common/error.h"
 
 namespace py = pybind11;
@@ -22,15 +23,25 @@ void raise_as(const char* name, Args&&... args) {
   py::set_error(type, type(std::forward<Args>(args)...));
 }
 
+// What an error says; names of files that are no text are in it with their bytes' numbers.
+py::str printable(const Error& error) {
+  const std::string message = error.what();
+  PyObject* const text = PyUnicode_DecodeUTF8(
+      message.data(), static_cast<Py_ssize_t>(message.size()), "backslashreplace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
 void translate(std::exception_ptr thrown) {
   if (!thrown) return;
   try {
     std::rethrow_exception(thrown);
   } catch (const ChecksumError& error) {
-    raise_as("ChecksumError", error.code(), std::string(error.what()), error.path(),
+    raise_as("ChecksumError", error.code(), decode_path(error.what()), decode_path(error.path()),
              error.offset());
   } catch (const IoError& error) {
-    raise_as("IoError", error.code(), std::string(error.what()), error.path(), error.offset());
+    raise_as("IoError", error.code(), decode_path(error.what()), decode_path(error.path()),
+             error.offset());
   } catch (const ThreadError& error) {
     raise_as("ThreadError", error.code(), std::string(error.what()));
   } catch (const SystemError& error) {
@@ -38,9 +49,9 @@ void translate(std::exception_ptr thrown) {
   } catch (const OutOfBudget& error) {
     raise_as("OutOfBudgetError", error.what());
   } catch (const StateError& error) {
-    raise_as("StateError", error.what());
+    raise_as("StateError", printable(error));
   } catch (const Error& error) {
-    raise_as("GeminiError", error.what());
+    raise_as("GeminiError", printable(error));
   } catch (const std::system_error& error) {
     raise_as("IoError", error.code().value(), std::string(error.what()));
   }

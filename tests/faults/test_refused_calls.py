@@ -1,4 +1,4 @@
-"""What the system refuses: requests of io_uring, threads, descriptors, large files."""
+"""What the system refuses: requests of io_uring, threads, descriptors, large files, names that are text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_training import adam, file_size_limit, managed, train_step, undisturbed
+from fault_training import adam, assert_sound, file_size_limit, managed, train_step, undisturbed
 from refused_calls import NEW_THREAD
 
 from gemini import _C, checkpoint
 from gemini.checkpoint.workers import Workers
-from gemini.errors import IoError, ThreadError
+from gemini.errors import IoError, StateError, ThreadError
 from gemini.offload import AsyncFile
 
 MIB = 2**20
@@ -118,6 +118,31 @@ def test_threads_of_which_one_is_refused_end(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ThreadError, match="checkpoints"):
         Workers(4)
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_directory_whose_name_is_no_text_serves_as_any_other(tmp_path: Path) -> None:
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe")
+    Path(place).mkdir()
+    model = managed(Path(place))
+    optimizer = adam(model)
+    assert [train_step(model, optimizer, step) for step in range(3)] == undisturbed(3)[0]
+    assert model.stats()["disk_read"]["bytes"] > 0
+    assert_sound(model)
+
+
+def test_errors_about_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    with pytest.raises(IoError) as missing:
+        _C.AsyncFile([place], MIB)
+    assert missing.value.filename == place
+    Path(place).mkdir()
+    with AsyncFile(place, MIB) as file:
+        assert file.path == f"{place}/<unlinked>"
+        with pytest.raises(StateError) as outside:
+            file.read(0, 4096, 2 * MIB)
+    for error in (missing.value, outside.value):
+        assert str(error).encode().decode() == str(error)  # no surrogates
+        assert "xff" in str(error) or "udcff" in str(error)
 
 
 def test_a_file_beyond_the_limit_names_the_limit_and_the_path_once(tmp_path: Path) -> None:
