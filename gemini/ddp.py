@@ -289,11 +289,12 @@ class GeminiDDP(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Copy weights into the chunks, one parameter at a time; fp32 masters take the values before any
-        cast. Over ranks all of them call it, with the same values.
+        cast. Hooks of the module and its parts run as in torch. Over ranks all call it, with the same values.
 
         Raises:
             ConfigError: with ``assign=True``, or for a shape that does not match; nothing was changed.
-            RuntimeError: names are missing or unexpected and ``strict``, as in torch; nothing was changed.
+            RuntimeError: names are missing or unexpected and ``strict``, as in torch. Nothing was changed,
+                unless there are hooks after loading, which run first: weights are a mixture then.
             OutOfBudgetError, IoError: a chunk could not be had: weights are a mixture until they are loaded.
             CheckpointError: it failed on another rank.
         """

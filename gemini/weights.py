@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.rank import rank_of
-from gemini.runtime import ManagedParameter, read_values, write_values
+from gemini.runtime import ManagedParameter, ManagedTensor, read_values, write_values
+from gemini.runtime.param import plain_copy
+from gemini.state_loading import StateLoad
 
 if TYPE_CHECKING:
     from gemini.ddp import GeminiDDP
@@ -42,44 +44,76 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
 def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     """Do what :meth:`GeminiDDP.load_state_dict` does."""
     rank = rank_of(model)
-    own: dict[str, Any] = model.module.state_dict(keep_vars=True)
-    keys = rank.together(lambda: _checked_keys(own, state_dict, strict=strict))
-    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    loaded = {_stored_name(key, value) for key, value in tensors.items() if key in state_dict}
-    every = {_stored_name(key, value) for key, value in tensors.items()}
+
+    def found() -> StateLoad:
+        load = StateLoad(model.module, state_dict, partial(_kept, model))
+        if not load.has_post_hooks:  # or they may yet forgive
+            _refuse_keys(load.keys, strict=strict)
+        return load
+
+    load = rank.together(found)
+    names = _stored_names(model.module)
+    loaded = {_stored_name(target, names) for target in load.targets}
     rank.together(model.manager.run_pending)
-    with model.storage.mixture.load(loaded, every):
-        rank.together(lambda: _write(model, own, state_dict))
-    return keys
+
+    def write() -> Any:
+        keys = load.carry_out(partial(_write, model))
+        _refuse_keys(keys, strict=strict)
+        return keys
+
+    with model.storage.mixture.load(loaded, set(names.values())):
+        return rank.together(write)
 
 
-def _checked_keys(own: Mapping[str, Any], state_dict: Mapping[str, Any], *, strict: bool) -> Any:
-    for key, value in own.items():
-        if isinstance(value, torch.Tensor) and key in state_dict:
-            _check_loadable(key, state_dict[key], value)
-    missing = [key for key in own if key not in state_dict]
-    unexpected = [key for key in state_dict if key not in own]
+def _refuse_keys(keys: Any, *, strict: bool) -> None:
+    missing, unexpected = keys.missing_keys, keys.unexpected_keys
     if strict and (missing or unexpected):
         raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {unexpected}")
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
-def _stored_name(key: str, value: torch.Tensor) -> str:
-    """Return the one name of a parameter, tied ones included, or a buffer's."""
-    return value._slot.name if isinstance(value, ManagedParameter) else key
+def _stored_names(module: nn.Module) -> dict[int, str]:
+    """Return what a load of everything writes, by id: the one name of a parameter, tied ones included, and a
+    buffer's."""
+    names: dict[int, str] = {}
+    for prefix, part in module.named_modules():
+        held = dict(part._parameters)
+        held |= {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        for key, value in held.items():
+            if value is not None:
+                names.setdefault(id(value), _name_of(value) or f"{prefix}.{key}".lstrip("."))
+    return names
+
+
+def _stored_name(target: torch.Tensor, names: Mapping[int, str]) -> str:
+    return names.get(id(target)) or _name_of(target)
+
+
+def _name_of(value: torch.Tensor) -> str:
+    return value._slot.name if isinstance(value, ManagedParameter) else ""
 
 
 @torch.no_grad()
-def _write(model: GeminiDDP, own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
-    """Copy what is there into chunks and buffers. Over several ranks each writes what it owns."""
-    managed = {key: value for key, value in own.items() if isinstance(value, ManagedParameter)}
-    for key, param in managed.items():
-        if key in state_dict:
-            write_values(param._slot, state_dict[key], model.manager)
-            with torch._C.DisableTorchFunctionSubclass():
-                increment_version(param)
-    rest = {key: value for key, value in state_dict.items() if key in own and key not in managed}
-    model.module.load_state_dict(rest, strict=False)
+def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into chunks, or into a buffer. Over several ranks each writes what it owns."""
+    if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
+        value = read_values(value._slot, value._ref.manager)
+    elif isinstance(value, ManagedTensor):
+        value = plain_copy(value)
+    if not isinstance(target, ManagedParameter):
+        target.copy_(value)
+        return
+    write_values(target._slot, value, model.manager)
+    with torch._C.DisableTorchFunctionSubclass():
+        increment_version(target)
+
+
+def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
+    """Return what is kept of a value that a hook has made, until it is written: in a file where there is a
+    DISK tier, so that a hook that converts all weights needs no memory for them at once."""
+    directory = model.manager.chunks.budgets.disk_dir
+    if directory is None or value.device.type != "cpu":
+        return value
+    return MappedTensors(directory, value.numel() * value.element_size(), 1).copy(value)
 
 
 def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors | None) -> torch.Tensor:
@@ -87,12 +121,3 @@ def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors
     value = read_values(param._slot, model.manager)
     value = (value.float() if value.dtype.itemsize < 4 else value).cpu()
     return export.copy(value) if export else value
-
-
-def _check_loadable(key: str, value: Any, target: torch.Tensor) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"{key!r} is a {type(value).__name__} in the state but a tensor in the model")
-    if value.shape != target.shape:
-        raise ConfigError(
-            f"{key!r} has shape {tuple(value.shape)} in the state but {tuple(target.shape)} in the model"
-        )

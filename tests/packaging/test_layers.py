@@ -19,7 +19,8 @@ PYTHON_LAYERS = [
     {"placement"},
     {"runtime", "zero"},
     {"timeline"},
-    {"ddp", "weights", "rank", "retry", "collectives", "messages", "optim", "checkpoint", "simulate"},
+    {"ddp", "weights", "state_loading", "rank", "retry", "collectives", "messages"}
+    | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},
     {"cli", "compat", "train", "bench"},

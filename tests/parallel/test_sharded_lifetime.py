@@ -7,10 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from processes import own_part, run_on_ranks
 from sharded_harness import Recipe, batch, mlp, wrap
 from torch import distributed as dist
 
+from gemini import CheckpointError
 from gemini.collectives import make_peers
 from gemini.zero.peers import Topic
 
@@ -73,3 +75,39 @@ def _wait_for_a_rank_that_is_elsewhere() -> None:
 
 def test_ranks_wait_for_each_other_no_longer_than_their_process_group() -> None:
     run_on_ranks(_wait_for_a_rank_that_is_elsewhere, 2, timeout=30.0)
+
+
+def _load_with_hooks() -> tuple[list[float], float, list[str]]:
+    """Return the largest weight that a hook saw after loading, the difference of what is there from what it
+    should be, and what a hook that raises on one rank leaves."""
+    model, _ = wrap(mlp, Recipe(), gather_bytes=1, mixed_precision="bf16")
+    seen: list[float] = []
+    heard: list[str] = []
+    with model:
+        first = model.module[0]
+        state = {key: torch.rand(value.shape) for key, value in model.state_dict().items()}
+        for value in state.values():
+            dist.broadcast(value, 0)
+        first.register_load_state_dict_pre_hook(
+            lambda _module, state, prefix, *_: state.update({prefix + "bias": state[prefix + "bias"] * 2})
+        )
+        first.register_load_state_dict_post_hook(lambda module, _keys: seen.append(module.bias.max().item()))
+        model.load_state_dict(state)
+        want = {**state, "0.bias": state["0.bias"] * 2}
+        apart = max((model.state_dict()[key] - want[key]).abs().max().item() for key in want)
+        if dist.get_rank() == 1:
+            model.module[2].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises((CheckpointError, ZeroDivisionError)) as raised:
+            model.load_state_dict({key: value + 1 for key, value in state.items()})
+        heard.append(raised.typename)
+        apart += max((model.state_dict()[key] - want[key]).abs().max().item() for key in want)
+    return seen, apart, heard
+
+
+def test_hooks_of_loading_run_on_every_rank_and_one_that_raises_changes_nothing() -> None:
+    results = run_on_ranks(_load_with_hooks, 2)
+    assert [heard for _, _, heard in results] == [["CheckpointError"], ["ZeroDivisionError"]]
+    for seen, apart, _ in results:
+        assert len(seen) == 1
+        assert seen[0] > 1
+        assert apart == 0
