@@ -22,6 +22,7 @@ from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, Managed
 from gemini.runtime.build import build_runtime
 from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.exchanged import ManagedParameters
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
 from gemini.runtime.statistics import usage_and_traffic
 from gemini.timeline import TimelineRecorder
@@ -137,6 +138,7 @@ class GeminiDDP(nn.Module):
             self.config = agreed(self.config, self.peers, self.device)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
+        self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
         self.accumulates = False  # within no_sync()
@@ -160,8 +162,8 @@ class GeminiDDP(nn.Module):
         """Run the module; floating-point inputs are cast to the compute precision first.
 
         Raises:
-            StateError: an update or a load failed half-way, so that weights do not belong together, or an
-                optimizer that updates in backward awaits its step().
+            StateError: an update or a load failed half-way, so that weights do not belong together, a
+                parameter is managed no more, or an optimizer that updates in backward awaits its step().
         """
         if torch.compiler.is_compiling():
             return self.compiled.run_uncompiled(self.compiled, self._forward, args, kwargs)
@@ -170,6 +172,7 @@ class GeminiDDP(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
+        self.managed.refuse_exchanged("forward")
         self.compiled.refresh()
         precision = self.config.precision
         if precision is not None:
@@ -281,7 +284,8 @@ class GeminiDDP(nn.Module):
         in memory.
 
         Raises:
-            StateError: a load or an update failed half-way and weights were not loaded since.
+            StateError: a load or an update failed half-way and weights were not loaded since, or a parameter
+                is managed no more.
         """
         return export_weights(self, *args, **kwargs)
 

@@ -24,6 +24,7 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
     """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
     model.manager.lock.refuse_all()
     model.storage.mixture.refuse("state_dict")
+    model.managed.refuse_exchanged("state_dict")
     model.manager.run_pending()
     state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
@@ -43,6 +44,7 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
 
 def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     """Do what :meth:`GeminiDDP.load_state_dict` does."""
+    model.managed.refuse_exchanged("load_state_dict")
     rank = rank_of(model)
 
     def found() -> StateLoad:

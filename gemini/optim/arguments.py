@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,7 +36,10 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
     """Raise ConfigError where ``optim`` cannot update the chunks of ``model``."""
     if not isinstance(optim, CPUAdam):
         raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
-    _check_parameters(optim, model)
+    if not isinstance(model, GeminiDDP):
+        raise ConfigError(f"GeminiOptimizer updates a GeminiDDP, not {type(model).__name__}; wrap the model")
+    for index, group in enumerate(optim.param_groups):
+        check_parameters(index, group["params"], model)
     if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
@@ -54,19 +58,18 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
         )
 
 
-def _check_parameters(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
-    """Raise ConfigError where ``model`` is none that is managed, or does not manage a parameter of
-    ``optim``."""
-    if not isinstance(model, GeminiDDP):
-        raise ConfigError(f"GeminiOptimizer updates a GeminiDDP, not {type(model).__name__}; wrap the model")
-    for index, group in enumerate(optim.param_groups):
-        for param in group["params"]:
-            if type(param) is not ManagedParameter or param._slot not in model.storage.slots.values():
-                raise ConfigError(
-                    f"group {index} of the optimizer holds a parameter of shape {tuple(param.shape)} that "
-                    f"the model does not manage; "
-                    "build the optimizer from the wrapped model's parameters"
-                )
+def check_parameters(index: int, params: Iterable[Any], model: GeminiDDP) -> None:
+    """Raise ConfigError where ``model`` does not manage a parameter of the optimizer's group ``index``; one
+    may come with a name."""
+    for param in params:
+        tensor = param[1] if isinstance(param, tuple) else param
+        slot = tensor._slot if type(tensor) is ManagedParameter else None
+        if slot is None or model.storage.slots.get(slot.name) is not slot:
+            raise ConfigError(
+                f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
+                f"the model does not manage; "
+                "build the optimizer from the wrapped model's parameters"
+            )
 
 
 def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:

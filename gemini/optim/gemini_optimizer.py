@@ -27,6 +27,7 @@ from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
@@ -35,7 +36,7 @@ from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
 
 
-class GeminiOptimizer(torch.optim.Optimizer):
+class GeminiOptimizer(ManagedGroups):
     """Run the Adam of ``optim`` on the chunks of ``model``.
 
     Shares the parameter groups of ``optim``, so schedulers may hold either. :meth:`step` consumes the
@@ -84,8 +85,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         host_updates = host_updates_of(model, gpu_margin_mem_ratio)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
-        super().__init__(optim.param_groups, optim.defaults)
         self.model = model
+        super().__init__(optim.param_groups, optim.defaults)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
@@ -181,8 +182,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 updated so far stay updated; load a checkpoint, or states of model and optimizer, before going
                 on. A pending update raises where it is needed and stays pending: free space and repeat what
                 needed it.
-            StateError: an earlier step or load failed half-way, or gradients arrived after they were clipped.
+            StateError: an earlier step or load failed half-way, gradients arrived after they were clipped, or
+                a parameter is managed no more.
         """
+        self.model.managed.refuse_exchanged("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -281,11 +284,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 {each.gpu_margin_mem_ratio for each in everyone},
             )
         self.model.optimizers.add(self)
-
-    @property
-    def slots(self) -> set[ManagedSlot]:
-        """The parameters that this optimizer updates."""
-        return {param._slot for group in self.param_groups for param in group["params"]}
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""

@@ -204,3 +204,63 @@ def test_what_is_none_is_refused_by_name(tmp_path: Path) -> None:
             for call, message in wrong:
                 with pytest.raises(ConfigError, match=message):
                     call()
+
+
+def test_a_group_of_parameters_that_the_model_does_not_manage_is_refused_and_changes_nothing(
+    managed: tuple[GeminiDDP, GeminiOptimizer],
+) -> None:
+    model, optimizer = managed
+    other = nn.Linear(32, 8)
+    for params in (other.parameters(), other.weight, list(other.named_parameters())):
+        with pytest.raises(ConfigError, match=r"group 1 .*does not manage"):
+            optimizer.add_param_group({"params": params})
+    assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
+
+
+def test_parameters_that_are_added_later_train_from_then_on(tmp_path: Path) -> None:
+    def losses(model: nn.Module, optimizer: Any, added: Any) -> Iterator[float]:
+        for seed in range(6):
+            if seed == 3:
+                optimizer.add_param_group({"params": added.parameters(), "lr": 1e-3})
+            loss = loss_of(model, seed)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            yield loss.item()
+
+    plain = build()
+    want = list(losses(plain, CPUAdam(plain[2:].parameters(), lr=1e-2), plain[0]))
+    with GeminiDDP(build(), device_bytes=72 * KIB, disk_dir=str(tmp_path), non_model_bytes=0) as model:
+        layers = model.module
+        optimizer = GeminiOptimizer(CPUAdam(layers[2:].parameters(), lr=1e-2), model)
+        assert list(losses(model, optimizer, layers[0])) == want
+
+
+def _swap_one(model: GeminiDDP) -> None:
+    torch.utils.swap_tensors(model.module[2].weight, nn.Parameter(torch.zeros(32, 48)))
+
+
+def _load_by_swapping(model: GeminiDDP) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.module.load_state_dict(build().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("exchange", [_swap_one, _load_by_swapping])
+def test_a_parameter_that_torch_exchanged_is_refused_wherever_it_would_be_used(
+    exchange: Any, managed: tuple[GeminiDDP, GeminiOptimizer]
+) -> None:
+    model, optimizer = managed
+    step(model, optimizer, 0)
+    exchange(model)
+    for used in (
+        lambda: loss_of(model, 1),
+        optimizer.step,
+        optimizer.zero_grad,
+        model.state_dict,
+        lambda: model.load_state_dict(build().state_dict()),
+    ):
+        with pytest.raises(StateError, match=r"is managed no more: .*load_state_dict"):
+            used()

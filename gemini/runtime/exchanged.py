@@ -1,0 +1,32 @@
+"""Managed parameters that torch has put other tensors in the place of: nothing tells us when it does."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gemini.errors import StateError
+from gemini.runtime.param import ManagedParameter
+
+_ALL_MANAGED = {ManagedParameter}
+
+
+class ManagedParameters:
+    """The parameters that were made managed when a model was wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_parameters())
+        self._names = [name for name, _ in named]
+        self._params = [param for _, param in named]
+
+    def refuse_exchanged(self, doing: str) -> None:
+        """Raise StateError where one of them is managed no more: its chunk would keep what nobody uses."""
+        if _ALL_MANAGED.issuperset(map(type, self._params)):
+            return
+        managed = [type(param) is ManagedParameter for param in self._params]
+        name = self._names[managed.index(False)]
+        raise StateError(
+            f"{doing}: parameter {name!r} is managed no more: torch.utils.swap_tensors, or load_state_dict() "
+            "of the module under torch.__future__.set_swap_module_params_on_conversion(True), put another "
+            "tensor in its place. Build the model again, wrap it and load a checkpoint; load weights with "
+            "load_state_dict() of the GeminiDDP, which copies them"
+        )
