@@ -227,8 +227,7 @@ class GeminiDDP(nn.Module):
             self.accumulates = before
 
     def gradient_state(self) -> tuple[int, int]:
-        """Return how often gradients were given up, and how many have arrived: whoever scales them
-        compares."""
+        """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
         return self._times_given_up, self.manager.num_gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -365,6 +364,7 @@ class GeminiDDP(nn.Module):
 
         Raises:
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
+            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
         self.compiled.close()
         self.manager.close()

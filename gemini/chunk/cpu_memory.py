@@ -109,8 +109,8 @@ class CpuMemory:
     def find(self, address: int) -> int:
         return self._space.find(address)
 
-    def heal(self) -> None:
-        self._space.heal()
+    def heal(self) -> int:
+        return self._space.heal()
 
     def close(
         self, windows: Sequence[tuple[_C.Window, _C.Window | None]], exposed: Sequence[_C.Window]

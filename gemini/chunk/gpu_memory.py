@@ -188,8 +188,9 @@ class GpuMemory:
     def find(self, address: int) -> int:
         return self._space.find(address)
 
-    def heal(self) -> None:
-        """Do nothing: a stray access on a GPU ends the process's use of it, and leaves nothing."""
+    def heal(self) -> int:
+        """Return 0: a stray access on a GPU ends the process's use of it, and leaves nothing."""
+        return 0
 
     def close(
         self,

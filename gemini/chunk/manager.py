@@ -238,9 +238,10 @@ class ChunkManager:
         """Return the id of the chunk whose window holds ``address``, or -1."""
         return self._memory.find(address)
 
-    def heal(self) -> None:
-        """Take back the poison pages that stray accesses to evicted windows left behind."""
-        self._memory.heal()
+    def heal(self) -> int:
+        """Take back the poison pages that stray accesses to evicted windows left behind; return how many
+        windows had some."""
+        return self._memory.heal()
 
     def close(self) -> None:
         """Finish transfers and return all memory and the DISK file; idempotent. Windows stay reserved."""

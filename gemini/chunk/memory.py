@@ -120,8 +120,8 @@ class ChunkMemory(Protocol[W, H]):
     def find(self, address: int) -> int:
         """Return the index of the chunk whose window holds ``address``, or -1."""
 
-    def heal(self) -> None:
-        """Take back what stray accesses left in windows without memory."""
+    def heal(self) -> int:
+        """Take back what stray accesses left in windows without memory; return how many had some."""
 
     def close(self, windows: Sequence[tuple[W, H | None]], exposed: Sequence[W]) -> None:
         """End the transfers and return all memory, also what is under ``windows``; tensors over those

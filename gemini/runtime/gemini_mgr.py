@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.shortage import Shortage
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
-from gemini.runtime.strays import STRAYS
+from gemini.runtime.strays import Strays
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.update_operators import UpdateOperators
 from gemini.runtime.written import WrittenTensors
@@ -48,6 +48,7 @@ class GeminiManager:
         """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout; a trace
         of an evaluation is for evaluations alone."""
         self.chunks = chunks
+        self.strays = Strays(chunks)
         self.tensors = StatefulTensorMgr(chunks)
         self.context = context
         self.step = 0
@@ -86,8 +87,8 @@ class GeminiManager:
             OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
-        if _C.stray_count() != STRAYS.reported:
-            living.report_stray()
+        if _C.stray_count() != self.strays.seen:
+            self.strays.refuse()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         if self.activations is not None:
@@ -101,8 +102,7 @@ class GeminiManager:
         self.next_moment(tensors, on_host=on_host)
 
     def next_moment(self, tensors: TensorIds, *, on_host: bool = False) -> None:
-        """Pin ``tensors``, for which nothing is left to be done before, as the next moment of what is
-        followed. Raises as :meth:`pre_op`."""
+        """Pin ``tensors`` as the next moment; nothing is left to be done before. Raises as :meth:`pre_op`."""
         following = self._following
         if following is None:
             self.chunks.acquire(tensors, traced=False, on_host=on_host)
@@ -153,10 +153,8 @@ class GeminiManager:
 
     def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
-        address = tensor.data_ptr()
-        if not self.in_windows(address):
-            return False
-        return self.chunks.chunk_at(address) == self.chunks.table.chunk_of(ref.tensors[0])
+        address, chunks = tensor.data_ptr(), self.chunks
+        return self.in_windows(address) and chunks.chunk_at(address) == chunks.table.chunk_of(ref.tensors[0])
 
     def in_windows(self, address: int) -> bool:
         """Say whether ``address`` lies where the model data's windows are."""
@@ -279,11 +277,8 @@ class GeminiManager:
         try:
             self._following, self.phase = evaluations, FORWARD
             evaluations.begin(self.order.room_bytes)
-            if self.sharding is None:
+            with self.sharding.evaluation() if self.sharding is not None else nullcontext():
                 yield
-            else:
-                with self.sharding.evaluation():
-                    yield
             if self._following is evaluations:
                 evaluations.end()
         finally:
@@ -360,7 +355,12 @@ class GeminiManager:
 
         Raises:
             OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
+            EvictedAccessError: as from a PreOp; everything is given back. Only with ``run_pending``.
         """
+        with self.strays.reported_last(run_pending and self.pre_op is not unusable.closed):
+            self._close(run_pending)
+
+    def _close(self, run_pending: bool) -> None:
         self.lock.open()
         try:
             if self.sharding is not None:

@@ -1,14 +1,13 @@
-"""The managers of this process: a stray access may be to memory of any, a fork ends the use of all."""
+"""The managers of this process: a fork ends the use of all."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from gemini.runtime import unusable
 from gemini.runtime.snapshot import NO_SNAPSHOT
-from gemini.runtime.strays import STRAYS
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -24,11 +23,6 @@ def remember(manager: GeminiManager) -> None:
 def others(manager: GeminiManager) -> list[GeminiManager]:
     """Return the managers of all other models."""
     return [other for other in _living if other is not manager]
-
-
-def report_stray() -> NoReturn:
-    """Report a stray access that was not reported yet. Raises EvictedAccessError."""
-    STRAYS.report(manager.chunks for manager in _living)
 
 
 def _after_fork_in_child() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from gemini.chunk import TensorIds
 from gemini.errors import StateError
-from gemini.runtime.strays import STRAYS
 
 
 def closed(tensors: TensorIds, *, on_host: bool = False) -> None:
     """Raise StateError: the model was closed."""
-    STRAYS.settle()  # of a backward pass that ran on after close(): this error is the report
     raise StateError("the managed model was closed; its parameters hold no memory any more")
 
 

@@ -29,7 +29,7 @@ from training_harness import (
 )
 from training_models import Around, TinyGPT, gpt_loss, square_loss
 
-from gemini import CPUAdam, EvictedAccessError, GeminiDDP, StateError
+from gemini import ConfigError, CPUAdam, EvictedAccessError, GeminiDDP, StateError
 
 ROOT = Path(__file__).parents[2]
 
@@ -281,17 +281,48 @@ def test_a_stray_write_is_reported_and_lost(tmp_path: Path) -> None:
         assert _train_on(managed, 3) == want
 
 
-def test_a_stray_access_to_one_model_is_reported_once_and_no_model_is_stuck(tmp_path: Path) -> None:
+def test_a_stray_access_is_reported_once_by_its_own_model_and_no_model_is_stuck(tmp_path: Path) -> None:
     options = tight(tmp_path, 40 * KIB)
     with GeminiDDP(seeded(build), **options) as first, GeminiDDP(seeded(build), **options) as second:
-        for touched, used in ((first, second), (second, second)):
+        for touched in (first, second):
             assert np.isnan(_evicted_view(touched)[0, 0])
+            for other in (first, second):
+                if other is not touched:
+                    other.module.before.weight.norm()
             with pytest.raises(EvictedAccessError):
-                used.module.before.weight.norm()
-            used.module.before.weight.norm()
+                touched.module.before.weight.norm()
+            touched.module.before.weight.norm()
         losses = train_plain(seeded(build), square_loss, Recipe(steps=2)).losses
         assert _train_on(first, 2) == losses
         assert _train_on(second, 2) == losses
+
+
+def test_a_stray_read_after_the_last_operator_is_reported_by_close_and_by_no_other_model(
+    tmp_path: Path,
+) -> None:
+    options = tight(tmp_path, 40 * KIB)
+    model = GeminiDDP(seeded(build), **options)
+    _train_on(model, 2)
+    view = _evicted_view(model)
+    assert np.isnan(view[0, 0])
+    with pytest.raises(EvictedAccessError, match=r"save model.state_dict\(\)"):
+        model.close()
+    with pytest.raises(StateError, match="was closed"):
+        model.module.before.weight.norm()
+    assert model.manager.chunks.arena_bytes() == 0
+    assert np.isnan(view[0, 0])  # of a model that is closed
+    model.close()
+    with GeminiDDP(seeded(build), **options) as other:
+        want = train_plain(seeded(build), square_loss, Recipe(steps=2)).losses
+        assert _train_on(other, 2) == want
+
+
+def test_leaving_a_model_reports_a_stray_read_unless_something_else_was_raised(tmp_path: Path) -> None:
+    options = tight(tmp_path, 40 * KIB)
+    with pytest.raises(EvictedAccessError), GeminiDDP(seeded(build), **options) as model:
+        assert np.isnan(_evicted_view(model)[0, 0])
+    with pytest.raises(ConfigError), GeminiDDP(seeded(build), **options) as model:
+        model.memstats(str(_evicted_view(model)[0, 0]))
 
 
 def test_a_view_read_while_its_chunk_is_on_device_is_right(tmp_path: Path) -> None:
