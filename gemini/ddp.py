@@ -16,6 +16,7 @@ from gemini.collectives import agreed, make_peers
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
+from gemini.part import LoadsAsPart, refuse_assign
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
@@ -31,7 +32,7 @@ from gemini.weights import export_weights, import_weights
 T = TypeVar("T")
 
 
-class GeminiDDP(nn.Module):
+class GeminiDDP(LoadsAsPart):
     """Train ``module`` within byte budgets: its parameters, gradients and optimizer states move between tiers
     as needed.
 
@@ -301,10 +302,7 @@ class GeminiDDP(nn.Module):
             OutOfBudgetError, IoError: a chunk could not be had: weights are a mixture until they are loaded.
             CheckpointError: it failed on another rank.
         """
-        if assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) cannot re-point managed parameters; use assign=False"
-            )
+        refuse_assign(assign)
         return import_weights(self, state_dict, strict=strict)
 
     # -- what happened ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ PYTHON_LAYERS = [
     {"placement"},
     {"runtime", "zero"},
     {"timeline"},
-    {"ddp", "weights", "state_loading", "rank", "retry", "collectives", "messages"}
+    {"ddp", "part", "weights", "state_loading", "rank", "retry", "collectives", "messages"}
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,52 @@ def test_keyword_arguments_of_state_dict_work_as_in_torch(tmp_path: Path) -> Non
         assert list(state) == [f"inner.{key}" for key in model.module.state_dict()]
         outer = nn.ModuleDict({"managed": model})
         assert {key.rsplit(".", 1)[-1] for key in outer.state_dict()} >= {"weight", "bias", "running_mean"}
+
+
+class Outer(nn.Module):
+    """A module of which one part may be managed."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 8)
+        self.backbone = wrap(Around(nn.BatchNorm1d(32)))
+        self.loads: list[str] = []
+        part = getattr(self.backbone, "module", self.backbone)
+        part.register_load_state_dict_pre_hook(lambda *_: self.loads.append("before"))
+        part.register_load_state_dict_post_hook(lambda *_: self.loads.append("after"))
+
+
+@BOTH
+def test_a_larger_module_loads_what_it_returned_before_or_after_a_part_was_wrapped(
+    precision: str | None, tmp_path: Path
+) -> None:
+    options = tight(tmp_path, 40 * KIB)
+    with ExitStack() as stack:
+
+        def wrap(part: nn.Module) -> nn.Module:
+            return stack.enter_context(GeminiDDP(part, mixed_precision=precision, **options))
+
+        plain, outer = seeded(lambda: Outer(lambda part: part), 7), seeded(lambda: Outer(wrap))
+        want = {key: value.clone() for key, value in plain.state_dict().items()}
+        assert outer.load_state_dict(want) == plain.load_state_dict(want)
+        assert_same_state(outer.state_dict(), want)
+        plain.load_state_dict(outer.state_dict())
+        assert outer.loads == ["before", "after"]
+        outer.load_state_dict(outer.state_dict())
+        assert_same_state(outer.state_dict(), want)
+
+
+def test_a_larger_module_names_what_is_missing_and_unexpected_as_it_was_unwrapped(tmp_path: Path) -> None:
+    plain = seeded(lambda: Outer(lambda part: part), 7)
+    state: dict[str, Any] = {**plain.state_dict(), "backbone.extra": torch.zeros(1)}
+    del state["backbone.after.0.bias"], state["head.bias"]
+    want = plain.load_state_dict(state, strict=False)
+    outer = seeded(lambda: Outer(lambda part: GeminiDDP(part, **tight(tmp_path, 40 * KIB))))
+    with outer.backbone:
+        assert outer.load_state_dict(state, strict=False) == want
+        with pytest.raises(RuntimeError, match=r"Missing.*backbone\.after\.0\.bias"):
+            outer.load_state_dict(state)
+        with pytest.raises(ConfigError, match="assign"):
+            outer.load_state_dict(plain.state_dict(), assign=True)
+        assert isinstance(outer.backbone.module, Around)
+        assert list(outer.state_dict()) == list(plain.state_dict())
