@@ -8,6 +8,7 @@ import torch
 
 from gemini.chunk import Chunk, ChunkKind, ChunkManager, ChunkSpec
 from gemini.chunk.chunk import whole_blocks
+from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 
 _SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
@@ -30,9 +31,17 @@ class ChunkPool:
         """Return a chunk of at least ``nbytes`` without content, and its tensor in the table.
 
         Raises:
-            OutOfBudgetError: the DISK file has no place for another one.
+            OutOfBudgetError: it is more than DEVICE may hold, or the DISK file has no place for another one.
         """
         size = rounded_bytes(nbytes, self._block_bytes)
+        device_bytes = self._chunks.budgets.device_bytes
+        if size > device_bytes:
+            raise OutOfBudgetError(
+                f"an activation of {nbytes} bytes ({format_bytes(nbytes)}), which activation_offload stores "
+                f"in one piece of {size} bytes, is more than DEVICE with {device_bytes} bytes holds; raise "
+                "device_bytes above that, lower the batch size, or put torch.utils.checkpoint around the "
+                "layers that save it; the chunk size does not matter here"
+            )
         if not self._free.get(size) and not self._chunks.has_place(size):
             size = self._larger(size)
         free = self._free.setdefault(size, [])

@@ -40,8 +40,8 @@ def test_the_chunk_made_first_is_taken_first(chunks: ChunkManager) -> None:
 
 def test_without_a_place_a_larger_chunk_serves_and_then_none(chunks: ChunkManager) -> None:
     pool = ChunkPool(chunks)
-    large, _ = pool.take(14 * PAGE)
-    pool.take(2 * PAGE)
+    large, _ = pool.take(8 * PAGE)
+    pool.take(8 * PAGE)
     pool.give_back(large)
     assert pool.take(PAGE)[0] is large
     with pytest.raises(OutOfBudgetError, match="batch shapes"):
@@ -62,4 +62,13 @@ def test_content_that_leaves_device_comes_back(chunks: ChunkManager) -> None:
         chunks.release([tensor], dirty=False)
         pool.give_back(chunk)
     assert chunks.table.usages() == (0, 0, 0)
+    chunks.close()
+
+
+def test_an_activation_larger_than_device_is_named_and_takes_no_chunk(chunks: ChunkManager) -> None:
+    pool = ChunkPool(chunks)
+    with pytest.raises(OutOfBudgetError, match=r"activation of 36864 bytes.*DEVICE with 32768.*checkpoint"):
+        pool.take(9 * PAGE)
+    assert chunks.chunks == []
+    assert pool.take(8 * PAGE)[0].spec.nbytes == 8 * PAGE
     chunks.close()
