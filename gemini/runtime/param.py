@@ -8,7 +8,7 @@ DEVICE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _DisableFuncTorch as OutsideTransforms
 from torch._C._functorch import peek_interpreter_stack as in_transform
-from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
+from gemini.runtime.special import SPECIAL
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -128,7 +128,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if func in METADATA_FUNCTIONS:
         with PlainTensors():
             return func(*args, **kwargs)
-    special = _SPECIAL.get(func)
+    special = SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
     given: list[Any] | None = [] if torch.is_grad_enabled() else None
@@ -286,112 +286,3 @@ def adopt(out: Any, operands: list[Any]) -> Any:
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
     return out
-
-
-def _grad_of(param: Any) -> torch.Tensor | None:
-    if type(param) is ManagedParameter:
-        return param._slot.grad.alias() if param._slot.grad is not None else None
-    with PlainTensors():
-        grad: torch.Tensor | None = param.grad
-        return grad
-
-
-def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
-    if type(param) is not ManagedParameter:
-        raise ConfigError(
-            "assigning .grad to a view of a managed parameter has no effect; assign it to the parameter"
-        )
-    if grad is None:
-        param._slot.free_grad()
-    else:
-        param._slot.trainable_grad.assign(grad)
-
-
-def _set_data(tensor: Any, value: torch.Tensor) -> None:
-    """``param.data = value`` writes the values into the chunk: a window's address never changes."""
-    for what in ("shape", "dtype", "device"):
-        if getattr(value, what) != getattr(tensor, what):
-            raise ConfigError(
-                f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
-                f"{getattr(value, what)}: its "
-                "memory is laid out once, when the model is wrapped"
-            )
-    if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
-        return  # what module.to("cpu") does: nothing was written
-    with torch.no_grad():
-        tensor.copy_(value)
-
-
-def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
-    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped has no place for
-    gradients."""
-    if requires_grad and type(tensor) is ManagedParameter and tensor._slot.grad is None:
-        raise ConfigError(
-            f"parameter {tensor._slot.name!r} was frozen when the model was wrapped and has no memory for a "
-            f"gradient; "
-            "wrap the model after unfreezing it (and freeze again afterwards)"
-        )
-    with PlainTensors():
-        return tensor.requires_grad_(requires_grad)
-
-
-def _set_requires_grad(tensor: Any, requires_grad: bool) -> None:
-    _require_grad(tensor, requires_grad)
-
-
-def _gradients(
-    outputs: torch.Tensor | Sequence[torch.Tensor],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    *args: Any,
-    materialize_grads: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor | None, ...]:
-    """``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need no
-    memory."""
-    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if materialize_grads:
-        options["allow_unused"] = True
-    edges: Any = [get_gradient_edge(t) if type(t) in MANAGED else t for t in inputs]
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        [torch.clone(t) if type(t) in MANAGED else t for t in outputs], edges, *args, **options
-    )
-    if not materialize_grads:
-        return found
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
-
-
-def _backward(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """``tensor.backward()`` on a view of a parameter: no operator either."""
-    torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
-        raise ConfigError(
-            f"{name}() would take a managed tensor of shape {tuple(tensor.shape)} off its chunk; use it on "
-            f"a copy, for example "
-            "param.detach().clone()"
-        )
-
-    return refuse
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
-    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_: _require_grad,
-    torch.Tensor.backward: _backward,
-    torch.autograd.grad: _gradients,
-    **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
-    # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
-    torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
-}

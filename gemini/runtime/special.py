@@ -1,0 +1,138 @@
+"""Torch functions that name a managed tensor rather than read it: its gradient, its data, a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.autograd.graph import get_gradient_edge
+
+from gemini.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gemini.runtime.storage import ManagedSlot
+
+
+def _slot_of(tensor: Any) -> ManagedSlot | None:
+    """Return the slot of a managed parameter; None: it is a view of one."""
+    slot: ManagedSlot | None = getattr(tensor, "_slot", None)
+    return slot
+
+
+def _is_managed(tensor: Any) -> bool:
+    return hasattr(tensor, "_ref")
+
+
+def _grad_of(param: Any) -> torch.Tensor | None:
+    slot = _slot_of(param)
+    if slot is not None:
+        return slot.grad.alias() if slot.grad is not None else None
+    with PlainTensors():
+        grad: torch.Tensor | None = param.grad
+        return grad
+
+
+def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
+    slot = _slot_of(param)
+    if slot is None:
+        raise ConfigError(
+            "assigning .grad to a view of a managed parameter has no effect; assign it to the parameter"
+        )
+    if grad is None:
+        slot.free_grad()
+    else:
+        slot.trainable_grad.assign(grad)
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    """``param.data = value`` writes the values into the chunk: a window's address never changes."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(value, what) != getattr(tensor, what):
+            raise ConfigError(
+                f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
+                f"{getattr(value, what)}: its "
+                "memory is laid out once, when the model is wrapped"
+            )
+    if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
+        return  # what module.to("cpu") does: nothing was written
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
+    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped has no place for
+    gradients."""
+    slot = _slot_of(tensor)
+    if requires_grad and slot is not None and slot.grad is None:
+        raise ConfigError(
+            f"parameter {slot.name!r} was frozen when the model was wrapped and has no memory for a "
+            f"gradient; "
+            "wrap the model after unfreezing it (and freeze again afterwards)"
+        )
+    with PlainTensors():
+        return tensor.requires_grad_(requires_grad)
+
+
+def _set_requires_grad(tensor: Any, requires_grad: bool) -> None:
+    _require_grad(tensor, requires_grad)
+
+
+def _gradients(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    *args: Any,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need no
+    memory."""
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if materialize_grads:
+        options["allow_unused"] = True
+    edges: Any = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        [torch.clone(t) if _is_managed(t) else t for t in outputs], edges, *args, **options
+    )
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``tensor.backward()`` on a view of a parameter: no operator either."""
+    torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
+        raise ConfigError(
+            f"{name}() would take a managed tensor of shape {tuple(tensor.shape)} off its chunk; use it on "
+            f"a copy, for example "
+            "param.detach().clone()"
+        )
+
+    return refuse
+
+
+# Torch functions that take a managed tensor and are no operators, and what is done instead.
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.backward: _backward,
+    torch.autograd.grad: _gradients,
+    **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
+    # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
+    torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
+}
