@@ -14,6 +14,7 @@ from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
 from gemini.collectives import agreed, make_peers
 from gemini.errors import ConfigError
+from gemini.foreign import intercept_foreign_classes
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.part import LoadsAsPart, refuse_assign
@@ -141,6 +142,7 @@ class GeminiDDP(LoadsAsPart):
         self.module = module
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
+        intercept_foreign_classes()
         self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
         self.accumulates = False  # within no_sync()
         self._times_given_up = 0
@@ -175,6 +177,7 @@ class GeminiDDP(LoadsAsPart):
         self.storage.mixture.refuse("forward")
         self.managed.refuse_exchanged("forward")
         self.compiled.refresh()
+        intercept_foreign_classes()
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))

@@ -52,7 +52,7 @@ class ManagedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain copy that nobody manages."""
@@ -79,7 +79,7 @@ class ManagedParameter(torch.nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Return a plain parameter with a copy of the data that nobody manages."""
@@ -124,7 +124,13 @@ def as_managed(view: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     return view
 
 
-def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that was given managed tensors.
+
+    Raises:
+        ConfigError: it is not possible with these.
+        OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
+    """
     if func in METADATA_FUNCTIONS:
         with PlainTensors():
             return func(*args, **kwargs)

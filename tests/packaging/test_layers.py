@@ -17,7 +17,7 @@ PYTHON_LAYERS = [
     {"control_group", "device", "config", "errors", "files", "rng", "threads"},
     {"chunk", "offload", "memstats"},
     {"placement"},
-    {"runtime", "zero"},
+    {"runtime", "zero", "foreign"},
     {"timeline"},
     {"ddp", "part", "weights", "state_loading", "rank", "retry", "collectives", "messages"}
     | {"optim", "checkpoint", "simulate"},
