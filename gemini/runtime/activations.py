@@ -242,10 +242,11 @@ class ActivationOffload:
             and tensor.device == self._device
             and tensor.layout is torch.strided
             and not tensor.is_nested
-            and not (tensor.is_neg() or tensor.is_conj())
+            and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
             and span_bytes(tensor) >= self._smallest_bytes
-            and tensor.data_ptr() % tensor.itemsize == 0
-            and not self._manager.in_windows(tensor.data_ptr())
+            and (address := tensor.data_ptr()) != 0  # one that was resized away, say
+            and address % tensor.itemsize == 0
+            and not self._manager.in_windows(address)
             and tensor.untyped_storage()._cdata not in self._buffers
         )
 
