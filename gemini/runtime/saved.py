@@ -24,8 +24,8 @@ class Saved(Protocol):
 
 
 class Version:
-    """The version of a tensor and what tells it later; keeps none of the tensor's memory, but for a nested
-    one's."""
+    """The version of a tensor and what tells it later; keeps none of the tensor's memory, but for a nested or
+    sparse one's."""
 
     __slots__ = ("_witness", "then")
 
@@ -33,7 +33,7 @@ class Version:
         # An alias shares the version counter, and goes on doing so when it is given other data.
         self._witness = tensor.detach()
         self.then = self._witness._version
-        if not tensor.is_nested:  # which takes no other data
+        if tensor.layout is torch.strided and not tensor.is_nested:  # others take no other data
             self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @property

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.func import jvp
 from training_harness import KIB, LossFn, Recipe, random_batch
 
+from gemini import GeminiDDP
+
 pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
 
@@ -38,6 +40,45 @@ def zeros_without_memory(model: nn.Module, index: int) -> Tensor:
     x = random_batch(index, 16, 32)
     zeros = torch._efficientzerotensor(16, 32)  # type: ignore[attr-defined]
     return model(x, zeros).square().mean() + model(x).square().mean()
+
+
+class Graph(nn.Module):
+    """Layers that sum over neighbours; ``adjacent`` says which nodes are."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.smooth = Smooth()
+        nodes = torch.arange(16)
+        dense = torch.eye(16) + torch.eye(16)[(nodes + 1) % 16]
+        convert = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}
+        self.adjacent = convert[layout](dense)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers on sums over neighbours."""
+        for layer in self.smooth.layers:
+            x = torch.tanh(torch.sparse.mm(self.adjacent, layer(x)))
+        return x
+
+
+def of_nodes(model: nn.Module, index: int) -> Tensor:
+    out: Tensor = model(random_batch(index, 16, 32))
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_tensors_stay_where_they_are(layout: str, mode: bool | str, tmp_path: Path) -> None:
+    measured = {"non_model_bytes": None} if mode == "auto" else {}
+    options = offloaded(tmp_path, 96 * KIB, activation_offload=mode, **measured)
+    both(lambda: Graph(layout), of_nodes, Recipe(steps=4), options)
+
+
+def test_a_sparse_tensor_that_was_written_is_refused_as_by_autograd(tmp_path: Path) -> None:
+    with GeminiDDP(Graph("coo"), **offloaded(tmp_path)) as model:
+        loss = of_nodes(model, 0)
+        model.module.adjacent.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("device_bytes", [48 * KIB, 4096 * KIB])
