@@ -93,9 +93,7 @@ def _gradients(
     if materialize_grads:
         options["allow_unused"] = True
     edges: Any = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        [torch.clone(t) if _is_managed(t) else t for t in outputs], edges, *args, **options
-    )
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(_copied(outputs), edges, *args, **options)
     if not materialize_grads:
         return found
     return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
@@ -110,6 +108,29 @@ def _backward(
 ) -> None:
     """``tensor.backward()`` on a view of a parameter: no operator either."""
     torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_pass(
+    tensors: Sequence[Any],
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Any] | None = None,
+) -> None:
+    """``torch.autograd.backward``: its inputs, too, name places in the graph. Run as one operator it would
+    pin them all, and leave what Python does within it to itself."""
+    edges: Any = None
+    if inputs is not None:
+        for tensor in inputs:
+            if _is_managed(tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.retain_grad()  # as torch does with a view that is asked for
+        edges = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
+    torch.autograd.backward(_copied(tensors), grad_tensors, retain_graph, create_graph, inputs=edges)
+
+
+def _copied(tensors: Sequence[Any]) -> Any:
+    """Return the tensors with copies in the places of managed ones: what the graph begins with is read."""
+    return [torch.clone(t) if _is_managed(t) else t for t in tensors]
 
 
 def _refuse(name: str) -> Callable[..., Any]:
@@ -132,6 +153,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradients,
+    torch.autograd.backward: _backward_pass,
     **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
     # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
     torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,

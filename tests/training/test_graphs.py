@@ -150,6 +150,20 @@ def retained_intermediate(m: nn.Module, i: int) -> Tensor:
     return out.square().mean() * out.grad.norm().item()
 
 
+def backward_to_all_parameters(m: nn.Module, i: int) -> Tensor:
+    loss = square_loss(m, i)
+    loss.backward(inputs=list(m.parameters()), retain_graph=True)
+    return loss
+
+
+def backward_to_inputs_with_python_within(m: nn.Module, i: int) -> Tensor:
+    inner = m.module if isinstance(m, GeminiDDP) else m
+    x = inputs(i).requires_grad_()
+    x.register_hook(lambda grad: grad @ inner.core.fc[1].weight.detach())
+    checkpoint(m, x, use_reentrant=False).sum().backward(inputs=[x, inner.core.fc[0].weight])
+    return square_loss(m, i) * x.grad.norm().item()
+
+
 GRAPHS = (
     retain_graph_twice,
     two_losses_of_one_forward,
@@ -167,6 +181,8 @@ GRAPHS = (
     hooks_on_parameters,
     no_grad_regions,
     retained_intermediate,
+    backward_to_all_parameters,
+    backward_to_inputs_with_python_within,
 )
 
 
@@ -244,6 +260,24 @@ def test_backward_on_a_view_of_a_parameter_works(tmp_path: Path) -> None:
         assert bias.grad.tolist() == [0.0, 0.0, 0.0, 1.0] + [0.0] * 28
         (slope,) = torch.autograd.grad(bias[3], bias)
         assert slope.sum().item() == 1.0
+
+
+def test_backward_to_parameters_takes_no_memory_for_them(tmp_path: Path) -> None:
+    plain = seeded(build)
+    square_loss(plain, 0).backward()
+    with GeminiDDP(seeded(build), **tight(tmp_path, 24 * KIB)) as model:
+        square_loss(model, 0).backward(inputs=list(model.parameters()))
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(got.grad, want.grad)
+
+
+def test_backward_to_a_view_of_a_parameter_leaves_the_gradient_there(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(build), **tight(tmp_path, 40 * KIB)) as model:
+        bias = model.module.before.bias
+        part = bias[3:5]
+        (part * 2).sum().backward(inputs=[part])
+        assert part.grad.tolist() == [2.0, 2.0]
+        assert bias.grad is None
 
 
 def test_changing_a_weight_between_forward_and_backward_is_refused_by_autograd(tmp_path: Path) -> None:
