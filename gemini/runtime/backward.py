@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
 
+from gemini.runtime.nested import map_tensors
 from gemini.runtime.phases import BACKWARD
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ class BackwardPins:
             if running:
                 manager.post_op(tensors, False)
             if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
+                grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
                 hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), manager, tensors)
 
         return before, after
@@ -214,13 +217,13 @@ def hook_backward(
     """Hook every node made since ``before`` that ``out`` depends on so that it runs with ``tensors`` pinned.
     Return whether those are all that were made.
 
-    ``arguments`` are the operator's: some write to theirs in place and return nothing. ``seen``: nodes that
-    are hooked already; those hooked now are added.
+    ``arguments`` are the operator's: some write to theirs in place and return nothing. The graph of tangents
+    counts. ``seen``: nodes that are hooked already; those hooked now are added.
     """
     (first_node, older), behind = before, next_node_number()
     stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
     seen = [] if seen is None else seen  # few: the nodes of one operator
-    while True:
+    for further in (_nodes_of_written, _nodes_of_tangents, None):
         while stack:
             node = stack.pop()
             if node is None or not first_node <= node._sequence_nr() < behind:
@@ -235,10 +238,33 @@ def hook_backward(
             for child, _ in node.next_functions:
                 stack.append(child)
         found_all = len(seen) >= behind - first_node
-        if not arguments or found_all:
-            return found_all
-        stack = [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]
-        arguments = ()
+        if found_all or further is None:
+            break
+        stack = further(out, arguments)
+    return found_all
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a batch where a backward pass runs once for several gradients (``vmap``,
+    ``is_grads_batched``): the graph is of that."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    if not is_legacy_batchedtensor(tensor):
+        return tensor
+    return torch._remove_batch_dim(tensor, 1, 1, 0)  # of level 1: nothing nests them
+
+
+def _nodes_of_written(_out: Any, arguments: Any) -> list[Any]:
+    return [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]
+
+
+def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
+    """Return the nodes that made tangents, of forward-mode AD, of results and of what was written: tangents
+    have a graph of their own beside that of what they belong to."""
+    if forward_ad._current_level < 0:
+        return []
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in _tensors((out, arguments))]
+    return [tangent.grad_fn for tangent in tangents if tangent is not None]
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:

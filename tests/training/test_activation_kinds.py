@@ -8,6 +8,7 @@ import pytest
 import torch
 from activation_harness import both, offloaded, store_small_tensors
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import jvp
 from training_harness import KIB, LossFn, Recipe, random_batch
 
@@ -33,6 +34,13 @@ class Smooth(nn.Module):
 def tangents(model: nn.Module, index: int) -> Tensor:
     x = random_batch(index, 16, 32)
     out, tangent = jvp(model, (x,), (x.flip(0),))
+    return (out + tangent).square().mean()
+
+
+def dual_numbers(model: nn.Module, index: int) -> Tensor:
+    x = random_batch(index, 16, 32)
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.flip(0))))
     return (out + tangent).square().mean()
 
 
@@ -82,6 +90,6 @@ def test_a_sparse_tensor_that_was_written_is_refused_as_by_autograd(tmp_path: Pa
 
 
 @pytest.mark.parametrize("device_bytes", [48 * KIB, 4096 * KIB])
-@pytest.mark.parametrize("loss", [tangents, zeros_without_memory])
+@pytest.mark.parametrize("loss", [tangents, dual_numbers, zeros_without_memory])
 def test_zeros_without_memory_stay_where_they_are(loss: LossFn, device_bytes: int, tmp_path: Path) -> None:
     both(Smooth, loss, Recipe(steps=4), offloaded(tmp_path, device_bytes))

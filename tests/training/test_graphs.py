@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from device_thread import advance_node_number, backward_on_its_own_thread
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from training_harness import KIB, Recipe, assert_trains_alike, moved_bytes, seeded, tight
 from training_models import Around, square_loss
@@ -164,6 +165,39 @@ def backward_to_inputs_with_python_within(m: nn.Module, i: int) -> Tensor:
     return square_loss(m, i) * x.grad.norm().item()
 
 
+def backward_through_a_tangent(m: nn.Module, i: int) -> Tensor:
+    with forward_ad.dual_level():
+        dual = m(forward_ad.make_dual(inputs(i), inputs(i + 50)))
+        out, tangent = forward_ad.unpack_dual(dual)
+    return out.square().mean() + tangent.square().mean()
+
+
+def tangents_written_in_place(m: nn.Module, i: int) -> Tensor:
+    inner = m.module if isinstance(m, GeminiDDP) else m
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(inputs(i) * 1, inputs(i + 50) * 1)
+        x *= inner.core.fc[0].weight[:6]
+        tangent = forward_ad.unpack_dual(m(x)).tangent
+    return square_loss(m, i) + tangent.square().mean()
+
+
+def gradients_of_batched_gradients(m: nn.Module, i: int) -> Tensor:
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: m(x).sum(0), inputs(i)[:2], create_graph=True, vectorize=True
+    )
+    return jacobian.square().mean()
+
+
+def gradients_of_gradients_under_vmap(m: nn.Module, i: int) -> Tensor:
+    x = inputs(i)[:2].requires_grad_()
+    out = m(x).sum(0)
+
+    def slope(direction: Tensor) -> Tensor:
+        return torch.autograd.grad(out, x, direction, create_graph=True)[0]
+
+    return torch.vmap(slope)(torch.eye(32)).square().mean()
+
+
 GRAPHS = (
     retain_graph_twice,
     two_losses_of_one_forward,
@@ -183,11 +217,15 @@ GRAPHS = (
     retained_intermediate,
     backward_to_all_parameters,
     backward_to_inputs_with_python_within,
+    backward_through_a_tangent,
+    tangents_written_in_place,
+    gradients_of_batched_gradients,
 )
+ON_ONE_THREAD = (gradients_of_gradients_under_vmap,)  # torch keeps the levels of vmap for each thread
 
 
-@pytest.mark.parametrize("device_bytes", [None, 40 * KIB])
-@pytest.mark.parametrize("loss_fn", GRAPHS, ids=lambda loss_fn: loss_fn.__name__)
+@pytest.mark.parametrize("device_bytes", [None, 40 * KIB, 24 * KIB])
+@pytest.mark.parametrize("loss_fn", GRAPHS + ON_ONE_THREAD, ids=lambda loss_fn: loss_fn.__name__)
 def test_any_graph_gives_the_same_numbers(
     loss_fn: Callable[..., Any], device_bytes: int | None, tmp_path: Path
 ) -> None:
