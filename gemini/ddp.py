@@ -287,8 +287,7 @@ class GeminiDDP(LoadsAsPart):
         in memory.
 
         Raises:
-            StateError: a load or an update failed half-way and weights were not loaded since, or a parameter
-                is managed no more.
+            StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
         """
         return export_weights(self, *args, **kwargs)
 

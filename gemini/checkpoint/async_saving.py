@@ -32,6 +32,7 @@ from gemini.offload.direct_memory import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import rank_of
 from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
+from gemini.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,9 @@ class SaveHandle:
         self._over = False
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write. Raises ThreadError."""
+        start_thread(self._thread, "saving a checkpoint")
         atexit.register(self._at_exit)
-        self._thread.start()
 
     # -- for users ---------------------------------------------------------------------------------
 
