@@ -87,7 +87,7 @@ def test_more_below_device_is_accepted_and_no_less(tier: str, below: dict[str, i
 def test_a_disk_without_the_space_is_refused_before_training(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20, total=2**30))
     options: dict[str, Any] = {"device_bytes": 5 * 2**20, "disk_dir": str(tmp_path), "non_model_bytes": 0}
     for more in ({"host_bytes": "1GiB"}, {"host_bytes": 13 * 2**20}, {"device_bytes": "1GiB"}):
         GeminiDDP(Odd(), disk_bytes=10 * 2**20, **{**options, **more}).close()  # hardly any goes there
