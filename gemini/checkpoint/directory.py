@@ -7,14 +7,13 @@ complete or not there. Older ones are removed last. Entries of other names are l
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from gemini.checkpoint.sealed_file import (
     reading,
     write_sealed,
 )
+from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.files import read_regular
 
@@ -289,24 +289,16 @@ def _make_private(root: Path) -> None:
 @contextmanager
 def _exclusive(root: Path) -> Iterator[None]:
     """Keep other savers out of ``root``; the kernel ends this with the process."""
-    descriptor, owner = os.open(root, os.O_RDONLY | os.O_CLOEXEC), os.getpid()
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another save is under way in {root}; give each training its own directory"
-            ) from error
-        except OSError as error:
-            logger.info(
-                "%s cannot be locked (%s): nothing keeps a second process from saving there", root, error
-            )
+        lock = DirectoryLock(root)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"another save is under way in {root}; give each training its own directory"
+        ) from error
+    try:
         yield
     finally:
-        if os.getpid() == owner:  # a forked child has the same lock, and may live on
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        lock.release()
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import append_whole, io_errors, read_regular, replacing
 from gemini.train.config import TrainConfig
@@ -34,7 +34,7 @@ class RunDirectory:
         self.path = Path(path)
         self._is_complete = is_complete
         self._unwritten = b""
-        self._lock: int | None = None
+        self._lock: DirectoryLock | None = None
 
     @property
     def checkpoint(self) -> Path:
@@ -128,25 +128,20 @@ class RunDirectory:
     def release(self) -> None:
         """Let other processes train here. Idempotent."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def _hold(self) -> None:
-        """Keep other processes from training here, if there is a directory yet; the kernel ends this with the
-        process."""
+        """Keep other processes from training here, if there is a directory yet."""
         if self._lock is not None or not self.path.is_dir():
             return
         with io_errors("open", self.path):
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            raise ConfigError(
-                f"another process trains in {self.path}; wait for its end, or choose another directory"
-            ) from error
-        except OSError:  # a file system without locks
-            return
+            try:
+                self._lock = DirectoryLock(self.path)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"another process trains in {self.path}; wait for its end, or choose another directory"
+                ) from error
 
     def _has_checkpoint(self) -> bool:
         """Return whether there is one, complete or not. An empty directory that no run has made is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,3 +216,25 @@ def test_a_link_to_a_disk_that_is_not_there_is_said(config: TrainConfig, tmp_pat
             run(config, **options)
     assert link.is_symlink()
     assert not (tmp_path / "disk").exists()
+
+
+def test_a_forked_child_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, fake_is_complete)
+    directory.start({}, {})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # lives on with a copy of all descriptors
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(ConfigError, match="another process trains"):
+            RunDirectory(tmp_path, fake_is_complete).refuse_older_run()
+        directory.release()
+        other = RunDirectory(tmp_path, fake_is_complete)
+        other.refuse_older_run()
+        other.release()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
