@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,7 +83,7 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
 def run(options: argparse.Namespace) -> int:
     """Train, print the summary, and return the exit code."""
     config = config_from(options)
-    from gemini.cli.console import Console
+    from gemini.cli.console import Console, print_json
     from gemini.train import job
     from gemini.train.display import make_display
     from gemini.train.summary import difference_table, summary_table
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     with options_named():
         result = job.run(config, display=display)
     if options.json:
-        print(json.dumps(result.summary.to_dict(), indent=2))
+        print_json(result.summary.to_dict())
         return result.exit_code
     console = Console()
     console.print(summary_table(result.summary))
