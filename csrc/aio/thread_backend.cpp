@@ -16,8 +16,9 @@ ThreadBackend::ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, 
                              bool one_writer)
     : queue_(queue), descriptors_(std::move(descriptors)), one_writer_(one_writer) {
   try {
-    for (int i = 0; i < depth; ++i)
+    for (int i = 0; i < depth; ++i) {
       threads_.push_back(start_worker("requests to the disk", [this] { work(); }));
+    }
   } catch (...) {
     queue_.stop();
     join();
