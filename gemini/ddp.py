@@ -14,10 +14,9 @@ from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
 from gemini.collectives import agreed, make_peers
 from gemini.errors import ConfigError
-from gemini.foreign import intercept_foreign_classes
+from gemini.foreign_classes import intercept_foreign_classes
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
-from gemini.part import LoadsAsPart, refuse_assign
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
@@ -27,6 +26,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
 from gemini.runtime.statistics import usage_and_traffic
+from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
 

@@ -17,9 +17,9 @@ PYTHON_LAYERS = [
     {"control_group", "device", "directory_lock", "config", "errors", "files", "rng", "threads"},
     {"chunk", "offload", "memstats"},
     {"placement"},
-    {"runtime", "zero", "foreign"},
+    {"runtime", "zero", "foreign_classes"},
     {"timeline"},
-    {"ddp", "part", "weights", "state_loading", "rank", "retry", "collectives", "messages"}
+    {"ddp", "weights", "state_loading", "state_as_part", "rank", "retry", "collectives", "messages"}
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},
