@@ -235,3 +235,40 @@ def test_a_state_that_is_read_as_it_is_used_is_never_there_whole(tmp_path: Path)
         model.load_state_dict(reader)
         assert_same_state(model.state_dict(), other)
     assert reader.most <= 4 < len(other)
+
+
+class Versioned(nn.Linear):
+    """A layer that notes of which version the state is that it loads."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.seen: list[Any] = []
+        self.norm = nn.BatchNorm1d(32)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen.append(dict(metadata))
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
+        out: Tensor = self.norm(super().forward(x))
+        return out
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_parts_of_a_wrapped_part_see_of_which_version_the_state_is(is_known: bool, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"first": nn.Linear(4, 4), "part": Around(Versioned())})
+
+    state = seeded(build, 7).state_dict()
+    if not is_known:
+        state = dict(state)  # without metadata; the norm's count may be missing then
+        del state["part.core.norm.num_batches_tracked"]
+    plain, outer = seeded(build), seeded(build)
+    inner = outer["part"]
+    with GeminiDDP(inner, **tight(tmp_path, 40 * KIB)) as outer["part"]:
+        assert outer.load_state_dict(state) == plain.load_state_dict(state)
+        assert_same_state(outer.state_dict(), plain.state_dict())
+        assert inner.core.seen == plain["part"].core.seen == [{"version": 3} if is_known else {}]
