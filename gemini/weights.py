@@ -67,6 +67,22 @@ def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: b
         return rank.together(write)
 
 
+def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> None:
+    """Load ``others``, which are all of the module's state but managed weights; those have their values.
+
+    Hooks of loading run as where everything is loaded and see all names, with the weights as they are. What
+    they make of a managed weight is not taken over.
+    """
+    state = model.module.state_dict()
+    state.update(others)
+
+    def write(target: torch.Tensor, value: torch.Tensor) -> None:
+        if not isinstance(target, ManagedParameter):
+            _write(model, target, value)
+
+    StateLoad(model.module, state, partial(_kept, model)).carry_out(write)
+
+
 def _refuse_keys(keys: Any, *, strict: bool) -> None:
     missing, unexpected = keys.missing_keys, keys.unexpected_keys
     if strict and (missing or unexpected):

@@ -24,6 +24,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import write_state, write_state_range
 from gemini.rank import Rank, rank_of
 from gemini.runtime import write_range, write_values
+from gemini.weights import import_others
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,10 @@ def load(
     random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
     number of ranks may be others than when it was saved. Every block of 4 MiB is read once and compared with
     its checksum before a value of it is used. Where that finds damage, on whichever rank, the checkpoint
-    before is loaded over what has changed by then, with a warning in the log. ``directory`` may also be one
-    checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not in the order of rows.
+    before is loaded over what has changed by then, with a warning in the log. Hooks of loading that modules
+    have see all names; what they make of buffers and extra states is taken over, of weights it is not.
+    ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not
+    in the order of rows.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
@@ -229,8 +232,7 @@ def _load_values(
         )
 
     def load_rest() -> None:
-        if others:
-            model.module.load_state_dict(others, strict=False)
+        import_others(model, others)
         _load_moments(reader, model, optimizer)
 
     # Each rank writes what it owns and needs no other for it, so that one may fail alone; the others hear of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_models import KIB, Model, Run, assert_equal, assert_same, start
 
-from gemini import checkpoint
+from gemini import GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint
 from gemini.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,6 +94,41 @@ def test_every_generator_is_restored(tmp_path: Path) -> None:
     want = (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist())
     run.load(tmp_path / "run")
     assert (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist()) == want
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("place", [resident, tight])
+def test_hooks_of_loading_see_every_name_and_change_no_weight(
+    tmp_path: Path, place: Any, precision: str | None
+) -> None:
+    first = start(mixed_precision=precision).train(2)
+    first.save(tmp_path / "run")
+    second = start(seed=7, mixed_precision=precision, **place(tmp_path))
+    seen: list[Any] = []
+
+    def hook(module: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        weight = state[prefix + "weight"] * 1  # as a hook that converts a format
+        seen.append((list(state), metadata["version"], weight.requires_grad, weight.float()))
+        state[prefix + "weight"] = weight * 2
+
+    second.model.module.norm.register_load_state_dict_pre_hook(hook)
+    second.load(tmp_path / "run")
+    want = first.model.state_dict()
+    ((names, version, needs_grad, weight),) = seen
+    assert (names, version, needs_grad) == ([name for name in want if name.startswith("norm.")], 2, False)
+    assert torch.equal(weight, first.model.module.norm.weight.detach().float())
+    assert_same(second, first)
+
+
+def test_hooks_of_loading_run_without_buffers_too(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    module = torch.nn.Linear(4, 4)
+    module.register_load_state_dict_pre_hook(lambda _module, state, *_: seen.append(list(state)))
+    with GeminiDDP(module) as model:
+        optimizer = GeminiOptimizer(HybridAdam(model.parameters()), model)
+        checkpoint.save(tmp_path, model, optimizer)
+        checkpoint.load(tmp_path, model, optimizer)
+    assert seen == [["weight", "bias"]]
 
 
 def test_loading_an_early_checkpoint_forgets_later_moments(tmp_path: Path) -> None:
