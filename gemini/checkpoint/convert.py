@@ -32,6 +32,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -> None:
     """Write the checkpoint in directory ``checkpoint`` to ``target``, which must not be there yet.
 
+    Who may read it is for the umask to say, as of all files that are made to be handed on.
+
     Args:
         form: ``"hf"`` (a directory for transformers' ``from_pretrained``: weights in ``dtype``), ``"torch"``
             (one file for ``torch.load(weights_only=True)``) or ``"dcp"`` (a directory for
@@ -121,7 +123,7 @@ def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
         total += sum(spec.nbytes for spec in specs)
         with (
             closing(Staging()) as staging,
-            closing(TensorFile(target / file, specs, {}, staging)) as written,
+            closing(TensorFile(target / file, specs, {}, staging, private=False)) as written,
         ):
             for spec in specs:
                 written.write(spec.name, 0, reader.weight(spec.name).to(spec.dtype))

@@ -55,8 +55,9 @@ class Seal(NamedTuple):
 
 
 class SealedFile:
-    """A new private file (mode 0600), written at any place in any order; durable once :meth:`finish` returns.
-    A ``shared`` one is written by several processes: each opens it and writes other bytes.
+    """A new file, private (mode 0600) if nothing else is said, written at any place in any order; durable
+    once :meth:`finish` returns. A ``shared`` one is written by several processes: each opens it and writes
+    other bytes.
 
     Every failure is an :class:`gemini.errors.IoError` with path and offset; with ``staging`` a later call may
     raise it. Not thread-safe.
@@ -69,9 +70,11 @@ class SealedFile:
         *,
         shared: bool = False,
         several_hosts: bool = False,
+        private: bool = True,
     ) -> None:
         """``staging``: what large files are written through; a small one is written at once.
-        ``several_hosts``: processes on other machines share the file."""
+        ``several_hosts``: processes on other machines share the file. ``private``: nobody else may read it;
+        else the umask says who may."""
         self.path = path
         self._parts: list[Part] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
@@ -80,7 +83,7 @@ class SealedFile:
             # unless it is synchronous. What goes past the page cache is not concerned.
             flags |= os.O_DSYNC
         with _io_error("create", path, 0):
-            self._descriptor = os.open(path, flags, 0o600)
+            self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
         self._staged = StagedFile(path, self._descriptor, staging) if staging is not None else None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:

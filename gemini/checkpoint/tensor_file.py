@@ -61,10 +61,11 @@ class TensorFile:
         shared: bool = False,
         leads: bool = True,
         several_hosts: bool = False,
+        private: bool = True,
     ) -> None:
         """Create the file, to be written through ``staging``, and write its header. Where it is ``shared``,
         several processes do, each for other elements; the one that ``leads`` writes the header;
-        ``several_hosts``: they are not all on this machine.
+        ``several_hosts``: they are not all on this machine. ``private``: as of :class:`SealedFile`.
 
         Raises:
             CheckpointError: a tensor has a type that the format does not know.
@@ -72,7 +73,7 @@ class TensorFile:
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
         header, begins = _header(ordered, {"format": "pt", **metadata})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
-        self._file = SealedFile(path, staging, shared=shared, several_hosts=several_hosts)
+        self._file = SealedFile(path, staging, shared=shared, several_hosts=several_hosts, private=private)
         try:
             if leads:
                 self._file.write(header, 0)

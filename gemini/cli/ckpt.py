@@ -39,7 +39,7 @@ formats:
          torch.distributed.checkpoint.state_dict returns them, sharded over any number of ranks
 
 Weights are fp32, the masters where training was in 16 bits. TARGET appears when it is complete; every byte of
-the checkpoint is verified on the way.
+the checkpoint is verified on the way. Checkpoints are private; TARGET may be read by whom the umask lets.
 
 examples:
   gemini ckpt convert out/book out/model --to hf --dtype bf16

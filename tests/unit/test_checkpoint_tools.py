@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,21 @@ def test_a_damaged_checkpoint_is_not_converted(saved: tuple[Run, Path], tmp_path
     with pytest.raises(CheckpointError, match=file.name):
         convert(path, tmp_path / "out", form)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+@pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
+def test_the_umask_says_who_may_read_what_is_converted(
+    saved: tuple[Run, Path], tmp_path: Path, form: str, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        convert(saved[1], tmp_path / "out", form)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in made}
+    assert modes <= {(True, 0o777 & ~umask), (False, 0o666 & ~umask)}
 
 
 def test_what_is_there_is_not_overwritten(saved: tuple[Run, Path], tmp_path: Path) -> None:
