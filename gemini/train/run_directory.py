@@ -15,11 +15,12 @@ from typing import Any, get_type_hints
 
 from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError
-from gemini.files import append_whole, io_errors, read_regular, replacing
+from gemini.files import append_whole, io_errors, read_regular, replacing, temporary_of
 from gemini.train.config import TrainConfig
 
 _RUN = "run.json"
 _MAX_RUN_BYTES = 2**20  # it has some hundred
+_MAX_METRICS_BYTES = 2**30  # millions of steps
 _REPAIR = "repair it, or start over with --overwrite"
 
 
@@ -79,7 +80,9 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
+            self._refuse_directories()  # before anything is removed
             self._remove_checkpoint()
+            self._remove_temporaries()
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
@@ -87,6 +90,16 @@ class RunDirectory:
             raise ConfigError(
                 f"cannot write to --checkpoint {self.path}: {error.strerror or error}"
             ) from error
+
+    def _refuse_directories(self) -> None:
+        for file in (self.metrics, self.summary, self.picture):
+            if file.is_dir() and not file.is_symlink():
+                raise ConfigError(f"{file} is a directory; move it away, or choose another --checkpoint")
+
+    def _remove_temporaries(self) -> None:
+        """Remove what a kill has left half-written."""
+        for file in (self._run, self.metrics, self.summary, self.picture):
+            temporary_of(file).unlink(missing_ok=True)
 
     def _remove_checkpoint(self) -> None:
         """Remove it; where it is a link to a directory, on another disk perhaps, what is in there."""
@@ -115,6 +128,7 @@ class RunDirectory:
             )
         if not self._is_complete(self.checkpoint):
             raise CheckpointError(self._incomplete())
+        self._check_metrics()
         saved = _read_run(self._run)
         others = [name for name, value in identity.items() if saved.get(name) != value]
         if others:
@@ -158,6 +172,8 @@ class RunDirectory:
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
         """Have the run go on with ``options`` when it is resumed once more."""
+        with io_errors("remove what a killed run left", self.path):
+            self._remove_temporaries()
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
@@ -174,9 +190,10 @@ class RunDirectory:
         is none.
         """
         records: list[dict[str, Any]] = []
+        self._check_metrics()
         with io_errors("read metrics", self.metrics):
-            text = self.metrics.read_text(encoding="ascii", errors="replace") if self.metrics.exists() else ""
-        lines = text.splitlines()
+            data = read_regular(self.metrics, _MAX_METRICS_BYTES) if self.metrics.exists() else b""
+        lines = data.decode("ascii", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -192,6 +209,16 @@ class RunDirectory:
                 records.append(record)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
         return records
+
+    def _check_metrics(self) -> None:
+        """Raise CheckpointError for what is no file: a FIFO would be waited for."""
+        with io_errors("read metrics", self.metrics):
+            is_other = self.metrics.exists() and not self.metrics.is_file()
+        if is_other:
+            raise CheckpointError(
+                f"{self.metrics} is no regular file; remove it to go on without the losses of the steps "
+                "before"
+            )
 
     def _bad_line(self, number: int, why: str) -> CheckpointError:
         return CheckpointError(

@@ -95,6 +95,13 @@ def blocking(name: str, steps: range) -> type[FakeEngine]:
     return Blocking
 
 
+class RefusesToLoad(FakeEngine):
+    """An engine that must not be asked for a checkpoint."""
+
+    def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
+        raise AssertionError(f"{directory} is loaded")
+
+
 def test_a_line_that_did_not_fit_is_written_whole_with_the_next(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, fake_is_complete)
     directory.start({}, {})
@@ -157,6 +164,48 @@ def test_an_error_of_a_runs_file_is_code_2_and_one_line(
     metrics.mkdir()
     assert main.main([*arguments, "--resume"]) == main.EXIT_ERROR
     assert capsys.readouterr().err.splitlines()[-1].startswith("gemini: error: ")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: TrainConfig, make: Any) -> None:
+    run(config, steps=2)
+    metrics = Path(str(config.checkpoint), "metrics.jsonl")
+    metrics.unlink()
+    make(metrics)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file; remove it"):
+        run(config, RefusesToLoad, resume=True)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file"):
+        RunDirectory(metrics.parent, fake_is_complete).read_metrics(2)
+    with pytest.raises(IoError, match=r"metrics\.jsonl"):
+        RunDirectory(metrics.parent, fake_is_complete).append_metrics({"step": 3})
+    assert fake_is_complete(metrics.parent / "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "memory.png"])
+def test_a_directory_in_the_place_of_a_file_costs_no_older_run(config: TrainConfig, name: str) -> None:
+    run(config, steps=2)
+    directory = Path(str(config.checkpoint))
+    before = (directory / "run.json").read_bytes()
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is a directory; move it away"):
+        run(config, overwrite=True)
+    assert fake_is_complete(directory / "checkpoint")
+    assert (directory / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
+def test_what_a_kill_left_half_written_goes_with_the_next_run(
+    config: TrainConfig, options: dict[str, Any]
+) -> None:
+    run(config, steps=2)
+    directory = Path(str(config.checkpoint))
+    before = {entry.name for entry in directory.iterdir()}
+    for name in ("run.json", "metrics.jsonl", "summary.json", "memory.png"):
+        (directory / f"{name}.tmp").write_text("half")
+    (directory / "mine.tmp").touch()
+    assert run(config, **options).exit_code == 0
+    assert {entry.name for entry in directory.iterdir()} == before | {"mine.tmp"}
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
