@@ -24,6 +24,7 @@ from booster_models import (
     tied,
     train,
 )
+from permissions import modes_respected
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -240,6 +241,24 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(
     booster, model, _ = boosted(plugin(), mlp(0))
     with pytest.raises(CheckpointError):
         booster.load_model(model, tmp_path)
+    assert_same(model.state_dict(), mlp(0).state_dict())
+
+
+@pytest.mark.parametrize("shut", [".", "model", "model/model.safetensors.index.json", "model/{}", "state"])
+def test_what_may_not_be_read_is_said(shut: str, tmp_path: Path) -> None:
+    Booster().save_model(mlp(1), tmp_path / "model", shard=True, size_per_shard=TINY)  # type: ignore[arg-type]
+    Booster().save_model(mlp(1), tmp_path / "state")
+    place = tmp_path / shut.format(next(iter(index_of(tmp_path / "model")["weight_map"].values())))
+    mode = place.stat().st_mode
+    place.chmod(0)
+    model = mlp(0)
+    with modes_respected():
+        for checkpoint in {"model", "state"} if shut == "." else {shut.split("/")[0]}:
+            with pytest.raises(
+                CheckpointError, match=r"cannot read .*Permission denied; .*permissions changed"
+            ):
+                Booster().load_model(model, tmp_path / checkpoint)
+    place.chmod(mode)
     assert_same(model.state_dict(), mlp(0).state_dict())
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gemini.checkpoint.directory import complete_checkpoints, latest
+from gemini.checkpoint.sealed_file import reading
 from gemini.errors import CheckpointError
 
 _ZIP = b"PK"  # what torch.save writes
@@ -28,7 +29,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     ``checkpoint`` is a file or a directory; see :meth:`Booster.load_model` for the formats.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it holds other things than tensors.
+        CheckpointError: there is none, this user may not read it, it is damaged, or it holds other things
+            than tensors.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -36,7 +38,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         self._where: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
-        for path, names in self._files_of(Path(checkpoint)).items():
+        with reading(Path(checkpoint)):
+            files = self._files_of(Path(checkpoint))
+        for path, names in files.items():
             held = self._names(path)
             if names is not None and not names <= held:
                 lost = sorted(names - held)
@@ -90,9 +94,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def _names(self, path: Path) -> set[str]:
         """Open a file and return the names of its tensors."""
+        with reading(path), path.open("rb") as file:
+            begin = file.read(2)
         try:
-            with path.open("rb") as file:
-                begin = file.read(2)
             if begin == _ZIP or begin[:1] == _PICKLE:
                 self._open[path] = _load_pickled(path, begin == _ZIP)
                 return set(self._open[path])
@@ -133,8 +137,10 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
     """Return the files that an index names, each with the names of its tensors, and the metadata that is
     text."""
     files: dict[Path, set[str] | None] = {}
+    with reading(index):
+        text = index.read_text(errors="replace")
     try:
-        document = json.loads(index.read_text())
+        document = json.loads(text)
         metadata = {key: text for key, text in document.get("metadata", {}).items() if isinstance(text, str)}
         for name, file in document["weight_map"].items():
             if Path(file).name != file:
@@ -142,6 +148,6 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
             wanted = files.setdefault(index.parent / file, set())
             assert wanted is not None
             wanted.add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged: {error!r}") from error
     return files, metadata
