@@ -3,49 +3,29 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
 
 #include "async_file_test_util.h"
+#include "forbidden_calls.h"
 #include "io_hooks.h"
 #include "temp_dir.h"
 
-#if defined(__linux__) && __has_include(<linux/seccomp.h>)
+#ifdef GEMINI_CAN_FORBID_CALLS
 
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 namespace gemini {
 namespace {
-
-// Has io_uring_enter fail with EPERM in all threads of this process, for good.
-bool forbid_entering() {
-  sock_filter steps[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program{4, steps};
-  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0;
-}
 
 // Forbids the ring while the kernel has some of its requests: as the first completion is judged.
 class ForbiddingHook : public IoHook {
  public:
   int64_t after(bool, int64_t result, int64_t) override {
-    if (!forbidden.exchange(true)) possible = forbid_entering();
+    if (!forbidden.exchange(true)) possible = forbid(__NR_io_uring_enter, EPERM);
     return result;
   }
   std::atomic<bool> forbidden{false};
   std::atomic<bool> possible{true};
 };
-
-constexpr int kSkipped = 77;
 
 // Returns what a process exits with that does all this: 0 when everything was as it must be.
 int use_a_ring_that_fails() {
