@@ -65,17 +65,11 @@ struct GpuLanes::EventPool {
 };
 
 GpuLanes::GpuLanes(std::shared_ptr<GpuDriver> driver)
-    : driver_(std::move(driver)), events_(std::make_shared<EventPool>(driver_)) {
-  for (const Lane own : {Lane::kHostToDevice, Lane::kDeviceToHost}) {
-    streams_[static_cast<size_t>(own)] = driver_->create_stream();
-  }
-}
-
-GpuLanes::~GpuLanes() {
-  for (const Lane own : {Lane::kHostToDevice, Lane::kDeviceToHost}) {
-    driver_->destroy_stream(stream(own));
-  }
-}
+    : driver_(std::move(driver)),
+      events_(std::make_shared<EventPool>(driver_)),
+      to_device_(*driver_),
+      to_host_(*driver_),
+      streams_{0, to_device_.get(), to_host_.get()} {}
 
 void GpuLanes::follow(GpuDriver::Stream stream) {
   auto& compute = streams_[static_cast<size_t>(Lane::kCompute)];

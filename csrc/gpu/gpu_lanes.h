@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gpu/gpu_driver.h"
+#include "gpu/gpu_stream.h"
 
 namespace gemini {
 
@@ -60,7 +61,7 @@ class PassedUses {
 class GpuLanes {
  public:
   explicit GpuLanes(std::shared_ptr<GpuDriver> driver);
-  ~GpuLanes();
+  ~GpuLanes() = default;
   GpuLanes(const GpuLanes&) = delete;
   GpuLanes& operator=(const GpuLanes&) = delete;
 
@@ -91,7 +92,9 @@ class GpuLanes {
 
   std::shared_ptr<GpuDriver> driver_;
   std::shared_ptr<EventPool> events_;
-  std::array<GpuDriver::Stream, kNumLanes> streams_{};
+  const GpuStream to_device_;
+  const GpuStream to_host_;
+  std::array<GpuDriver::Stream, kNumLanes> streams_;  // by lane
   uint64_t num_marks_ = 0;
 };
 

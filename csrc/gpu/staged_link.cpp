@@ -31,7 +31,7 @@ StagedLink::StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link li
       file_(file),
       link_(link),
       report_(std::move(report)),
-      stream_(lanes_->driver().create_stream()),
+      stream_(lanes_->driver()),
       thread_(start_worker("transfers between GPU and disk", [this] { work(); })) {}
 
 StagedLink::~StagedLink() {
@@ -41,7 +41,6 @@ StagedLink::~StagedLink() {
   }
   close();
   for (const auto& piece : pieces_) lanes_->driver().destroy_event(piece->copied);
-  lanes_->driver().destroy_stream(stream_);
 }
 
 void StagedLink::submit(StagedJob job) {
@@ -94,7 +93,7 @@ void StagedLink::transfer(const StagedJob& job) {
     return;
   }
   make_pieces();
-  lanes_->wait(stream_, job.after);
+  lanes_->wait(stream_.get(), job.after);
   try {
     link_ == Link::kDiskRead ? read_pieces(job) : write_pieces(job);
   } catch (...) {
@@ -118,8 +117,8 @@ void StagedLink::read_pieces(const StagedJob& job) {
     Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
     file_.wait(std::exchange(piece.ticket, 0));
     driver.copy(job.gpu + static_cast<uint64_t>(i * kPieceBytes), number(piece.buffer.address()),
-                size(i), stream_);
-    driver.record(piece.copied, stream_);
+                size(i), stream_.get());
+    driver.record(piece.copied, stream_.get());
     // The piece before had until now for its copy: its buffer is the next to be filled.
     if (i > 0 && i - 1 + kNumPieces < count) start(i - 1 + kNumPieces);
   }
@@ -135,8 +134,8 @@ void StagedLink::write_pieces(const StagedJob& job) {
     Piece& piece = *pieces_[static_cast<size_t>(i % kNumPieces)];
     if (piece.ticket != 0) file_.wait(std::exchange(piece.ticket, 0));
     driver.copy(number(piece.buffer.address()), job.gpu + static_cast<uint64_t>(i * kPieceBytes),
-                size(i), stream_);
-    driver.record(piece.copied, stream_);
+                size(i), stream_.get());
+    driver.record(piece.copied, stream_.get());
   };
   for (int64_t i = 0; i < std::min<int64_t>(count, kNumPieces); ++i) start(i);
   for (int64_t i = 0; i < count; ++i) {

@@ -12,6 +12,7 @@
 
 #include "aio/async_file.h"
 #include "gpu/gpu_lanes.h"
+#include "gpu/gpu_stream.h"
 #include "gpu/pinned_arena.h"
 #include "transfer/transfer_engine.h"
 
@@ -64,7 +65,7 @@ class StagedLink {
   const Link link_;
   const Report report_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // the thread's; made by the first transfer
-  GpuDriver::Stream stream_;
+  const GpuStream stream_;
   std::mutex mutex_;
   std::condition_variable ready_;  // a job was submitted, or closing
   std::deque<StagedJob> jobs_;     // guarded by mutex_

@@ -1,0 +1,24 @@
+// A stream of the runtime's own.
+#pragma once
+
+#include "gpu/gpu_driver.h"
+
+namespace gemini {
+
+// Made by the constructor, which throws Error, and given back by the destructor. The driver must
+// outlive it.
+class GpuStream {
+ public:
+  explicit GpuStream(GpuDriver& driver) : driver_(driver), handle_(driver.create_stream()) {}
+  ~GpuStream() { driver_.destroy_stream(handle_); }
+  GpuStream(const GpuStream&) = delete;
+  GpuStream& operator=(const GpuStream&) = delete;
+
+  [[nodiscard]] GpuDriver::Stream get() const noexcept { return handle_; }
+
+ private:
+  GpuDriver& driver_;
+  const GpuDriver::Stream handle_;
+};
+
+}  // namespace gemini
