@@ -24,7 +24,7 @@ from gemini.errors import ConfigError
 from gemini.placement import TierCapacity
 from gemini.runtime.chunk_pool import ChunkPool
 from gemini.runtime.keep_plan import Fate, KeepPlan
-from gemini.runtime.leases import Leases
+from gemini.runtime.leases import Leases, pin
 from gemini.runtime.param import ManagedParameter, ManagedTensor
 from gemini.runtime.recompute import Recompute
 from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_bytes
@@ -271,9 +271,12 @@ class ActivationOffload:
         # Aligned as they were in their own memory: kernels may sum in another order where that differs.
         pad = extent.address_in(tensor) % manager.chunks.device.align_bytes
         parcel = Parcel(tensor, extent, pad, self._pool.take(extent.stop - extent.start + pad), self._gone)
-        with manager.operator((parcel.tensor,), dirty=(parcel.tensor,)):
+        pin(manager, parcel)
+        try:
             since = time.perf_counter()
             parcel.fill(tensor)
+        finally:
+            manager.post_op((parcel.tensor,), dirty=True)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._leave_behind(parcel.chunk)
         if self.recompute is not None:

@@ -69,6 +69,23 @@ class ChunkPool:
         heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
 
 
+def too_large_now(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None:
+    """Return the error of an activation that does not fit DEVICE beside what is pinned; None: it would."""
+    pinned = [other for other in chunks.chunks if other is not chunk and chunks.table.pins(other.id)]
+    pinned_bytes = sum(other.spec.nbytes for other in pinned)
+    saved_bytes = sum(other.spec.nbytes for other in pinned if other.spec.kind is ChunkKind.ACTIVATION)
+    needed_bytes, device_bytes = pinned_bytes + chunk.spec.nbytes, chunks.budgets.device_bytes
+    if needed_bytes <= device_bytes:
+        return None
+    return OutOfBudgetError(
+        f"an activation in one piece of {chunk.spec.nbytes} bytes ({format_bytes(chunk.spec.nbytes)}), which "
+        f"activation_offload stores, does not fit DEVICE with {device_bytes} bytes beside what the operator "
+        f"that saves or uses it has pinned: {pinned_bytes - saved_bytes} bytes of model data and "
+        f"{saved_bytes} bytes of other activations; raise device_bytes to {needed_bytes} or more, lower the "
+        "batch size, or put torch.utils.checkpoint around the layers that save it"
+    )
+
+
 def rounded_bytes(nbytes: int, block_bytes: int) -> int:
     """Return the size of the chunk for ``nbytes``: whole blocks, ``_SIZES_PER_OCTAVE`` sizes to a
     doubling."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gemini.chunk import Chunk
+from gemini.chunk import Chunk, ChunkKind
+from gemini.errors import OutOfBudgetError
+from gemini.runtime.chunk_pool import too_large_now
 from gemini.runtime.keep_plan import Fate
 from gemini.runtime.phases import BACKWARD
 
@@ -28,6 +30,22 @@ class Tenant(Protocol):
 
     @property
     def fate(self) -> Fate | None: ...
+
+
+def pin(manager: GeminiManager, tenant: Tenant) -> None:
+    """Fetch the tenant's chunk and pin it.
+
+    Raises:
+        OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
+    """
+    try:
+        manager.pre_op((tenant.tensor,))
+    except OutOfBudgetError as error:
+        is_saved = tenant.chunk.spec.kind is ChunkKind.ACTIVATION
+        too_large = too_large_now(manager.chunks, tenant.chunk) if is_saved else None
+        if too_large is None:
+            raise
+        raise too_large from error
 
 
 class Leases:
@@ -55,7 +73,7 @@ class Leases:
             manager.phase = BACKWARD
         if tenant.fate is not None:
             tenant.fate.settle(manager.chunks.table, tenant.chunk.id)
-        manager.pre_op((tenant.tensor,))
+        pin(manager, tenant)
         try:
             storage, life = manager.chunks.lend(tenant.chunk)
             lease = weakref.ref(life, self._end)

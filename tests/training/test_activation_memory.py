@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -193,6 +194,54 @@ def test_activations_that_fit_no_tier_are_refused(tmp_path: Path) -> None:
         gc.collect()
         assert activation_bytes(model) == 0
         assert_within_budgets(model.stats())
+
+
+class Wide(nn.Module):
+    """A layer whose input is saved while its weights are pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
+        out: Tensor = self.one(x * 2)
+        return out
+
+
+class Product(nn.Module):
+    """Two tensors that are saved one after the other and used together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x + 1`` by its sine."""
+        y = x * self.scale + 1
+        out: Tensor = y * y.sin().mul_(1.5)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("build", "kib", "pinned"), [(Wide, 240, r"\d{5} bytes of model"), (Product, 150, "0 bytes of model")]
+)
+def test_an_activation_too_large_beside_what_is_pinned_is_named(
+    build: type[nn.Module], kib: int, pinned: str, tmp_path: Path
+) -> None:
+    batch = torch.ones(kib * KIB // (4 * 96), 96)
+    with GeminiDDP(seeded(build), **offloaded(tmp_path, 240 * KIB)) as model:
+        with pytest.raises(
+            OutOfBudgetError, match=f"{pinned}.* raise device_bytes to .*checkpoint"
+        ) as raised:
+            model(batch).sum().backward()
+        enough = int(re.findall(r"raise device_bytes to (\d+)", str(raised.value))[0])
+        del raised
+        gc.collect()
+        assert activation_bytes(model) == 0
+        assert_within_budgets(model.stats())
+    with GeminiDDP(seeded(build), **offloaded(tmp_path, enough)) as model:
+        model(batch).sum().backward()
 
 
 def test_offload_needs_a_tier_below_device() -> None:
