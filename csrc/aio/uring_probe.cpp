@@ -7,22 +7,33 @@
 #include <liburing.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 
 namespace gemini {
 namespace {
 
-constexpr int kMaxAttempts = 1000;  // at a call that was interrupted
+constexpr int kMaxAttempts = 1000;        // at a call that was interrupted
+constexpr unsigned kMaxOperations = 256;  // that a kernel can be asked about
 
-bool has_operations(io_uring& ring) {
-  io_uring_probe* const probe = ::io_uring_get_probe_ring(&ring);
-  bool all = probe != nullptr;
+// Says why not all operations that are needed are there, or may be known to be; empty: they are.
+std::string lacking_operations(io_uring& ring) {
+  const size_t nbytes = sizeof(io_uring_probe) + kMaxOperations * sizeof(io_uring_probe_op);
+  const std::unique_ptr<io_uring_probe, decltype(&std::free)> probe(
+      static_cast<io_uring_probe*>(std::calloc(1, nbytes)), &std::free);
+  if (!probe) return std::string("io_uring_register: ") + std::strerror(ENOMEM);
+  const int code = ::io_uring_register_probe(&ring, probe.get(), kMaxOperations);
+  // A kernel that does not know the question has none of the operations either.
+  if (code < 0 && code != -EINVAL) {
+    return std::string("io_uring_register: ") + std::strerror(-code);
+  }
+  bool all = code >= 0;
   for (const int operation : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READV, IORING_OP_WRITEV,
                               IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED}) {
-    all = all && ::io_uring_opcode_supported(probe, operation) != 0;
+    all = all && ::io_uring_opcode_supported(probe.get(), operation) != 0;
   }
-  if (probe != nullptr) ::io_uring_free_probe(probe);
-  return all;
+  return all ? "" : "the kernel is older than Linux 5.6";
 }
 
 // Hands over a request that does nothing and waits for it: a filter of system calls may allow a
@@ -43,11 +54,10 @@ std::string find_refusal() {
   io_uring ring{};
   const int code = ::io_uring_queue_init(2, &ring, 0);
   if (code < 0) return std::string("io_uring_setup: ") + std::strerror(-code);
-  std::string refusal;
-  if (!has_operations(ring)) {
-    refusal = "the kernel is older than Linux 5.6";
-  } else if (const int result = try_request(ring); result < 0) {
-    refusal = std::string("io_uring_enter: ") + std::strerror(-result);
+  std::string refusal = lacking_operations(ring);
+  if (refusal.empty()) {
+    const int result = try_request(ring);
+    if (result < 0) refusal = std::string("io_uring_enter: ") + std::strerror(-result);
   }
   ::io_uring_queue_exit(&ring);
   return refusal;

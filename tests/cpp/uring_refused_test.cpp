@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstring>
+#include <string>
 
 #include "async_file_test_util.h"
 #include "forbidden_calls.h"
@@ -44,11 +46,27 @@ int use_a_ring_that_fails() {
   return testing::Test::HasFailure() ? 1 : 0;
 }
 
+// The same for a filter that allows all but asking what the ring can do.
+int ask_where_it_is_forbidden() {
+  if (!forbid(__NR_io_uring_register, EPERM)) return kSkipped;
+  const std::string& refusal = uring_refusal();
+  if (refusal.starts_with("io_uring_setup") || refusal.starts_with("this build")) return kSkipped;
+  EXPECT_EQ(refusal, std::string("io_uring_register: ") + std::strerror(EPERM));
+  return testing::Test::HasFailure() ? 1 : 0;
+}
+
+bool lives(int status) {
+  return WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == kSkipped);
+}
+
+TEST(UringRefused, TheCallThatIsRefusedIsNamed) {
+  testing::FLAGS_gtest_death_test_style =
+      "threadsafe";  // anew: the refusal is found once for a process
+  EXPECT_EXIT(::_exit(ask_where_it_is_forbidden()), lives, "");
+}
+
 TEST(UringRefused, RequestsOfARingThatFailsAreErrorsAndTheProcessLives) {
   if (!uring_refusal().empty()) GTEST_SKIP() << uring_refusal();
-  const auto lives = [](int status) {
-    return WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == kSkipped);
-  };
   EXPECT_EXIT(::_exit(use_a_ring_that_fails()), lives, "");
 }
 
