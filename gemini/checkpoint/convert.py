@@ -204,7 +204,7 @@ class _Mapped:
         """Return the states of a parameter as torch's Adam names them."""
         count = self._reader.manifest["optimizer_steps"][param]
         moments = {state: self._file.copy(self._reader.state(state, param)) for state in contents.MOMENTS}
-        return {"step": torch.tensor(float(count)), **moments}
+        return {"step": torch.tensor(float(count), dtype=torch.float32, device="cpu"), **moments}
 
 
 def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:

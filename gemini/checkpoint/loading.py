@@ -250,7 +250,7 @@ def _load_weights(reader: CheckpointReader, model: GeminiDDP) -> None:
             for first, values in pieces:
                 write_range(slot, first, values, model.manager)
         else:
-            whole = torch.empty(slot.param_view.shape, dtype=contents.weight_dtype(slot))
+            whole = torch.empty(slot.param_view.shape, dtype=contents.weight_dtype(slot), device="cpu")
             for first, values in pieces:
                 whole.view(-1)[first : first + values.numel()] = values
             write_values(slot, whole, model.manager)
@@ -263,7 +263,7 @@ def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiO
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     for slot in optimizer.steps.keys() - counts.keys():
         for kind in contents.MOMENTS.values():  # it starts anew, as it had when this checkpoint was saved
-            write_state(optimizer, slot, kind, torch.zeros(()))
+            write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
     optimizer.steps = counts
     for slot in (slot for slot in slots.values() if slot in counts):
         for state, kind in contents.MOMENTS.items():

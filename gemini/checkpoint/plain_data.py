@@ -69,7 +69,7 @@ def _tensor(data: dict[str, Any]) -> torch.Tensor:
         raise TypeError(f"{data['dtype']} is no dtype")
     raw = bytearray.fromhex(data["hex"])
     if not raw:
-        return torch.empty(data["shape"], dtype=dtype)
+        return torch.empty(data["shape"], dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=dtype).reshape(data["shape"])
 
 

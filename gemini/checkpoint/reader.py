@@ -89,7 +89,7 @@ class CheckpointReader:
     def state(self, state: str, param: str) -> torch.Tensor:
         """Return a copy of a parameter's state in the parameter's shape and memory order."""
         shape = self.manifest["parameters"][param]["shape"]
-        full = torch.empty_strided(shape, self.stride(param))
+        full = torch.empty_strided(shape, self.stride(param), dtype=torch.float32, device="cpu")
         flat = torch.as_strided(full, (full.numel(),), (1,))
         for first, values in self.state_pieces(state, param):
             flat[first : first + values.numel()] = values

@@ -73,7 +73,9 @@ class TensorReader:
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Return a copy of what :meth:`pieces` yields."""
         stored = self.tensors[name]
-        values = torch.empty(stored.numel - first if count is None else count, dtype=stored.dtype)
+        values = torch.empty(
+            stored.numel - first if count is None else count, dtype=stored.dtype, device="cpu"
+        )
         for at, piece in self.pieces(name, first, count):
             values[at - first : at - first + piece.numel()] = piece
         return values

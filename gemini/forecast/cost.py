@@ -115,7 +115,7 @@ def prepare(operation: Operation) -> Callable[[], object] | None:
 
 def _materialize(spec: TensorSpec) -> torch.Tensor:
     """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
     if spec.dtype.is_floating_point:
         return tensor.fill_(0.5)
     return tensor.fill_(1) if spec.dtype == torch.bool else tensor.zero_()

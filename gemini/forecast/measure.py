@@ -56,24 +56,28 @@ def seconds_of(call: Callable[[], object], *, repeats: int = _REPEATS, limit_sec
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    left = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 0.5, dtype=dtype)
+    left = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 0.5, dtype=dtype, device="cpu")
     return 2.0 * _MATMUL_SIZE**3 / seconds_of(lambda: left @ left, limit_seconds=0.5)
 
 
 def _memory_rate() -> float:
-    left, right = torch.ones(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
+    left, right = (torch.ones(_STREAM_NUMEL, dtype=torch.float32, device="cpu") for _ in range(2))
     return 3.0 * left.nbytes / seconds_of(lambda: left + right)
 
 
 def _adam_rate() -> float:
-    param, grad, exp_avg, exp_avg_sq = (torch.zeros(_STREAM_NUMEL) for _ in range(4))
+    param, grad, exp_avg, exp_avg_sq = (
+        torch.zeros(_STREAM_NUMEL, dtype=torch.float32, device="cpu") for _ in range(4)
+    )
     seconds = seconds_of(lambda: adam_update(param, grad, exp_avg, exp_avg_sq, AdamHyper(), 1))
     return 7.0 * param.nbytes / seconds
 
 
 def _moment_seconds() -> float:
     """Time a managed model that has next to nothing to compute, and all of it in moments."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(_TINY_LAYERS)))
+    model = nn.Sequential(
+        *(nn.Linear(16, 16, device="cpu", dtype=torch.float32) for _ in range(_TINY_LAYERS))
+    )
     total = 4 * 4 * _TINY_LAYERS * 4 * _KIB
     with GeminiDDP(
         model,
@@ -84,7 +88,7 @@ def _moment_seconds() -> float:
         search_range_mb=0,
     ) as managed:
         optimizer = GeminiOptimizer(CPUAdam(managed.parameters()), managed)
-        inputs = torch.ones(1, 16)
+        inputs = torch.ones(1, 16, dtype=torch.float32, device="cpu")
 
         def step() -> None:
             optimizer.backward(managed(inputs).sum())

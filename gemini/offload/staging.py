@@ -52,7 +52,7 @@ class Staging:
 
 
 def _pinned_memory(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     skip = -memory.data_ptr() % BLOCK_BYTES
     return memory[skip : skip + nbytes]
 

@@ -22,7 +22,7 @@ _BIAS = 150  # of an exponent, for a significand that is an integer
 
 def empty_squares() -> torch.Tensor:
     """Return the exact sum of no squares: int64, shape (exponents, limbs). Such sums can be added."""
-    return torch.zeros(_EXPONENTS, _LIMBS, dtype=torch.int64)
+    return torch.zeros(_EXPONENTS, _LIMBS, dtype=torch.int64, device="cpu")
 
 
 def exact_squares(values: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def exact_squares(values: torch.Tensor) -> torch.Tensor:
     if values.device.type != "cpu":
         return squares_by_operators(values).cpu()
     limbs = _C.exact_squares(values.data_ptr(), values.numel())
-    return torch.tensor(limbs, dtype=torch.int64).view(_EXPONENTS, _LIMBS)
+    return torch.tensor(limbs, dtype=torch.int64, device="cpu").view(_EXPONENTS, _LIMBS)
 
 
 def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,12 @@ def norm_of(squares: torch.Tensor) -> torch.Tensor:
     to fp32; as torch's, NaN where an element was no number, else infinite where one was infinite."""
     *sums, special = squares.tolist()
     if special[_NO_NUMBER]:
-        return torch.tensor(math.nan)
+        return torch.tensor(math.nan, dtype=torch.float32, device="cpu")
     if special[_INFINITE]:
-        return torch.tensor(math.inf)
+        return torch.tensor(math.inf, dtype=torch.float32, device="cpu")
     total = Fraction(0)
     for exponent, limbs in enumerate(sums):
         significands = sum(limb << _LIMB_BITS * place for place, limb in enumerate(limbs))
         if significands:
             total += significands * Fraction(2) ** (2 * (max(exponent, 1) - _BIAS))
-    return torch.tensor(float(total), dtype=torch.float64).sqrt().float()
+    return torch.tensor(float(total), dtype=torch.float64, device="cpu").sqrt().float()

@@ -70,7 +70,7 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
     if on_gpu:
         finite = finite and bool(torch.stack(on_gpu).isfinite().all())
     if manager.sharding is not None:
-        overflowed = torch.tensor([0.0 if finite else 1.0])
+        overflowed = torch.tensor([0.0 if finite else 1.0], dtype=torch.float32, device="cpu")
         manager.sharding.peers.largest(overflowed)
         finite = not overflowed.item()
     return finite
@@ -98,7 +98,7 @@ def total_norm(
 
     visit_gradients(storage, manager, measure)
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     each = torch.stack([norms[slot] for slot in order if slot in norms])
     norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
     return norm
@@ -122,7 +122,7 @@ def _norm_of_shards(
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}; over several ranks give a positive number or infinity")
     peers = manager.sharding.peers
-    squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64)
+    squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def measure(_slot: ManagedSlot, grad: torch.Tensor) -> None:
         if grad.numel() == 0:
@@ -143,6 +143,6 @@ def _norm_of_shards(
         # A NaN need not be the largest of anything: it is counted beside.
         said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
         peers.largest(said)
-        return torch.tensor(math.nan if said[1] else said[0].item())
+        return torch.tensor(math.nan if said[1] else said[0].item(), dtype=torch.float32, device="cpu")
     peers.sum(found)
     return (found[0] ** (1.0 / norm_type)).float()

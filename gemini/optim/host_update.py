@@ -60,7 +60,7 @@ def elements_per_second(processors: tuple[int, ...] = (), numel: int = _TRIED_EL
     ``numel`` only."""
     least, most = _TRIED_ELEMENTS
     tried = max(least, min(numel, most))
-    tensors = [torch.zeros(tried) for _ in range(4)]
+    tensors = [torch.zeros(tried, dtype=torch.float32, device="cpu") for _ in range(4)]
     param, grad, exp_avg, exp_avg_sq = tensors
     step = AdamStep(AdamHyper(lr=0.0), 1, GradScale())
     moments = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}

@@ -336,7 +336,12 @@ class KernelAdam(Optimizer):
                 stored.append(member)
                 continue
             if update.source is Source.ZERO:
-                state.update({"step": torch.tensor(0.0), **self._format.zeros(param)})
+                state.update(
+                    {
+                        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+                        **self._format.zeros(param),
+                    }
+                )
             elif isinstance(update.source, dict):
                 state.update(update.source)
             by_device.setdefault(param.device, []).append(member)
@@ -352,7 +357,7 @@ class KernelAdam(Optimizer):
         try:
             for param, found in arrays.items():
                 # The count of steps goes on in its tensor; these moments do not.
-                count = torch.tensor(float(slim[param]["step"]))
+                count = torch.tensor(float(slim[param]["step"]), dtype=torch.float32, device="cpu")
                 self.state[param] = {**slim[param], "step": count, **found}
             yield
         finally:
@@ -360,7 +365,8 @@ class KernelAdam(Optimizer):
 
 
 def _grad_scale(divisor: float) -> GradScale:
-    as_the_kernel_takes_it = torch.tensor(1.0 / divisor if divisor > 0.0 else 0.0, dtype=torch.float32)
+    inverse = 1.0 / divisor if divisor > 0.0 else 0.0
+    as_the_kernel_takes_it = torch.tensor(inverse, dtype=torch.float32, device="cpu")
     if not 0.0 < float(as_the_kernel_takes_it) < math.inf:
         raise ConfigError(
             f"grad_scale is {divisor}; it must be positive and finite, and its inverse too. Gradients "

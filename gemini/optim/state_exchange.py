@@ -25,7 +25,9 @@ _MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
 
 def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, values: torch.Tensor) -> None:
     """Copy ``values`` (the parameter's shape) into one state of a parameter."""
-    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
+    full = torch.empty_strided(
+        slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
+    )
     full.copy_(values)
     write_state_range(optimizer, slot, kind, 0, torch.as_strided(full, (full.numel(),), (1,)))
 
@@ -56,7 +58,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     for index, slot in enumerate(slots):
         if slot not in optimizer.steps:
             continue
-        state[index] = {"step": torch.tensor(float(optimizer.steps[slot]))}
+        state[index] = {"step": torch.tensor(float(optimizer.steps[slot]), dtype=torch.float32, device="cpu")}
         for name, kind in _MOMENTS.items():
             value = read_state(slot, kind, optimizer.model.manager)
             state[index][name] = export.copy(value) if export is not None else value
@@ -105,7 +107,7 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
     with torch.no_grad():
         for slot in optimizer.steps.keys() - steps.keys():  # torch replaces all states: this one starts anew
             for kind in _MOMENTS.values():
-                write_state(optimizer, slot, kind, torch.zeros(()))
+                write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
         optimizer.steps = steps
         for slot, entry in loaded.states.items():
             for name, kind in _MOMENTS.items():

@@ -189,7 +189,9 @@ class StateFile:
 
     def empty(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the arrays of a state that is here, to be filled by ``take``, in the order it has here."""
-        return self._format.empty(torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1]))
+        return self._format.empty(
+            torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1], device="cpu")
+        )
 
     def put(self, batch: Batch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]) -> None:
         """Write to ``buffer``, which has ``batch``, the states in ``work`` that do not come from the file."""
@@ -216,7 +218,7 @@ class StateFile:
 def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[Batch, torch.Tensor]:
     """Return the state of the elements from ``start`` on, zeros, as a batch and its memory."""
     segment, nbytes = _place(state_format.parts(param), param, start, param.numel() - start, 0)
-    return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8)
+    return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _stored(buffer: torch.Tensor, part: Part, segment: Segment) -> torch.Tensor:

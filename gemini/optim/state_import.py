@@ -72,7 +72,7 @@ def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaul
             continue
         plain = {name: box.value for name, box in values.items()}
         result[param] = {
-            "step": torch.tensor(float(plain["step"]), dtype=torch.float32),
+            "step": torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu"),
             **_others(plain),
             **state_format.imported(plain, param),
         }

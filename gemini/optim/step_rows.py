@@ -49,7 +49,9 @@ class StepRows:
         """
         self.device = members[0].param.device
         self._groups = np.array([member.group for member in members], dtype=np.int64)
-        counts = torch.tensor([float(member.state["step"]) for member in members])
+        counts = torch.tensor(
+            [float(member.state["step"]) for member in members], dtype=torch.float32, device="cpu"
+        )
         for member, count in zip(members, counts.unbind(), strict=True):
             _move_step(member.state, count)
         self._counts = counts.numpy()

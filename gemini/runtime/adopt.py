@@ -142,7 +142,9 @@ def read_values(slot: ManagedSlot, manager: GeminiManager) -> torch.Tensor:
 def read_state(slot: ManagedSlot, kind: ChunkKind, manager: GeminiManager) -> torch.Tensor:
     """Return a copy of one optimizer state of a parameter, whole, fp32, in the parameter's own memory
     layout. Over several ranks all of them call it."""
-    full = torch.empty_strided(slot.param_view.shape, slot.param_view.stride())
+    full = torch.empty_strided(
+        slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
+    )
     flat = torch.as_strided(full, (full.numel(),), (1,))
     if manager.sharding is not None:
         flat.zero_()

@@ -20,8 +20,8 @@ def total_norm(
     ``torch.nn.utils.get_total_norm``, bit for bit.
     """
     if not parts:
-        return torch.zeros((), device=device)
-    nothing = torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
+    nothing = torch.zeros((), dtype=torch.float32, device=device)
     own = torch.stack(
         [nothing if p is None else torch.linalg.vector_norm(p, norm_type).to(device) for p in parts]
     )

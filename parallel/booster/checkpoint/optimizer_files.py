@@ -110,7 +110,9 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
         if slot not in optimizer.steps:
             continue
         # As torch's Adam has it, whose state this can become.
-        values[slot.name] = {"step": torch.tensor(float(optimizer.steps[slot]))}
+        values[slot.name] = {
+            "step": torch.tensor(float(optimizer.steps[slot]), dtype=torch.float32, device="cpu")
+        }
         for moment, kind in MOMENTS.items():
             read = partial(read_state, slot, kind, optimizer.model.manager)
             shape = tuple(slot.param_view.shape)
