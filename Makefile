@@ -1,5 +1,5 @@
 # make demo   train a GPT several times larger than the memory it is allowed, and verify it
-# make test   all tests, Python and C++
+# make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
 
@@ -25,6 +25,7 @@ demo: setup
 test: setup
 	@scripts/check.sh py $(PYTEST_ARGS)
 	@scripts/check.sh cpp
+	@scripts/check.sh standin
 
 bench: setup
 	.venv/bin/gemini bench $(BENCH_ARGS)

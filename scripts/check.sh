@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {py|cpp|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {py|cpp|standin|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
 # `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -112,6 +112,22 @@ cpp() {
   check "C++ tests" run_tests "$dir"
 }
 
+# All tests that need a GPU, on the stand-in for one. It has no kernel of Adam, which test_gpu_adam.py looks at, and no
+# generator of random numbers, which its benchmark uses.
+standin() {
+  has_gtest || return 0
+  "$BIN/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
+    || { say "tests on the stand-in for CUDA left out: this torch has CUDA itself"; return 0; }
+  local dir
+  dir=build/cmake-$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')
+  check "build the stand-in for CUDA" build_tests "$dir" torch_cuda_standin "-DPython_EXECUTABLE=$BIN/python" \
+    "-Dpybind11_DIR=$("$BIN/python" -m pybind11 --cmakedir)" \
+    "-DGEMINI_TORCH_DIR=$("$BIN/python" -c 'import torch; print(torch.__path__[0])')"
+  check "tests of a GPU on the stand-in" env OMP_NUM_THREADS=1 PYTHONPATH=tests/standin "GEMINI_STANDIN_DIR=$dir/standin" \
+    "$BIN/python" -m pytest -m cuda -n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal \
+    --ignore tests/unit/test_gpu_adam.py --deselect tests/unit/test_bench_adam.py::test_cuda_case_runs_and_gives_figures
+}
+
 # The thread sanitizer looks at the parts that own threads.
 readonly THREADED=(arena_test engine_test async_file_test async_file_extents_test async_file_faults_test gpu_engine_test \
   gpu_blocks_test cuda_driver_test)
@@ -153,8 +169,8 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  lint | format | cpp | build_sanitized | sanitize | package) "$1" ;;
-  all) lint; py; cpp; sanitize; package ;;
+  lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
+  all) lint; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac
 [ ${#failed[@]} -eq 0 ] || { say "failed: ${failed[*]}"; exit 1; }

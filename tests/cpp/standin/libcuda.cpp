@@ -3,20 +3,22 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
 #include "gpu/cuda_abi.h"
 #include "gpu/simulated_gpu.h"
+#include "library.h"
 
 namespace {
 
 using gemini::GpuDriver;
 using namespace gemini::cuda_abi;
+using namespace gemini::standin;
 
 constexpr Result kInvalidValue = 1;
 constexpr Result kNotInitialized = 3;
@@ -24,35 +26,7 @@ constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
 constexpr Result kAlreadyRegistered = 712;
 constexpr Result kNotRegistered = 713;
-constexpr int64_t kGranularity = 2 << 20;
-constexpr int64_t kTotalBytes = 256 << 20;
 constexpr int kDevice = 0;
-
-struct Mapping {
-  size_t nbytes;
-  Handle handle;
-  bool accessible;
-};
-
-// Physical memory is the GPU's again when its owner has released it and nothing shows it.
-struct Memory {
-  size_t nbytes;
-  int num_mappings;
-  bool released;
-};
-
-struct Library {
-  std::mutex mutex;
-  gemini::SimulatedGpu gpu{
-      {.total_bytes = kTotalBytes, .granularity = kGranularity, .max_delay_us = 200, .seed = 1}};
-  std::map<DevicePtr, size_t> reservations;  // guarded by mutex
-  std::map<DevicePtr, Mapping> mappings;     // guarded by mutex
-  std::map<Handle, Memory> memories;         // guarded by mutex
-  std::map<void*, size_t> host_memory;       // guarded by mutex
-  std::set<GpuDriver::Event> recorded;       // guarded by mutex
-  bool initialized = false;                  // guarded by mutex
-  int num_retained = 0;                      // guarded by mutex
-};
 
 Library& library() {
   static Library* const one = new Library;  // for good: threads may use it at the end
@@ -77,7 +51,12 @@ Result in_context(const std::function<Result(Library&)>& call) {
 
 bool is_whole(size_t nbytes) { return nbytes > 0 && nbytes % kGranularity == 0; }
 
-GpuDriver::Stream number(Stream stream) { return reinterpret_cast<GpuDriver::Stream>(stream); }
+// The null stream is one like any other: it is where torch's operators go.
+GpuDriver::Stream number(Stream stream) {
+  static const GpuDriver::Stream null_stream = library().gpu.create_stream();
+  return stream == nullptr ? null_stream : reinterpret_cast<GpuDriver::Stream>(stream);
+}
+
 GpuDriver::Event number(Event event) { return reinterpret_cast<GpuDriver::Event>(event); }
 
 // Whether all of a range is memory of the host, or is mapped and may be accessed.
@@ -96,6 +75,9 @@ bool is_accessible(Library& own, DevicePtr begin, size_t nbytes) {
   }
   return true;
 }
+
+// The caller holds the mutex.
+int64_t free_bytes_of(Library& own) { return own.gpu.memory().free_bytes - own.taken_bytes; }
 
 void give_back(Library& own, std::map<Handle, Memory>::iterator memory) {
   if (!memory->second.released || memory->second.num_mappings > 0) return;
@@ -161,9 +143,9 @@ EXPORTED Result cuGetErrorString(Result, const char** text) {
 
 EXPORTED Result cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
   return in_context([&](Library& own) {
-    const GpuDriver::Memory memory = own.gpu.memory();
-    *free_bytes = static_cast<size_t>(memory.free_bytes);
-    *total_bytes = static_cast<size_t>(memory.total_bytes);
+    const std::lock_guard lock(own.mutex);
+    *free_bytes = static_cast<size_t>(free_bytes_of(own));
+    *total_bytes = static_cast<size_t>(own.gpu.memory().total_bytes);
     return kSuccess;
   });
 }
@@ -206,6 +188,7 @@ EXPORTED Result cuMemCreate(Handle* handle, size_t nbytes, const AllocationPrope
   return in_context([&](Library& own) -> Result {
     if (!is_whole(nbytes) || wanted->location.id != kDevice) return kInvalidValue;
     const std::lock_guard lock(own.mutex);
+    if (free_bytes_of(own) < static_cast<int64_t>(nbytes)) return kOutOfMemory;
     *handle = own.gpu.create_block(static_cast<int64_t>(nbytes));
     own.memories[*handle] = {nbytes, 0, false};
     return kSuccess;
@@ -378,6 +361,29 @@ EXPORTED Result cuMemsetD8Async(DevicePtr address, unsigned char value, size_t n
     const std::lock_guard lock(own.mutex);
     if (!is_accessible(own, address, nbytes)) return kInvalidValue;
     own.gpu.fill(address, value, static_cast<int64_t>(nbytes), number(stream));
+    return kSuccess;
+  });
+}
+
+// Has a stream call `work(data)`, which uses (address, bytes) each of `ranges`: what a kernel does.
+EXPORTED Result standin_launch(Stream stream, const uint64_t* ranges, size_t num_ranges,
+                               void (*work)(void*), void* data) {
+  return in_context([&](Library& own) -> Result {
+    std::vector<gemini::GpuRange> used;
+    for (size_t i = 0; i < num_ranges; ++i) {
+      used.push_back({ranges[2 * i], static_cast<int64_t>(ranges[2 * i + 1])});
+    }
+    own.gpu.launch(number(stream), std::move(used), [=] { work(data); });
+    return kSuccess;
+  });
+}
+
+// Counts bytes as taken, or given back where they are negative: memory that the caller has itself.
+EXPORTED Result standin_take(int64_t nbytes) {
+  return in_context([&](Library& own) -> Result {
+    const std::lock_guard lock(own.mutex);
+    if (nbytes > 0 && free_bytes_of(own) < nbytes) return kOutOfMemory;
+    own.taken_bytes += nbytes;
     return kSuccess;
   });
 }

@@ -1,0 +1,44 @@
+// What the stand-in for NVIDIA's driver (libcuda.cpp) knows of its one GPU.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "gpu/cuda_abi.h"
+#include "gpu/simulated_gpu.h"
+
+namespace gemini::standin {
+
+inline constexpr int64_t kGranularity = 2 << 20;
+inline constexpr int64_t kTotalBytes = 1 << 30;
+
+struct Mapping {
+  size_t nbytes;
+  cuda_abi::Handle handle;
+  bool accessible;
+};
+
+// Physical memory is the GPU's again when its owner has released it and nothing shows it.
+struct Memory {
+  size_t nbytes;
+  int num_mappings;
+  bool released;
+};
+
+struct Library {
+  std::mutex mutex;
+  SimulatedGpu gpu{
+      {.total_bytes = kTotalBytes, .granularity = kGranularity, .max_delay_us = 200, .seed = 1}};
+  std::map<cuda_abi::DevicePtr, size_t> reservations;  // guarded by mutex
+  std::map<cuda_abi::DevicePtr, Mapping> mappings;     // guarded by mutex
+  std::map<cuda_abi::Handle, Memory> memories;         // guarded by mutex
+  std::map<void*, size_t> host_memory;                 // guarded by mutex
+  std::set<GpuDriver::Event> recorded;                 // guarded by mutex
+  int64_t taken_bytes = 0;                             // guarded by mutex: see standin_take
+  bool initialized = false;                            // guarded by mutex
+  int num_retained = 0;                                // guarded by mutex
+};
+
+}  // namespace gemini::standin

@@ -1,0 +1,227 @@
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
+
+#include <mutex>
+#include <set>
+#include <string>
+
+#include "torch_cuda.h"
+
+namespace standin {
+namespace {
+
+using gemini::cuda_abi::Calls;
+using gemini::cuda_abi::Result;
+
+std::mutex mutex;
+std::set<c10::StreamId> streams{0};  // guarded by mutex
+std::string failure;                 // guarded by mutex: of work on a stream
+
+thread_local c10::StreamId the_stream = 0;
+
+gemini::cuda_abi::Stream handle(c10::StreamId stream) {
+  return reinterpret_cast<gemini::cuda_abi::Stream>(stream);
+}
+gemini::cuda_abi::Event handle(void* event) { return static_cast<gemini::cuda_abi::Event>(event); }
+
+// From the library that is loaded already.
+template <typename Function>
+Function find(const char* symbol) {
+  static void* const library = ::dlopen("libcuda.so.1", RTLD_NOW);
+  TORCH_CHECK(library != nullptr, "the stand-in for the driver must be loaded first");
+  auto* const found = reinterpret_cast<Function>(::dlsym(library, symbol));
+  TORCH_CHECK(found != nullptr, "the stand-in for the driver has no ", symbol);
+  return found;
+}
+
+void run_and_delete(void* data) {
+  const std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(data));
+  try {
+    (*work)();
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex);
+    if (failure.empty()) failure = error.what();
+  }
+}
+
+void raise_failure() {
+  std::string text;
+  {
+    const std::lock_guard lock(mutex);
+    text.swap(failure);
+  }
+  TORCH_CHECK(text.empty(), "CUDA error: an operator given before failed: ", text);
+}
+
+}  // namespace
+
+const Calls& driver() {
+  static const Calls calls = [] {
+    Calls found;
+#define STANDIN_FIND(member, symbol, parameters) \
+  found.member = find<decltype(found.member)>(symbol);
+    GEMINI_CUDA_CALLS(STANDIN_FIND)
+#undef STANDIN_FIND
+    return found;
+  }();
+  return calls;
+}
+
+void check(Result result, const char* doing) {
+  TORCH_CHECK(result == gemini::cuda_abi::kSuccess, "CUDA error ", result, " in ", doing);
+}
+
+void enter_context() {
+  thread_local bool entered = false;
+  if (entered) return;
+  static const gemini::cuda_abi::Context context = [] {
+    gemini::cuda_abi::Context retained = nullptr;
+    check(driver().init(0), "cuInit");
+    check(driver().retain(&retained, 0), "cuDevicePrimaryCtxRetain");
+    return retained;
+  }();
+  check(driver().push(context), "cuCtxPushCurrent");
+  entered = true;
+}
+
+c10::StreamId current_stream() { return the_stream; }
+
+c10::StreamId exchange_stream(c10::StreamId stream) { return std::exchange(the_stream, stream); }
+
+c10::StreamId make_stream() {
+  enter_context();
+  gemini::cuda_abi::Stream made = nullptr;
+  check(driver().stream_create(&made, gemini::cuda_abi::kStreamNonBlocking), "cuStreamCreate");
+  const std::lock_guard lock(mutex);
+  return *streams.insert(reinterpret_cast<c10::StreamId>(made)).first;
+}
+
+void launch(const Ranges& ranges, std::function<void()> work) {
+  using Launch =
+      Result (*)(gemini::cuda_abi::Stream, const uint64_t*, size_t, void (*)(void*), void*);
+  static const auto give = find<Launch>("standin_launch");
+  enter_context();
+  std::vector<uint64_t> flat;
+  for (const auto& [address, nbytes] : ranges) {
+    flat.push_back(reinterpret_cast<uint64_t>(address));
+    flat.push_back(nbytes);
+  }
+  auto given = std::make_unique<std::function<void()>>(std::move(work));
+  check(give(handle(the_stream), flat.data(), ranges.size(), &run_and_delete, given.get()),
+        "a launch");
+  (void)given.release();
+}
+
+void synchronize(c10::StreamId stream) {
+  enter_context();
+  gemini::cuda_abi::Event event = nullptr;
+  check(driver().event_create(&event, gemini::cuda_abi::kEventDefault), "cuEventCreate");
+  check(driver().event_record(event, handle(stream)), "cuEventRecord");
+  check(driver().event_synchronize(event), "cuEventSynchronize");
+  check(driver().event_destroy(event), "cuEventDestroy");
+  raise_failure();
+}
+
+void synchronize_all() {
+  std::set<c10::StreamId> all;
+  {
+    const std::lock_guard lock(mutex);
+    all = streams;
+  }
+  for (const c10::StreamId each : all) synchronize(each);
+}
+
+bool take(int64_t nbytes) {
+  static const auto count = find<Result (*)(int64_t)>("standin_take");
+  enter_context();
+  return count(nbytes) == gemini::cuda_abi::kSuccess;
+}
+
+// The one GPU, to c10: which is current, its streams and events.
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return kGpu; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    setDevice(device);
+    return getDevice();
+  }
+  c10::Device getDevice() const override { return {kGpu, 0}; }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal");
+    enter_context();
+  }
+  void uncheckedSetDevice(c10::Device) const noexcept override { enter_context(); }
+  c10::Stream getStream(c10::Device) const override { return stream(the_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(exchange_stream(next.id()));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    enter_context();
+    (void)driver().event_destroy(handle(event));
+  }
+  void record(void** event, const c10::Stream& own, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    enter_context();
+    if (*event == nullptr) {
+      gemini::cuda_abi::Event made = nullptr;
+      check(driver().event_create(&made, gemini::cuda_abi::kEventDefault), "cuEventCreate");
+      *event = made;
+    }
+    check(driver().event_record(handle(*event), handle(own.id())), "cuEventRecord");
+  }
+  void block(void* event, const c10::Stream& own) const override {
+    if (event == nullptr) return;
+    enter_context();
+    check(driver().stream_wait(handle(own.id()), handle(event), 0), "cuStreamWaitEvent");
+  }
+  bool queryEvent(void* event) const override {
+    enter_context();
+    return event == nullptr || driver().event_query(handle(event)) == gemini::cuda_abi::kSuccess;
+  }
+  void synchronizeEvent(void* event) const override {
+    enter_context();
+    if (event != nullptr) check(driver().event_synchronize(handle(event)), "cuEventSynchronize");
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void synchronizeStream(const c10::Stream& own) const override { synchronize(own.id()); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
+
+ private:
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kGpu, 0), id);
+  }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+}  // namespace standin
+
+namespace at {
+
+// The name is what torch looks for. It does so once, so this library is loaded before torch is
+// used.
+struct CUDAHooks final : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void* data) const override { return standin::is_pinned(data); }
+  Allocator* getPinnedMemoryAllocator() const override { return &standin::pinned_allocator(); }
+  Allocator* getCUDADeviceAllocator() const override { return &standin::gpu_allocator(); }
+  Device getDeviceFromPtr(void*) const override { return {standin::kGpu, 0}; }
+  void deviceSynchronize(DeviceIndex) const override { standin::synchronize_all(); }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+}  // namespace at
