@@ -30,20 +30,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--policy", default="auto", help="auto, cpu, cuda or const")
     parser.add_argument("--device-bytes", default="64MiB", help="budget for model data and activations")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: what computes, and has the DEVICE tier")
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    inputs = torch.randn(8, options.hidden)
+    inputs = torch.randn(8, options.hidden).to(options.device)
+    targets = torch.ones_like(inputs[:, :1])
     with tempfile.TemporaryDirectory() as disk_dir:
-        # The ten lines that matter.
+        # The lines that matter.
         with gemini.init_on("meta"):  # the model is never whole in memory
             model = build(options.hidden, options.layers)
         with gemini.GeminiDDP(
-            model, placement_policy=options.policy, device_bytes=options.device_bytes, disk_dir=disk_dir
+            model,
+            options.device,
+            placement_policy=options.policy,
+            device_bytes=options.device_bytes,
+            disk_dir=disk_dir,
         ) as managed:
             optimizer = gemini.GeminiAdamOptimizer(managed, lr=1e-4, max_norm=1.0)
             for step in range(options.steps):
-                loss = nn.functional.mse_loss(managed(inputs), torch.ones(8, 1))
+                loss = nn.functional.mse_loss(managed(inputs), targets)
                 optimizer.backward(loss)
                 optimizer.step()
                 print(f"step {step}  loss {loss.item():.4f}")

@@ -3,9 +3,11 @@ knows."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -50,7 +52,12 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
             f"device {str(resolved)!r} was asked for but torch sees no CUDA GPU; pass device='cpu', or see "
             "`gemini check` for what is missing"
         )
-    return torch.device("cuda", device_index(resolved))
+    index, count = device_index(resolved), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device 'cuda:{index}' was asked for but torch sees {count} GPUs, from 'cuda:0' on"
+        )
+    return torch.device("cuda", index)
 
 
 def device_index(device: torch.device) -> int:
@@ -89,6 +96,28 @@ def asked_bytes(error: BaseException) -> int:
 def cuda_available() -> bool:
     """Say whether torch can use a CUDA GPU in this process."""
     return torch.cuda.is_available()
+
+
+@contextmanager
+def repeatable_operators(device: torch.device) -> Iterator[None]:
+    """Have torch's operators on a GPU give the same bits whenever they are given the same values, inside.
+    Those that add in any order are replaced by slower ones, or raise where torch has none. The CPU's need
+    nothing."""
+    if device.type == "cpu":
+        yield
+        return
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # that costs time, and nothing here reads it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fills
 
 
 def current_device() -> torch.device:

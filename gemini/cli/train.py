@@ -23,7 +23,7 @@ examples:
       train on your own text and keep a checkpoint; Ctrl-C saves one and ends cleanly
   gemini train --checkpoint out/book --resume
       go on where it ended, with the same options: the same losses, bit for bit, as if it had never
-      stopped; options given here replace those of budgets, tiers, policy and --steps
+      stopped; options given here replace those of the device, budgets, tiers, policy and --steps
   gemini train --device-bytes 64MiB --disk-dir out/disk --quiet --json > summary.json
       for scripts: nothing but the summary, as JSON
 
@@ -39,7 +39,7 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
 
 
-_PARAMETERS = re.compile(r"\b(device_bytes|host_bytes|disk_bytes|disk_dir|non_model_bytes)\b")
+_PARAMETERS = re.compile(r"\b(device_bytes|host_bytes|disk_bytes|disk_dir|non_model_bytes|device(?==))")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -163,7 +163,14 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_memory_options(group: argparse._ArgumentGroup) -> None:
-    """Add budgets, tiers and policy."""
+    """Add where operators compute, budgets, tiers and policy."""
+    _add(
+        group,
+        "--device",
+        metavar="DEVICE",
+        help="what operators compute on, DEVICE is its memory: cpu, cuda, or cuda:1 for one of several GPUs; "
+        "numbers are the same, bit for bit, on devices of one kind",
+    )
     _add(
         group,
         "--device-bytes",

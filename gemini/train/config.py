@@ -18,7 +18,8 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of ``gemini train``; sizes are bytes, None leaves a budget to the runtime.
+    """Options of ``gemini train``; sizes are bytes, None leaves a budget to the runtime. ``device`` is what
+    ``GeminiDDP`` takes for one.
 
     Raise ConfigError for a combination that cannot work.
     """
@@ -31,6 +32,7 @@ class TrainConfig:
     batch: int = 4
     steps: int = 40
     lr: float = 1e-3
+    device: str = "cpu"
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_dir: str | None = None
@@ -79,7 +81,8 @@ class TrainConfig:
         )
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1)."""
+        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1). The
+        kind of device is left out: a run may go on elsewhere, with other last digits."""
         names = ("layers", "hidden", "heads", "seq", "batch", "lr", "precision", "seed", "accumulate", "clip")
         return {name: getattr(self, name) for name in names}
 
@@ -107,6 +110,11 @@ class TrainConfig:
             raise ConfigError(
                 f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
                 "--host-bytes"
+            )
+        if self.activations == "plan" and self.device != "cpu":
+            raise ConfigError(
+                f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
+                "--activations offload, or --activation-checkpointing"
             )
         if self.activations != "keep" and self.policy != "auto":
             raise ConfigError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import checkpoint
+from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.timeline import TimelineRecorder
 from gemini.train.config import TrainConfig
@@ -84,6 +85,7 @@ class ManagedEngine:
             _make_directory(config.disk_dir)
         self._model = gemini.GeminiDDP(
             module,
+            device=config.device,
             placement_policy=config.policy,
             mixed_precision="bf16" if config.precision == "bf16" else None,
             device_bytes=config.device_bytes,
@@ -151,7 +153,8 @@ class PlainEngine:
 
     def __init__(self, config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
-        self._module = GPT(config.gpt())
+        self.device = resolve_device(config.device)
+        self._module = GPT(config.gpt()).to(self.device)
         self._clip = config.clip
         self._masters: list[nn.Parameter] | None = None
         if config.precision == "bf16":
@@ -160,7 +163,6 @@ class PlainEngine:
         self.optimizer: torch.optim.Optimizer = gemini.HybridAdam(
             self._updated(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
-        self.device = torch.device("cpu")
 
     def run_step(self, step: Callable[[], float]) -> float:
         """Call ``step``."""
@@ -190,7 +192,7 @@ class PlainEngine:
         """Yield the weights the optimizer updates."""
         names = (name for name, _ in self._module.named_parameters())
         for name, weight in zip(names, self._updated(), strict=True):
-            yield name, weight.detach()
+            yield name, weight.detach().cpu()
 
     def _cast_masters(self) -> None:
         if self._masters is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini import checkpoint
+from gemini.device import repeatable_operators, resolve_device
 from gemini.errors import IoError
 from gemini.train.config import TrainConfig
 from gemini.train.data import ByteCorpus
@@ -63,7 +64,11 @@ def run(
     if config.checkpoint is not None:
         directory = RunDirectory(config.checkpoint, is_complete)
     # Until all is written: what comes before is a request to stop, which may be too late for anything else.
-    with StopRequest(shown.stopping) as stop, contextlib.ExitStack() as scope:
+    with (
+        StopRequest(shown.stopping) as stop,
+        repeatable_operators(resolve_device(config.device)),
+        contextlib.ExitStack() as scope,
+    ):
         if directory is not None:
             scope.callback(directory.release)
         return _run(config, corpus, directory, shown, stop, engine_factory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from gemini.device import repeatable_operators, resolve_device
 from gemini.errors import ConfigError
 from gemini.timeline import TimelineRecorder
 from gemini.train.config import TrainConfig
@@ -29,7 +30,8 @@ def record_training(
     """
     corpus = ByteCorpus(config.data)
     corpus.positions(0, batch=1, seq=config.seq, seed=config.seed)  # refuses a short corpus at once
-    with display, StopRequest(display.stopping) as stop:
+    on_device = repeatable_operators(resolve_device(config.device))
+    with display, on_device, StopRequest(display.stopping) as stop:
         engine = ManagedEngine(config)
         with contextlib.ExitStack() as scope:
             scope.callback(engine.close)

@@ -257,3 +257,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA GPU.*device='cpu'"):
             GeminiDDP(network(), device="cuda")
+
+
+@pytest.mark.cuda
+def test_a_gpu_beyond_the_last_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda:99' was asked for but torch sees [0-9]+ GPUs"):
+        GeminiDDP(network(), device="cuda:99")

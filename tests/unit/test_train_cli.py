@@ -58,6 +58,10 @@ def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]
         (["--hidden", "30", "--heads", "4"], "take hidden 32"),
         (["--activations", "plan"], "--activations plan needs a tier below DEVICE; add --disk-dir"),
         (["--activations", "offload", "--disk-dir", "disk", "--policy", "cpu"], "needs --policy auto"),
+        (
+            ["--activations", "plan", "--disk-dir", "disk", "--device", "cuda"],
+            "is for the CPU .*--device cuda; use",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:
@@ -73,6 +77,7 @@ def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], mess
             "raise --device-bytes to at least [0-9]+ .* give --disk-dir and --disk-bytes of",
         ),
         (["--disk-bytes", "1MiB"], "--disk-bytes is given without --disk-dir"),
+        (["--device", "xpu"], "device 'xpu' cannot compute here; pass 'cpu' or 'cuda'"),
     ],
 )
 def test_what_the_runtime_refuses_is_said_in_options(

@@ -56,6 +56,25 @@ def test_any_budget_gives_the_numbers_of_the_unmanaged_run(
     assert (verdict.losses_compared, result.exit_code) == (6, 0)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host_bytes": None, "disk_dir": None},
+        {"precision": "bf16", "accumulate": 2, "clip": 0.1, "layers": 4},
+        {"activations": "offload"},
+    ],
+)
+def test_a_gpu_gives_the_numbers_of_the_unmanaged_run_there(
+    config: TrainConfig, changes: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(config, device="cuda", device_bytes=2**26, hidden=64, verify=True)
+    verdict = job.run(dataclasses.replace(config, **changes)).summary.verify
+    assert verdict is not None
+    assert verdict.identical, verdict.differences
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_step_that_runs_out_of_memory_is_repeated_whole(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
