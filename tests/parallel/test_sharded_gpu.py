@@ -144,9 +144,9 @@ def _train_otherwise(kind: str, precision: str | None, directory: str) -> dict[s
         }
 
 
-def _train_with_a_break(precision: str | None, directory: str) -> dict[str, Any]:
+def _train_with_a_break(kind: str, precision: str | None, directory: str) -> dict[str, Any]:
     recipe = Recipe(clip=0.05)
-    with gpu_of_this_rank("late copies") as gpu:
+    with gpu_of_this_rank(kind) as gpu:
         all_on_device, on_host, on_disk, _ = budgets(directory, gpu).values()
         on_host = {**on_host, "mixed_precision": precision}
         on_disk = {**on_disk, "mixed_precision": precision}
@@ -185,14 +185,26 @@ def test_what_is_done_on_the_way_changes_no_bit(kind: str, precision: str | None
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_checkpoint_of_ranks_goes_on_with_the_same_bits(precision: str | None, tmp_path: Path) -> None:
-    assert_all_alike(run_on_ranks(_train_with_a_break, 2, precision, str(tmp_path), timeout=100.0))
+    done = run_on_ranks(_train_with_a_break, 2, "late copies", precision, str(tmp_path), timeout=100.0)
+    assert_all_alike(done)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path: Path) -> None:
-    recipe = Recipe(clip=0.05)
-    results = run_on_ranks(
-        _train_all_ways, 2, "cuda", mlp, recipe, str(tmp_path), timeout=100.0, backend="nccl"
-    )
-    assert_all_alike(results)
+@two_gpus
+@pytest.mark.parametrize("build", [mlp, tied])
+def test_two_gpus_train_as_one_and_budgets_change_no_bit(build: Any, tmp_path: Path) -> None:
+    recipe = Recipe(clip=0.05, accumulate=2, no_sync=True)
+    arguments = ("cuda", build, recipe, str(tmp_path))
+    assert_all_alike(run_on_ranks(_train_all_ways, 2, *arguments, timeout=200.0, backend="nccl"))
+
+
+@pytest.mark.cuda
+@two_gpus
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("job", [_train_otherwise, _train_with_a_break])
+def test_what_two_gpus_do_on_the_way_changes_no_bit(job: Any, precision: str | None, tmp_path: Path) -> None:
+    arguments = ("cuda", precision, str(tmp_path))
+    assert_all_alike(run_on_ranks(job, 2, *arguments, timeout=200.0, backend="nccl"))

@@ -2,8 +2,8 @@
 
 ``tests/cpp/standin`` has the driver's library and what torch's own libraries ask of CUDA: tensors whose
 device is "cuda", operators that refuse tensors of the CPU and run late, in the order of streams. This gives
-``torch.cuda`` what it would call C++ for. Numbers are the CPU's; so is the kernel of Adam. One GPU of 1 GiB,
-no NCCL, no CUDA graphs, no generator of its own.
+``torch.cuda`` what it would call C++ for. Numbers are the CPU's; so is the kernel of Adam. Two GPUs,
+for two processes (their memory is one of 8 GiB), NCCL over gloo, no CUDA graphs, no generator of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _DRIVER = ctypes.CDLL(str(_DIRECTORY / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 _LIBRARY = ctypes.CDLL(str(_DIRECTORY / "libtorch_cuda_standin.so"))
 
 import torch  # noqa: E402 - not before
-
-_DEVICE = torch.device("cuda", 0)
 
 
 class OperatorFailed(RuntimeError):
@@ -88,9 +86,8 @@ class Event:
 class Stream:
     """Stands in for ``torch.cuda.Stream``."""
 
-    device = _DEVICE
-
     def __init__(self, device: Any = None, priority: int = 0, *, handle: int | None = None) -> None:
+        self.device = torch.device("cuda", index_of(device))
         self.cuda_stream = _call("make_stream") if handle is None else handle
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -123,16 +120,17 @@ class Stream:
 
 
 class CurrentDevice:
-    """Stands in for ``torch.cuda.device``: there is one."""
+    """Stands in for ``torch.cuda.device``."""
 
     def __init__(self, device: Any) -> None:
-        set_device(device)
+        self._index = index_of(device)
 
     def __enter__(self) -> CurrentDevice:
+        self._index = _call("exchange_device", self._index)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing was changed."""
+        _call("exchange_device", self._index)
 
 
 class Properties:
@@ -167,11 +165,10 @@ def stream(own: Stream | None) -> Iterator[None]:
         _call("exchange_stream", before)
 
 
-def set_device(device: Any) -> None:
-    """Refuse any but the one there is."""
+def index_of(device: Any) -> int:
+    """Return the index of a device, of the current one for None."""
     index = device if isinstance(device, int) else torch.device(device or "cuda").index
-    if index:
-        raise OperatorFailed("CUDA error: invalid device ordinal")
+    return _call("current_device") if index is None or index < 0 else index
 
 
 def memory() -> tuple[int, ...]:
@@ -226,9 +223,9 @@ def install() -> None:
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": set_device,
+        "device_count": lambda: _call("num_devices"),
+        "current_device": lambda: _call("current_device"),
+        "set_device": lambda device: _call("exchange_device", index_of(device)),
         "device": CurrentDevice,
         "get_device_name": lambda device=None: Properties.name,
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
@@ -255,6 +252,8 @@ def install() -> None:
     }
     for name, value in in_cuda.items():
         setattr(torch.cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, lambda *arguments: None)
     torch._C._cuda_getCurrentRawStream = lambda index: _call("current_stream")
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.UntypedStorage.resize_ = resize_storage

@@ -8,5 +8,7 @@ PYTHONPATH=tests/standin GEMINI_STANDIN_DIR=build/cmake-.../standin gemini bench
 from __future__ import annotations
 
 import cuda_standin
+import nccl_standin
 
 cuda_standin.install()
+nccl_standin.install()

@@ -26,7 +26,7 @@ constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
 constexpr Result kAlreadyRegistered = 712;
 constexpr Result kNotRegistered = 713;
-constexpr int kDevice = 0;
+constexpr int kNumDevices = 2;  // two names of the one GPU there is: a process uses one
 
 Library& library() {
   static Library* const one = new Library;  // for good: threads may use it at the end
@@ -100,7 +100,7 @@ EXPORTED Result cuInit(unsigned flags) {
 EXPORTED Result cuDeviceGet(Device* device, int ordinal) {
   if (!library().initialized) return kNotInitialized;
   *device = ordinal;
-  return ordinal == kDevice ? kSuccess : kInvalidValue;
+  return ordinal < kNumDevices ? kSuccess : kInvalidValue;
 }
 
 EXPORTED Result cuDeviceGetPCIBusId(char* text, int size, Device) {
@@ -186,7 +186,7 @@ EXPORTED Result cuMemAddressFree(DevicePtr address, size_t nbytes) {
 EXPORTED Result cuMemCreate(Handle* handle, size_t nbytes, const AllocationProperties* wanted,
                             unsigned long long) {
   return in_context([&](Library& own) -> Result {
-    if (!is_whole(nbytes) || wanted->location.id != kDevice) return kInvalidValue;
+    if (!is_whole(nbytes) || wanted->location.id >= kNumDevices) return kInvalidValue;
     const std::lock_guard lock(own.mutex);
     if (free_bytes_of(own) < static_cast<int64_t>(nbytes)) return kOutOfMemory;
     *handle = own.gpu.create_block(static_cast<int64_t>(nbytes));
@@ -228,7 +228,7 @@ EXPORTED Result cuMemSetAccess(DevicePtr address, size_t nbytes, const Access* a
   return in_context([&](Library& own) -> Result {
     const std::lock_guard lock(own.mutex);
     if (count != 1 || access->flags != kAccessReadWrite) return kInvalidValue;
-    if (access->location.id != kDevice) return kInvalidValue;
+    if (access->location.id >= kNumDevices) return kInvalidValue;
     own.gpu.allow(address, static_cast<int64_t>(nbytes));
     for (auto& [first, mapping] : own.mappings) {
       if (first >= address && first < address + nbytes) mapping.accessible = true;

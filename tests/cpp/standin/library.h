@@ -12,7 +12,7 @@
 namespace gemini::standin {
 
 inline constexpr int64_t kGranularity = 2 << 20;
-inline constexpr int64_t kTotalBytes = 1 << 30;
+inline constexpr int64_t kTotalBytes = int64_t{8} << 30;  // taken when used
 
 struct Mapping {
   size_t nbytes;

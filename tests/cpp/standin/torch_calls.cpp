@@ -26,6 +26,13 @@ extern "C" {
 
 #define EXPORTED __attribute__((visibility("default")))
 
+EXPORTED int64_t standin_num_devices() { return standin::kNumGpus; }
+EXPORTED int64_t standin_current_device() { return standin::current_device().index(); }
+EXPORTED int64_t standin_exchange_device(int64_t index) {
+  if (index < 0 || index >= standin::kNumGpus) return -1;
+  const auto device = c10::Device(standin::kGpu, static_cast<c10::DeviceIndex>(index));
+  return standin::exchange_device(device).index();
+}
 EXPORTED int64_t standin_current_stream() { return standin::current_stream(); }
 EXPORTED int64_t standin_exchange_stream(int64_t next) { return standin::exchange_stream(next); }
 EXPORTED int64_t standin_make_stream() { return standin::make_stream(); }

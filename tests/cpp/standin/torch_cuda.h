@@ -16,6 +16,7 @@
 namespace standin {
 
 inline constexpr c10::DeviceType kGpu = c10::DeviceType::CUDA;
+inline constexpr c10::DeviceIndex kNumGpus = 2;  // for two processes: their memory is one
 
 // Memory that work uses: where it begins and its bytes.
 using Ranges = std::vector<std::pair<const void*, size_t>>;
@@ -29,6 +30,10 @@ void check(gemini::cuda_abi::Result result, const char* doing);
 
 // Makes the context of the one GPU this thread's, as CUDA's runtime does at its first use.
 void enter_context();
+
+// The current GPU of this thread.
+c10::Device current_device();
+c10::Device exchange_device(c10::Device device);
 
 // That of this thread's operators, as the driver knows it; 0 is the null stream.
 c10::StreamId current_stream();

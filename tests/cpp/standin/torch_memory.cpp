@@ -43,7 +43,7 @@ void free_piece(void* context) {
 class GpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    const c10::Device device(kGpu, 0);
+    const c10::Device device = current_device();
     if (nbytes == 0) return {nullptr, nullptr, &free_piece, device};
     reserve(static_cast<int64_t>(rounded(nbytes)));
     void* const memory = std::aligned_alloc(kAlignBytes, rounded(nbytes));

@@ -153,6 +153,7 @@ void return_results(const c10::FunctionSchema& schema, const Stack& given, Stack
 void call(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const Stack given = torch::jit::pop(*stack, schema.arguments().size());
+  c10::OptionalDeviceGuard guard;  // results are where the operands are
   Stack arguments = given;
   Ranges ranges;
   bool from_cpu = false;
@@ -162,8 +163,10 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
       refuse_other_device(tensor, schema.name());
       from_cpu |= tensor.is_cpu();
       add_range(tensor, ranges);
+      if (tensor.is_cuda()) guard.reset_device(tensor.device());
       tensor = on_cpu(tensor);
     });
+    if (value.isDevice() && value.toDevice().is_cuda()) guard.reset_device(value.toDevice());
     if (value.isDevice()) value = c10::Device(c10::DeviceType::CPU);
   }
   if (!from_cpu && can_be_late(op, given)) {
@@ -183,15 +186,17 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
 // views
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<c10::Device>, std::optional<bool>,
+             std::optional<c10::Device> device, std::optional<bool>,
              std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, &gpu_allocator(), kKeys, c10::dtype_or_default(dtype),
                                    format);
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                      std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<c10::Device>, std::optional<bool>) {
+                     std::optional<c10::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, &gpu_allocator(), kKeys,
                                            c10::dtype_or_default(dtype));
 }

@@ -2,6 +2,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <string>
@@ -19,6 +20,7 @@ std::set<c10::StreamId> streams{0};  // guarded by mutex
 std::string failure;                 // guarded by mutex: of work on a stream
 
 thread_local c10::StreamId the_stream = 0;
+thread_local c10::DeviceIndex the_device = 0;
 
 gemini::cuda_abi::Stream handle(c10::StreamId stream) {
   return reinterpret_cast<gemini::cuda_abi::Stream>(stream);
@@ -85,6 +87,14 @@ void enter_context() {
   entered = true;
 }
 
+c10::Device current_device() { return {kGpu, the_device}; }
+
+c10::Device exchange_device(c10::Device device) {
+  enter_context();
+  TORCH_CHECK(device.index() < kNumGpus, "CUDA error: invalid device ordinal");
+  return {kGpu, std::exchange(the_device, std::max<c10::DeviceIndex>(device.index(), 0))};
+}
+
 c10::StreamId current_stream() { return the_stream; }
 
 c10::StreamId exchange_stream(c10::StreamId stream) { return std::exchange(the_stream, stream); }
@@ -138,20 +148,16 @@ bool take(int64_t nbytes) {
   return count(nbytes) == gemini::cuda_abi::kSuccess;
 }
 
-// The one GPU, to c10: which is current, its streams and events.
+// The GPUs, to c10: which is current, its streams and events.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kGpu; }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    setDevice(device);
-    return getDevice();
+  c10::Device exchangeDevice(c10::Device device) const override { return exchange_device(device); }
+  c10::Device getDevice() const override { return current_device(); }
+  void setDevice(c10::Device device) const override { (void)exchange_device(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    (void)exchange_device(device);
   }
-  c10::Device getDevice() const override { return {kGpu, 0}; }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal");
-    enter_context();
-  }
-  void uncheckedSetDevice(c10::Device) const noexcept override { enter_context(); }
   c10::Stream getStream(c10::Device) const override { return stream(the_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream exchangeStream(c10::Stream next) const override {
@@ -184,13 +190,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     enter_context();
     if (event != nullptr) check(driver().event_synchronize(handle(event)), "cuEventSynchronize");
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumGpus; }
   void synchronizeStream(const c10::Stream& own) const override { synchronize(own.id()); }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_all(); }
 
  private:
   static c10::Stream stream(c10::StreamId id) {
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kGpu, 0), id);
+    return c10::Stream(c10::Stream::UNSAFE, current_device(), id);
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
@@ -209,17 +215,21 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex deviceCount() const override { return standin::kNumGpus; }
+  int getNumGPUs() const override { return standin::kNumGpus; }
+  DeviceIndex current_device() const override { return standin::current_device().index(); }
+  DeviceIndex getCurrentDevice() const override { return standin::current_device().index(); }
+  void setCurrentDevice(DeviceIndex index) const override { (void)exchangeDevice(index); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    return standin::exchange_device({standin::kGpu, index}).index();
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
   bool isPinnedPtr(const void* data) const override { return standin::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override { return &standin::pinned_allocator(); }
   Allocator* getCUDADeviceAllocator() const override { return &standin::gpu_allocator(); }
-  Device getDeviceFromPtr(void*) const override { return {standin::kGpu, 0}; }
+  Device getDeviceFromPtr(void*) const override { return standin::current_device(); }
   void deviceSynchronize(DeviceIndex) const override { standin::synchronize_all(); }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
