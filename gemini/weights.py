@@ -67,12 +67,14 @@ def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: b
         return rank.together(write)
 
 
-def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> None:
+def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> bool:
     """Load ``others``, which are all of the module's state but managed weights; those have their values.
 
     Hooks of loading run as where everything is loaded and see all names, with the weights as they are. What
-    they make of a managed weight is not taken over.
+    they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which is
+    then no more what it was.
     """
+    written = model.manager.written.times()
     state = model.module.state_dict()
     state.update(others)
 
@@ -81,6 +83,7 @@ def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> None:
             _write(model, target, value)
 
     StateLoad(model.module, state, partial(_kept, model)).carry_out(write)
+    return model.manager.written.times() != written
 
 
 def _refuse_keys(keys: Any, *, strict: bool) -> None:

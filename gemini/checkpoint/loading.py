@@ -232,7 +232,8 @@ def _load_values(
         )
 
     def load_rest() -> None:
-        import_others(model, others)
+        if import_others(model, others):
+            _load_weights(reader, model)
         _load_moments(reader, model, optimizer)
 
     # Each rank writes what it owns and needs no other for it, so that one may fail alone; the others hear of

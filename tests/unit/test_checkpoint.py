@@ -120,6 +120,35 @@ def test_hooks_of_loading_see_every_name_and_change_no_weight(
     assert_same(second, first)
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("place", [resident, tight])
+def test_what_hooks_of_loading_write_into_weights_does_not_stay(
+    tmp_path: Path, place: Any, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(mixed_precision=precision).train(2)
+    first.save(tmp_path / "run")
+    second = start(seed=7, mixed_precision=precision, **place(tmp_path))
+    norm, calls = second.model.module.norm, []
+    load_plain = norm._load_from_state_dict
+
+    def in_place(_module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        calls.append("before")
+        state[prefix + "weight"].mul_(2)
+
+    def own_way(state: dict[str, Any], prefix: str, *more: Any) -> None:
+        load_plain(state, prefix, *more)
+        with torch.no_grad():
+            norm.bias.copy_(state[prefix + "bias"] * 2 + 1)
+
+    norm.register_load_state_dict_pre_hook(in_place)
+    monkeypatch.setattr(norm, "_load_from_state_dict", own_way)
+    second.load(tmp_path / "run")
+    assert calls == ["before"]
+    assert_same(second, first)
+    second.train(2)
+    assert_same(second, start(mixed_precision=precision).train(4))
+
+
 def test_hooks_of_loading_run_without_buffers_too(tmp_path: Path) -> None:
     seen: list[Any] = []
     module = torch.nn.Linear(4, 4)
