@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini import checkpoint
-from gemini.device import repeatable_operators, resolve_device
-from gemini.errors import IoError
+from gemini.device import ran_out_of_memory, repeatable_operators, resolve_device
+from gemini.errors import ConfigError, IoError
 from gemini.train.config import TrainConfig
 from gemini.train.data import ByteCorpus
 from gemini.train.display import Display, SilentDisplay
@@ -88,15 +88,26 @@ def _run(
         )
         weights = scope.enter_context(WeightFile(_scratch(config))) if config.verify else None
         progress = Training(config, corpus, directory, display, stop).run(engine_factory, weights)
-        outcome = None
+        outcome: Verdict | None = None
+        unverified: ConfigError | None = None
         if weights is not None and not stop.requested:
-            outcome = _verify(config, corpus, progress.losses, weights, display, stop)
+            try:
+                outcome = _verify(config, corpus, progress.losses, weights, display, stop)
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                unverified = ConfigError(
+                    f"--verify trains unmanaged, for which {config.device} has too little memory; what was "
+                    "trained is complete. Verify a smaller model, or leave --verify out"
+                )
     summary = _summarize(config, progress, outcome, directory, interrupted=stop.requested)
     if directory is not None and progress.reports:  # else there is that of the steps that were trained
         try:
             directory.write_summary(summary.to_dict())
         except IoError as error:
             summary = replace(summary, notes=(*summary.notes, str(error)))
+    if unverified is not None:
+        raise unverified
     code = (
         128 + stop.signum if stop.signum is not None else int(outcome is not None and not outcome.identical)
     )
@@ -149,7 +160,7 @@ def _summarize(
             notes.append(str(error))
     notes += over_budget_note(progress.timeline, budgets["device"])
     if config.verify and outcome is None:
-        notes.append("verify did not run to its end: the run was stopped")
+        notes.append("verify did not run to its end")
     return Summary(
         parameters=num_parameters(config.gpt()),
         model_data_bytes=int(stats["model_data_bytes"]),

@@ -92,7 +92,8 @@ class RunDirectory:
             ) from error
 
     def _refuse_directories(self) -> None:
-        for file in (self.metrics, self.summary, self.picture):
+        own = (self._run, self.metrics, self.summary, self.picture)
+        for file in (*own, *map(temporary_of, own)):
             if file.is_dir() and not file.is_symlink():
                 raise ConfigError(f"{file} is a directory; move it away, or choose another --checkpoint")
 
@@ -129,6 +130,7 @@ class RunDirectory:
         if not self._is_complete(self.checkpoint):
             raise CheckpointError(self._incomplete())
         self._check_metrics()
+        self._refuse_directories()
         saved = _read_run(self._run)
         others = [name for name, value in identity.items() if saved.get(name) != value]
         if others:
@@ -136,7 +138,7 @@ class RunDirectory:
             asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
             raise ConfigError(
                 f"the run in {self.path} has {has}; this one {asked}; "
-                "resume with the options of the first run (budgets, tiers and policy may change)"
+                "resume with the options of the first run (the device, budgets, tiers and policy may change)"
             )
 
     def release(self) -> None:

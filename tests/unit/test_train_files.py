@@ -181,15 +181,22 @@ def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: Tr
     assert fake_is_complete(metrics.parent / "checkpoint")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "memory.png"])
-def test_a_directory_in_the_place_of_a_file_costs_no_older_run(config: TrainConfig, name: str) -> None:
+@pytest.mark.parametrize("again", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "summary.json", "memory.png", "run.json.tmp", "summary.json.tmp"]
+)
+def test_a_directory_in_the_place_of_a_file_costs_no_older_run(
+    config: TrainConfig, name: str, again: dict[str, Any]
+) -> None:
     run(config, steps=2)
     directory = Path(str(config.checkpoint))
     before = (directory / "run.json").read_bytes()
     (directory / name).unlink(missing_ok=True)
     (directory / name).mkdir()
-    with pytest.raises(ConfigError, match=f"{name} is a directory; move it away"):
-        run(config, overwrite=True)
+    with pytest.raises(
+        (ConfigError, CheckpointError), match=f"{name} is (a directory; move|no regular file)"
+    ):
+        run(config, **again)
     assert fake_is_complete(directory / "checkpoint")
     assert (directory / "run.json").read_bytes() == before
 

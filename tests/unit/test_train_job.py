@@ -176,6 +176,22 @@ def test_engine_that_fails_in_the_middle_leaves_the_last_checkpoint(config: Trai
     assert [record["step"] for record in metrics(config)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_device_too_small_to_verify_on_costs_no_training(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_config: TrainConfig) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    monkeypatch.setattr(job, "PlainEngine", full)
+    with pytest.raises(ConfigError, match="--verify trains unmanaged, for which cpu has too little memory"):
+        run(config, verify=True)
+    directory = Path(str(config.checkpoint))
+    assert fake_is_complete(directory / "checkpoint")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["verify"] is None
+    assert "verify did not run to its end" in summary["notes"]
+
+
 def test_verify_finds_one_changed_bit(config: TrainConfig) -> None:
     class Wrong(FakeEngine):
         def step(self) -> None:
