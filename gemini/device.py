@@ -53,10 +53,9 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
             "`gemini check` for what is missing"
         )
     index, count = device_index(resolved), torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(
-            f"device 'cuda:{index}' was asked for but torch sees {count} GPUs, from 'cuda:0' on"
-        )
+    # Torch keeps eight bits of an index.
+    if index >= count or str(device) not in (str(index), str(resolved)):
+        raise ConfigError(f"device {str(device)!r} was asked for but the last GPU here is 'cuda:{count - 1}'")
     return torch.device("cuda", index)
 
 
@@ -102,7 +101,7 @@ def cuda_available() -> bool:
 def repeatable_operators(device: torch.device) -> Iterator[None]:
     """Have torch's operators on a GPU give the same bits whenever they are given the same values, inside.
     Those that add in any order are replaced by slower ones, or raise where torch has none. The CPU's need
-    nothing."""
+    nothing. What cuBLAS needs for it stays in the process's environment."""
     if device.type == "cpu":
         yield
         return

@@ -210,6 +210,10 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         help="of DEVICE, what is left to activations and the like at every moment; default: measured in the "
         "first step",
     )
+    _add_placement_options(group)
+
+
+def _add_placement_options(group: argparse._ArgumentGroup) -> None:
     _add(
         group,
         "--policy",
@@ -257,7 +261,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--verify",
         action="store_true",
         help="afterwards run the same seed unmanaged (which takes the memory of all model data, and the "
-        "time again) and say whether every loss and weight is identical",
+        "time again, on the same device) and say whether every loss and weight is identical",
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")

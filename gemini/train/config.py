@@ -81,8 +81,8 @@ class TrainConfig:
         )
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1). The
-        kind of device is left out: a run may go on elsewhere, with other last digits."""
+        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1).
+        Nor is the device, which law 1 says nothing of: a run may go on elsewhere, with other last digits."""
         names = ("layers", "hidden", "heads", "seq", "batch", "lr", "precision", "seed", "accumulate", "clip")
         return {name: getattr(self, name) for name in names}
 
@@ -111,7 +111,7 @@ class TrainConfig:
                 f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
                 "--host-bytes"
             )
-        if self.activations == "plan" and self.device != "cpu":
+        if self.activations == "plan" and not self.device.startswith("cpu"):
             raise ConfigError(
                 f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
                 "--activations offload, or --activation-checkpointing"

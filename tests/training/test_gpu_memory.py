@@ -260,6 +260,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.cuda
-def test_a_gpu_beyond_the_last_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'cuda:99' was asked for but torch sees [0-9]+ GPUs"):
-        GeminiDDP(network(), device="cuda:99")
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:256", 99])
+def test_a_gpu_beyond_the_last_is_refused(device: str | int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"'{device}' was asked for but the last GPU here is 'cuda:[0-9]+'"
+    ):
+        GeminiDDP(network(), device=device)

@@ -21,8 +21,7 @@ inline constexpr c10::DeviceIndex kNumGpus = 2;  // for two processes: their mem
 // Memory that work uses: where it begins and its bytes.
 using Ranges = std::vector<std::pair<const void*, size_t>>;
 
-// -- torch_streams.cpp
-// -----------------------------------------------------------------------------
+// -- torch_streams.cpp --
 
 // The driver's calls. Throws where one refuses, naming it.
 const gemini::cuda_abi::Calls& driver();
@@ -50,8 +49,7 @@ void synchronize_all();
 // little.
 bool take(int64_t nbytes);
 
-// -- torch_memory.cpp
-// ------------------------------------------------------------------------------
+// -- torch_memory.cpp --
 
 // Gives memory back in the order of the stream that it was taken on, and keeps it for the next who
 // asks, as torch's allocator does.

@@ -20,7 +20,7 @@ using Visit = std::function<void(Tensor&)>;
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 
-// ---------------------------------------------------------------------------- tensors
+// -- tensors --
 
 // The same memory as the CPU sees it. Keeps nothing: memory is given back in the order of streams.
 Tensor on_cpu(const Tensor& tensor) {
@@ -71,7 +71,7 @@ void replace_tensors(IValue& value, const Visit& visit) {
   }
 }
 
-// ---------------------------------------------------------------------------- any operator
+// -- any operator --
 
 bool writes(const c10::AliasInfo* alias) { return alias != nullptr && alias->isWrite(); }
 
@@ -182,8 +182,7 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
   return_results(schema, given, std::move(arguments), *stack);
 }
 
-// ---------------------------------------------------------------------------- what makes memory or
-// views
+// -- what makes memory or views --
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<c10::Device> device, std::optional<bool>,
@@ -243,7 +242,7 @@ Tensor& set_nothing(Tensor& self) {
   return set_place(self, none, 0, {0}, {});
 }
 
-// ---------------------------------------------------------------------------- between host and GPU
+// -- between host and GPU --
 
 // Without waiting where all memory is the GPU's or pinned.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
