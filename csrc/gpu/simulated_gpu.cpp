@@ -63,7 +63,7 @@ struct SimulatedGpu::State {
   }
 
   std::mutex mutex;
-  std::condition_variable changed;  // a point was passed, work was given, or a stream ends
+  std::condition_variable passed;  // a point was
   UniqueFd file;
   std::map<Block, int64_t> blocks;                    // guarded by mutex: size
   std::map<int64_t, int64_t> holes;                   // guarded by mutex: free, by offset
@@ -94,11 +94,11 @@ class SimulatedGpu::Worker {
   // The caller holds the mutex.
   void give(Work work) {
     queue_.push_back(std::move(work));
-    state_.changed.notify_all();
+    given_.notify_one();
   }
   void end() {
     ending_ = true;
-    state_.changed.notify_all();
+    given_.notify_one();
   }
   [[nodiscard]] bool uses(const GpuRange& range) const {
     return std::any_of(queue_.begin(), queue_.end(), [&](const Work& work) {
@@ -111,23 +111,26 @@ class SimulatedGpu::Worker {
   void loop() {
     std::unique_lock lock(state_.mutex);
     for (;;) {
-      state_.changed.wait(lock, [&] { return ending_ || !queue_.empty(); });
+      given_.wait(lock, [&] { return ending_ || !queue_.empty(); });
       if (queue_.empty()) return;
       Work& work = queue_.front();  // stays there, in use, until it is done
-      if (work.before) state_.changed.wait(lock, [&] { return work.before->passed; });
+      if (work.before) state_.passed.wait(lock, [&] { return work.before->passed; });
       if (work.run) {
         lock.unlock();
         std::this_thread::sleep_for(work.delay);
         work.run();
         lock.lock();
       }
-      if (work.after) *work.after = {true, Clock::now()};
+      if (work.after) {
+        *work.after = {true, Clock::now()};
+        state_.passed.notify_all();
+      }
       queue_.pop_front();
-      state_.changed.notify_all();
     }
   }
 
   State& state_;
+  std::condition_variable given_;  // work was, or the stream ends
   std::deque<Work> queue_;  // guarded by the state's mutex; references to its elements stay valid
   bool ending_ = false;     // guarded by the state's mutex
   std::thread thread_;      // last: it uses the others
@@ -338,7 +341,7 @@ void SimulatedGpu::wait(Stream stream, Event event) {
   std::unique_lock lock(state_->mutex);
   const PointRef point = state_->point(event);
   if (stream == 0) {
-    state_->changed.wait(lock, [&] { return point->passed; });
+    state_->passed.wait(lock, [&] { return point->passed; });
   } else {
     state_->worker(stream).give({{}, nullptr, point, nullptr});
   }
