@@ -97,6 +97,11 @@ class TrainConfig:
         return given
 
     @property
+    def device_kind(self) -> str:
+        """Return the kind of device, of which numbers are the same: ``cpu`` or ``cuda``."""
+        return self.device.partition(":")[0]
+
+    @property
     def tokens_per_step(self) -> int:
         """Return how many bytes of text one optimizer step learns from."""
         return self.batch * self.seq * self.accumulate
@@ -111,7 +116,7 @@ class TrainConfig:
                 f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
                 "--host-bytes"
             )
-        if self.activations == "plan" and not self.device.startswith("cpu"):
+        if self.activations == "plan" and self.device_kind != "cpu":
             raise ConfigError(
                 f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
                 "--activations offload, or --activation-checkpointing"

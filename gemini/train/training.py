@@ -55,6 +55,7 @@ class Training:
         self._progress = Progress()
         self._identity = {**config.identity(), "corpus": corpus.fingerprint()}
         self._horizons = [config.steps]
+        self._devices = [config.device_kind]
         self._saved_step: int | None = None
         self._stall_seconds = 0.0
 
@@ -136,7 +137,7 @@ class Training:
         step = self._progress.last_step
         if self._directory is None or self._saved_step == step:
             return
-        extra = {"step": step, "horizons": self._horizons}
+        extra = {"step": step, "horizons": self._horizons, "devices": self._devices}
         engine.save(self._directory.checkpoint, scheduler, extra)
         self._saved_step = step
         if self._stop.requested:
@@ -154,6 +155,7 @@ class Training:
                 "give more --steps"
             )
         self._check_horizon(list(extra["horizons"]))
+        self._check_devices(list(extra.get("devices", ["cpu"])))
         self._directory.keep_options(self._config.options())
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):
@@ -169,6 +171,17 @@ class Training:
             raise ConfigError(
                 f"--verify cannot repeat this run: --steps changed from {self._horizons[0]} to "
                 f"{self._config.steps} and the learning rates with it; leave out --verify"
+            )
+
+    def _check_devices(self, saved: list[str]) -> None:
+        """Refuse to verify a run of which no one device has trained all steps."""
+        self._devices = saved
+        if self._devices[-1] != self._config.device_kind:
+            self._devices.append(self._config.device_kind)
+        if self._config.verify and len(self._devices) > 1:
+            raise ConfigError(
+                f"--verify cannot repeat this run: it went from {self._devices[0]} to "
+                f"{self._devices[1]}, and the last digits of their numbers differ; leave out --verify"
             )
 
 

@@ -262,6 +262,19 @@ def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
     assert saved_options(config.checkpoint)["steps"] == 8
 
 
+def test_a_run_of_two_kinds_of_devices_goes_on_and_is_not_verified(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("job", "engine"):
+        monkeypatch.setattr(f"gemini.train.{module}.resolve_device", lambda _device: torch.device("cpu"))
+    run(config, stopping_at(3))
+    with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
+        run(config, resume=True, device="cuda", verify=True)
+    assert run(config, resume=True, device="cuda:1").summary.last_step == 6
+    with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
+        run(config, resume=True, device="cpu", verify=True)
+
+
 def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainConfig) -> None:
     class Exploding(FakeEngine):
         def step(self) -> None:
