@@ -50,6 +50,11 @@ class NcclOverGloo(dist.ProcessGroup):
         """Have all ranks have the same."""
         return self._gloo.broadcast(_on_cpu(tensors), opts)
 
+    def allgather(self, wholes: list[list[Tensor]], parts: list[Tensor], opts: Any = None) -> Any:
+        """Return the parts of all ranks as tensors of their own."""
+        wholes = [_on_cpu(whole) for whole in wholes]
+        return self._gloo.allgather(wholes, _on_cpu(parts), opts or dist.AllgatherOptions())
+
     def all_gather_single(self, whole: Tensor, part: Tensor, opts: Any = None) -> Any:
         """Put the parts of all ranks together."""
         return self._gloo._allgather_base(*_on_cpu([whole, part]), opts or dist.AllgatherOptions())
