@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.train.config import TrainConfig
@@ -20,6 +20,7 @@ from gemini.train.schedule import lr_schedule
 from gemini.train.stop import StopRequest
 from gemini.train.verify import WeightFile
 
+Value = TypeVar("Value")
 EngineFactory = Callable[[TrainConfig], TieredEngine]
 
 
@@ -154,35 +155,34 @@ class Training:
                 f"{self._directory.path} is at step {step}, past --steps {self._config.steps}; "
                 "give more --steps"
             )
-        self._check_horizon(list(extra["horizons"]))
-        self._check_devices(list(extra.get("devices", ["cpu"])))
+        self._check_history(list(extra["horizons"]), list(extra.get("devices", ["cpu"])))
         self._directory.keep_options(self._config.options())
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):
             self._progress.losses[record["step"] - 1] = float(record["loss"])
         self._display.note(f"resumed after step {step}")
 
-    def _check_horizon(self, saved: list[int]) -> None:
-        """Refuse to verify a run whose schedule changed on the way: no one run has those learning rates."""
-        self._horizons = saved
-        if self._horizons[-1] != self._config.steps:
-            self._horizons.append(self._config.steps)
-        if self._config.verify and len(self._horizons) > 1:
+    def _check_history(self, horizons: list[int], devices: list[str]) -> None:
+        """Take over how many steps the run was to have and the kinds of devices it was on, from the first on.
+        Refuse to verify one that changed on the way: no one run has its learning rates and last digits."""
+        self._horizons = _followed_by(horizons, self._config.steps)
+        self._devices = _followed_by(devices, self._config.device_kind)
+        if not self._config.verify:
+            return
+        if len(self._horizons) > 1:
             raise ConfigError(
                 f"--verify cannot repeat this run: --steps changed from {self._horizons[0]} to "
                 f"{self._config.steps} and the learning rates with it; leave out --verify"
             )
-
-    def _check_devices(self, saved: list[str]) -> None:
-        """Refuse to verify a run of which no one device has trained all steps."""
-        self._devices = saved
-        if self._devices[-1] != self._config.device_kind:
-            self._devices.append(self._config.device_kind)
-        if self._config.verify and len(self._devices) > 1:
+        if len(self._devices) > 1:
             raise ConfigError(
-                f"--verify cannot repeat this run: it went from {self._devices[0]} to "
-                f"{self._devices[1]}, and the last digits of their numbers differ; leave out --verify"
+                f"--verify cannot repeat this run: it went from {self._devices[0]} to {self._devices[1]}, "
+                "and the last digits of their numbers differ; leave out --verify"
             )
+
+
+def _followed_by(values: list[Value], value: Value) -> list[Value]:
+    return values if values[-1] == value else [*values, value]
 
 
 def train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: int) -> float:
