@@ -15,6 +15,7 @@ from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
 from gemini.errors import IoError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.state_exchange import MOMENTS
 from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece, read_values
 
 
@@ -138,7 +139,7 @@ class CheckpointFiles:
                 file = self._weights[slot.name]
                 extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
-                for state, kind in contents.MOMENTS.items():
+                for state, kind in MOMENTS.items():
                     tensors[piece.tensors[kind]] = None
                     name = _range_name(slot, state)
                     read = partial(piece.flat, kind, start, stop)
@@ -184,7 +185,7 @@ def _state_files(
         for slot in group.slots:
             start, stop = contents.owned(slot)
             if slot in optimizer.steps and start < stop:
-                for state in contents.MOMENTS:
+                for state in MOMENTS:
                     specs.append(TensorSpec(_range_name(slot, state), torch.float32, (stop - start,)))
                     owners[specs[-1].name] = (slot, state)
     files: dict[str, TensorFile] = {}

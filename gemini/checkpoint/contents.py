@@ -6,12 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
-from gemini.chunk import ChunkKind
 from gemini.ddp import GeminiDDP
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedParameter, ManagedSlot
 
-MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
 BUFFERS = "model-buffers.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 OPTIMIZER_INDEX = "optimizer.index.json"

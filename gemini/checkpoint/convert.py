@@ -25,6 +25,8 @@ from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.files import io_errors
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.state_exchange import MOMENTS
+from gemini.optim.state_format import step_count
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -203,8 +205,8 @@ class _Mapped:
     def state(self, param: str) -> dict[str, torch.Tensor]:
         """Return the states of a parameter as torch's Adam names them."""
         count = self._reader.manifest["optimizer_steps"][param]
-        moments = {state: self._file.copy(self._reader.state(state, param)) for state in contents.MOMENTS}
-        return {"step": torch.tensor(float(count), dtype=torch.float32, device="cpu"), **moments}
+        moments = {state: self._file.copy(self._reader.state(state, param)) for state in MOMENTS}
+        return {"step": step_count(count), **moments}
 
 
 def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:

@@ -21,7 +21,7 @@ from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import write_state, write_state_range
+from gemini.optim.state_exchange import MOMENTS, take_counts, write_state, write_state_range
 from gemini.rank import Rank, rank_of
 from gemini.runtime import write_range, write_values
 from gemini.weights import import_others
@@ -262,12 +262,9 @@ def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiO
     """Copy the states that this rank has of each parameter into their chunks."""
     slots = model.storage.slots
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
-    for slot in optimizer.steps.keys() - counts.keys():
-        for kind in contents.MOMENTS.values():  # it starts anew, as it had when this checkpoint was saved
-            write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
-    optimizer.steps = counts
+    take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
-        for state, kind in contents.MOMENTS.items():
+        for state, kind in MOMENTS.items():
             if reader.stride(slot.name) == slot.param_view.stride():
                 for first, values in reader.state_pieces(state, slot.name, *contents.owned(slot)):
                     write_state_range(optimizer, slot, kind, first, values)

@@ -18,7 +18,7 @@ from .dense import is_dense, ordered_like
 from .disk_states import DiskRows, DiskStates, Update
 from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
 from .state_file import Source
-from .state_format import StateFormat
+from .state_format import StateFormat, step_count
 from .state_import import boxed_state_dict, complete_groups, refuse_unsupported, unboxed_state
 from .state_ring import Extent
 from .step_rows import Member, StepRows
@@ -336,12 +336,7 @@ class KernelAdam(Optimizer):
                 stored.append(member)
                 continue
             if update.source is Source.ZERO:
-                state.update(
-                    {
-                        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
-                        **self._format.zeros(param),
-                    }
-                )
+                state.update({"step": step_count(0), **self._format.zeros(param)})
             elif isinstance(update.source, dict):
                 state.update(update.source)
             by_device.setdefault(param.device, []).append(member)
@@ -357,8 +352,7 @@ class KernelAdam(Optimizer):
         try:
             for param, found in arrays.items():
                 # The count of steps goes on in its tensor; these moments do not.
-                count = torch.tensor(float(slim[param]["step"]), dtype=torch.float32, device="cpu")
-                self.state[param] = {**slim[param], "step": count, **found}
+                self.state[param] = {**slim[param], "step": step_count(slim[param]["step"]), **found}
             yield
         finally:
             self.state.update(slim)

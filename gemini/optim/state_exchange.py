@@ -13,6 +13,7 @@ from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.kernels import AdamHyper
+from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
@@ -20,7 +21,7 @@ from gemini.runtime import ManagedSlot, read_state
 if TYPE_CHECKING:
     from gemini.optim.gemini_optimizer import GeminiOptimizer
 
-_MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
+MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
 
 
 def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, values: torch.Tensor) -> None:
@@ -30,6 +31,15 @@ def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, 
     )
     full.copy_(values)
     write_state_range(optimizer, slot, kind, 0, torch.as_strided(full, (full.numel(),), (1,)))
+
+
+def take_counts(optimizer: GeminiOptimizer, steps: dict[ManagedSlot, int]) -> None:
+    """Take over the counts of steps of a state that replaces all states: moments that have none there start
+    anew, as zeros. Those that have one are still to be written."""
+    for slot in optimizer.steps.keys() - steps.keys():
+        for kind in MOMENTS.values():
+            write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
+    optimizer.steps = steps
 
 
 def write_state_range(
@@ -58,8 +68,8 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     for index, slot in enumerate(slots):
         if slot not in optimizer.steps:
             continue
-        state[index] = {"step": torch.tensor(float(optimizer.steps[slot]), dtype=torch.float32, device="cpu")}
-        for name, kind in _MOMENTS.items():
+        state[index] = {"step": step_count(optimizer.steps[slot])}
+        for name, kind in MOMENTS.items():
             value = read_state(slot, kind, optimizer.model.manager)
             state[index][name] = export.copy(value) if export is not None else value
     groups, first = [], 0
@@ -105,12 +115,9 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
     """Take over a state that was checked. Over several ranks each writes what it owns."""
     steps = {slot: int(entry["step"]) for slot, entry in loaded.states.items()}
     with torch.no_grad():
-        for slot in optimizer.steps.keys() - steps.keys():  # torch replaces all states: this one starts anew
-            for kind in _MOMENTS.values():
-                write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
-        optimizer.steps = steps
+        take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
-            for name, kind in _MOMENTS.items():
+            for name, kind in MOMENTS.items():
                 write_state(optimizer, slot, kind, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
@@ -144,7 +151,7 @@ def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]
 
 def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
     require_complete(entry, repr(slot.name))
-    for name in _MOMENTS:
+    for name in MOMENTS:
         if tuple(entry[name].shape) != tuple(slot.param_view.shape):
             raise ConfigError(
                 f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "

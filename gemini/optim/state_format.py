@@ -26,6 +26,11 @@ _MAX_ROOT_CODE = 255.0
 _MIN_SCALE = 2.0**-63  # as csrc/adam/quantize.h
 
 
+def step_count(count: float) -> torch.Tensor:
+    """Return a count of steps as torch's Adam keeps it: fp32, on the CPU, whatever torch's defaults are."""
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+
+
 @dataclass(frozen=True)
 class Part:
     """One array of a state: ``dtype`` for every element, or for every block of 256."""

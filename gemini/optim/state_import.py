@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from gemini.errors import ConfigError
 
-from .state_format import ARRAYS, StateFormat
+from .state_format import ARRAYS, StateFormat, step_count
 
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
@@ -72,7 +72,7 @@ def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaul
             continue
         plain = {name: box.value for name, box in values.items()}
         result[param] = {
-            "step": torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu"),
+            "step": step_count(plain["step"]),
             **_others(plain),
             **state_format.imported(plain, param),
         }

@@ -44,7 +44,7 @@ class GradientExchange:
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
         self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
-        self._room: torch.Tensor = torch.empty(0, device="cpu")
+        self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
         self._room_tensor = -1
         if storage.exchange is not None:
             self._room = storage.exchange.tensor

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import plain_data
-from gemini.checkpoint.contents import MOMENTS
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.state_exchange import MOMENTS
+from gemini.optim.state_format import step_count
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
@@ -110,9 +111,7 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
         if slot not in optimizer.steps:
             continue
         # As torch's Adam has it, whose state this can become.
-        values[slot.name] = {
-            "step": torch.tensor(float(optimizer.steps[slot]), dtype=torch.float32, device="cpu")
-        }
+        values[slot.name] = {"step": step_count(optimizer.steps[slot])}
         for moment, kind in MOMENTS.items():
             read = partial(read_state, slot, kind, optimizer.model.manager)
             shape = tuple(slot.param_view.shape)
