@@ -2,17 +2,21 @@
 
 ``tests/cpp/standin`` has the driver's library and what torch's own libraries ask of CUDA: tensors whose
 device is "cuda", operators that refuse tensors of the CPU and run late, in the order of streams. This gives
-``torch.cuda`` what it would call C++ for. Numbers are the CPU's; so is the kernel of Adam. Two GPUs,
-for two processes (their memory is one of 8 GiB), NCCL over gloo, no CUDA graphs, no generator of its own.
+``torch.cuda`` what it would call C++ for. Numbers are the CPU's; the kernel of Adam runs from the code that
+nvcc made of it. Two GPUs, for two processes (their memory is one of 8 GiB), NCCL over gloo, no CUDA graphs,
+no generator of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +261,22 @@ def install() -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: _call("current_stream")
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.UntypedStorage.resize_ = resize_storage
-    _use_cpu_kernel()
+    if ModuleFinder.path.exists():
+        sys.meta_path.insert(0, ModuleFinder())
+    else:
+        _use_cpu_kernel()
+
+
+class ModuleFinder(importlib.abc.MetaPathFinder):
+    """Finds the module whose CUDA runtime is the stand-in's. Without nvcc there is none."""
+
+    path = _DIRECTORY / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return where it is."""
+        return importlib.util.spec_from_file_location(name, self.path) if name == "gemini._C" else None
 
 
 def _use_cpu_kernel() -> None:

@@ -20,42 +20,17 @@ using gemini::GpuDriver;
 using namespace gemini::cuda_abi;
 using namespace gemini::standin;
 
-constexpr Result kInvalidValue = 1;
 constexpr Result kNotInitialized = 3;
-constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
 constexpr Result kAlreadyRegistered = 712;
 constexpr Result kNotRegistered = 713;
 constexpr int kNumDevices = 2;  // two names of the one GPU there is: a process uses one
 
-Library& library() {
-  static Library* const one = new Library;  // for good: threads may use it at the end
-  return *one;
-}
-
 thread_local std::vector<Context> contexts;
 
 Context the_context() { return reinterpret_cast<Context>(&library()); }
 
-// What every call of a context needs.
-Result in_context(const std::function<Result(Library&)>& call) {
-  if (contexts.empty() || contexts.back() != the_context()) return kInvalidContext;
-  try {
-    return call(library());
-  } catch (const gemini::OutOfBudget&) {
-    return kOutOfMemory;
-  } catch (const gemini::Error&) {
-    return kInvalidValue;
-  }
-}
-
 bool is_whole(size_t nbytes) { return nbytes > 0 && nbytes % kGranularity == 0; }
-
-// The null stream is one like any other: it is where torch's operators go.
-GpuDriver::Stream number(Stream stream) {
-  static const GpuDriver::Stream null_stream = library().gpu.create_stream();
-  return stream == nullptr ? null_stream : reinterpret_cast<GpuDriver::Stream>(stream);
-}
 
 GpuDriver::Event number(Event event) { return reinterpret_cast<GpuDriver::Event>(event); }
 
@@ -76,9 +51,6 @@ bool is_accessible(Library& own, DevicePtr begin, size_t nbytes) {
   return true;
 }
 
-// The caller holds the mutex.
-int64_t free_bytes_of(Library& own) { return own.gpu.memory().free_bytes - own.taken_bytes; }
-
 void give_back(Library& own, std::map<Handle, Memory>::iterator memory) {
   if (!memory->second.released || memory->second.num_mappings > 0) return;
   own.gpu.destroy_block(memory->first);
@@ -87,9 +59,34 @@ void give_back(Library& own, std::map<Handle, Memory>::iterator memory) {
 
 }  // namespace
 
-extern "C" {
+namespace gemini::standin {
 
-#define EXPORTED __attribute__((visibility("default")))
+Library& library() {
+  static Library* const one = new Library;  // for good: threads may use it at the end
+  return *one;
+}
+
+Result in_context(const std::function<Result(Library&)>& call) {
+  if (contexts.empty() || contexts.back() != the_context()) return kInvalidContext;
+  try {
+    return call(library());
+  } catch (const gemini::OutOfBudget&) {
+    return kOutOfMemory;
+  } catch (const gemini::Error&) {
+    return kInvalidValue;
+  }
+}
+
+GpuDriver::Stream number(Stream stream) {
+  static const GpuDriver::Stream null_stream = library().gpu.create_stream();
+  return stream == nullptr ? null_stream : reinterpret_cast<GpuDriver::Stream>(stream);
+}
+
+int64_t free_bytes_of(Library& own) { return own.gpu.memory().free_bytes - own.taken_bytes; }
+
+}  // namespace gemini::standin
+
+extern "C" {
 
 EXPORTED Result cuInit(unsigned flags) {
   const std::lock_guard lock(library().mutex);
@@ -361,29 +358,6 @@ EXPORTED Result cuMemsetD8Async(DevicePtr address, unsigned char value, size_t n
     const std::lock_guard lock(own.mutex);
     if (!is_accessible(own, address, nbytes)) return kInvalidValue;
     own.gpu.fill(address, value, static_cast<int64_t>(nbytes), number(stream));
-    return kSuccess;
-  });
-}
-
-// Has a stream call `work(data)`, which uses (address, bytes) each of `ranges`: what a kernel does.
-EXPORTED Result standin_launch(Stream stream, const uint64_t* ranges, size_t num_ranges,
-                               void (*work)(void*), void* data) {
-  return in_context([&](Library& own) -> Result {
-    std::vector<gemini::GpuRange> used;
-    for (size_t i = 0; i < num_ranges; ++i) {
-      used.push_back({ranges[2 * i], static_cast<int64_t>(ranges[2 * i + 1])});
-    }
-    own.gpu.launch(number(stream), std::move(used), [=] { work(data); });
-    return kSuccess;
-  });
-}
-
-// Counts bytes as taken, or given back where they are negative: memory that the caller has itself.
-EXPORTED Result standin_take(int64_t nbytes) {
-  return in_context([&](Library& own) -> Result {
-    const std::lock_guard lock(own.mutex);
-    if (nbytes > 0 && free_bytes_of(own) < nbytes) return kOutOfMemory;
-    own.taken_bytes += nbytes;
     return kSuccess;
   });
 }

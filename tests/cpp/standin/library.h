@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -9,7 +10,13 @@
 #include "gpu/cuda_abi.h"
 #include "gpu/simulated_gpu.h"
 
+// Seen from outside the library.
+#define EXPORTED __attribute__((visibility("default")))
+
 namespace gemini::standin {
+
+inline constexpr cuda_abi::Result kInvalidValue = 1;
+inline constexpr cuda_abi::Result kInvalidContext = 201;
 
 inline constexpr int64_t kGranularity = 2 << 20;
 inline constexpr int64_t kTotalBytes = int64_t{8} << 30;  // taken when used
@@ -36,9 +43,21 @@ struct Library {
   std::map<cuda_abi::Handle, Memory> memories;         // guarded by mutex
   std::map<void*, size_t> host_memory;                 // guarded by mutex
   std::set<GpuDriver::Event> recorded;                 // guarded by mutex
+  std::map<cuda_abi::DevicePtr, size_t> brought;       // guarded by mutex: see standin_bring
   int64_t taken_bytes = 0;                             // guarded by mutex: see standin_take
   bool initialized = false;                            // guarded by mutex
   int num_retained = 0;                                // guarded by mutex
 };
+
+Library& library();
+
+// The null stream is one like any other: it is where torch's operators go.
+GpuDriver::Stream number(cuda_abi::Stream stream);
+
+// What every call of a context needs.
+cuda_abi::Result in_context(const std::function<cuda_abi::Result(Library&)>& call);
+
+// The caller holds the mutex.
+int64_t free_bytes_of(Library& own);
 
 }  // namespace gemini::standin

@@ -3,6 +3,7 @@
 // driver's stand-in (libcuda.cpp).
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
@@ -64,5 +65,21 @@ struct MemoryUse {
 MemoryUse memory_use();
 void reset_peaks();
 void release_cache();
+
+// -- torch_generator.cpp --
+
+at::Generator make_generator();
+
+// Makes a generator of the GPU one of the CPU while it lives.
+class OnCpu {
+ public:
+  explicit OnCpu(const at::Generator& generator);
+  ~OnCpu();
+  OnCpu(const OnCpu&) = delete;
+  OnCpu& operator=(const OnCpu&) = delete;
+
+ private:
+  at::Generator generator_;
+};
 
 }  // namespace standin

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "own_calls.h"
 #include "torch_cuda.h"
 
 namespace standin {
@@ -34,6 +35,7 @@ void free_piece(void* context) {
   }
   const c10::StreamId before = exchange_stream(piece->stream);
   launch({}, [memory = piece->memory, nbytes = piece->nbytes] {
+    standin_remove(memory);
     std::memset(memory, kUnwritten, nbytes);
     std::free(memory);
   });
@@ -48,6 +50,7 @@ class GpuAllocator final : public c10::Allocator {
     reserve(static_cast<int64_t>(rounded(nbytes)));
     void* const memory = std::aligned_alloc(kAlignBytes, rounded(nbytes));
     std::memset(memory, kUnwritten, rounded(nbytes));
+    standin_bring(memory, rounded(nbytes));
     return {memory, new Piece{memory, rounded(nbytes), current_stream()}, &free_piece, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

@@ -177,6 +177,10 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   synchronize(current_stream());
+  std::optional<OnCpu> generator;
+  for (const IValue& value : arguments) {
+    if (value.isGenerator()) generator.emplace(value.toGenerator());
+  }
   if (resizes_out(op)) arguments.back() = at::empty({0}, arguments.back().toTensor().options());
   call_on_cpu(op, arguments);
   return_results(schema, given, std::move(arguments), *stack);

@@ -1,12 +1,12 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <mutex>
 #include <set>
 #include <string>
 
+#include "own_calls.h"
 #include "torch_cuda.h"
 
 namespace standin {
@@ -26,16 +26,6 @@ gemini::cuda_abi::Stream handle(c10::StreamId stream) {
   return reinterpret_cast<gemini::cuda_abi::Stream>(stream);
 }
 gemini::cuda_abi::Event handle(void* event) { return static_cast<gemini::cuda_abi::Event>(event); }
-
-// From the library that is loaded already.
-template <typename Function>
-Function find(const char* symbol) {
-  static void* const library = ::dlopen("libcuda.so.1", RTLD_NOW);
-  TORCH_CHECK(library != nullptr, "the stand-in for the driver must be loaded first");
-  auto* const found = reinterpret_cast<Function>(::dlsym(library, symbol));
-  TORCH_CHECK(found != nullptr, "the stand-in for the driver has no ", symbol);
-  return found;
-}
 
 void run_and_delete(void* data) {
   const std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(data));
@@ -58,17 +48,7 @@ void raise_failure() {
 
 }  // namespace
 
-const Calls& driver() {
-  static const Calls calls = [] {
-    Calls found;
-#define STANDIN_FIND(member, symbol, parameters) \
-  found.member = find<decltype(found.member)>(symbol);
-    GEMINI_CUDA_CALLS(STANDIN_FIND)
-#undef STANDIN_FIND
-    return found;
-  }();
-  return calls;
-}
+const Calls& driver() { return gemini::cuda_abi::kStandin; }
 
 void check(Result result, const char* doing) {
   TORCH_CHECK(result == gemini::cuda_abi::kSuccess, "CUDA error ", result, " in ", doing);
@@ -108,9 +88,6 @@ c10::StreamId make_stream() {
 }
 
 void launch(const Ranges& ranges, std::function<void()> work) {
-  using Launch =
-      Result (*)(gemini::cuda_abi::Stream, const uint64_t*, size_t, void (*)(void*), void*);
-  static const auto give = find<Launch>("standin_launch");
   enter_context();
   std::vector<uint64_t> flat;
   for (const auto& [address, nbytes] : ranges) {
@@ -118,8 +95,9 @@ void launch(const Ranges& ranges, std::function<void()> work) {
     flat.push_back(nbytes);
   }
   auto given = std::make_unique<std::function<void()>>(std::move(work));
-  check(give(handle(the_stream), flat.data(), ranges.size(), &run_and_delete, given.get()),
-        "a launch");
+  check(
+      standin_launch(handle(the_stream), flat.data(), ranges.size(), &run_and_delete, given.get()),
+      "a launch");
   (void)given.release();
 }
 
@@ -143,9 +121,8 @@ void synchronize_all() {
 }
 
 bool take(int64_t nbytes) {
-  static const auto count = find<Result (*)(int64_t)>("standin_take");
   enter_context();
-  return count(nbytes) == gemini::cuda_abi::kSuccess;
+  return standin_take(nbytes) == gemini::cuda_abi::kSuccess;
 }
 
 // The GPUs, to c10: which is current, its streams and events.
@@ -229,6 +206,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isPinnedPtr(const void* data) const override { return standin::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override { return &standin::pinned_allocator(); }
   Allocator* getCUDADeviceAllocator() const override { return &standin::gpu_allocator(); }
+  Generator getNewGenerator(DeviceIndex) const override { return standin::make_generator(); }
   Device getDeviceFromPtr(void*) const override { return standin::current_device(); }
   void deviceSynchronize(DeviceIndex) const override { standin::synchronize_all(); }
 };
