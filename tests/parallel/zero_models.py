@@ -43,6 +43,7 @@ def tokens_of(step: int) -> Tensor:
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the mean cross entropy of predicting the next token, in fp32."""
+    tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

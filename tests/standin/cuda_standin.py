@@ -9,14 +9,17 @@ no generator of its own.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,31 @@ def stream(own: Stream | None) -> Iterator[None]:
         yield
     finally:
         _call("exchange_stream", before)
+
+
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_keys = itertools.count(1)
+_given: dict[int, Any] = {}  # what streams are to call, and what that uses
+_called: collections.deque[int] = collections.deque()
+
+
+def run_on_stream(own: Stream, work: Callable[[], None], keep: Any) -> None:
+    """Have a stream call ``work``; ``keep`` lives as long. An exception ends the process, as NCCL's."""
+
+    def run(key: int) -> None:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os.abort()
+        _called.append(key)  # it cannot go before it has returned
+
+    while _called:
+        del _given[_called.popleft()]
+    key = next(_keys)
+    function = _WORK(run)
+    _given[key] = (function, keep)
+    _call("run_on_stream", own.cuda_stream, ctypes.cast(function, ctypes.c_void_p).value or 0, key)
 
 
 def index_of(device: Any) -> int:

@@ -1,20 +1,59 @@
 """NCCL for the stand-in for CUDA: collectives of tensors on the GPU, over gloo.
 
-They begin when the operators' stream has come to where they were called, which the caller waits for. Those of
-tensors of the CPU are refused, as by NCCL.
+They are late as NCCL's are, in a stream of their own: they begin when the operators' stream has come to where
+they were called, and who waits for one has the operators' stream wait, not the thread. Tensors of the CPU are
+refused, as by NCCL.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cuda_standin import Event, Stream, current_stream, index_of, run_on_stream, stream
 from torch import Tensor
 
 NAME = "nccl_standin"
+
+
+MAX_DELAY_SECONDS = 2e-3
+
+
+class LateWork(dist._Work):
+    """A collective under way."""
+
+    def __init__(self, own: Stream, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._done: Event = own.record_event()
+        self._own = own
+        self._tensors = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Have the operators' stream wait for it."""
+        current_stream().wait_event(self._done)
+        return True
+
+    def synchronize(self) -> None:
+        """Do the same."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Say whether it is done."""
+        return self._done.query()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return what is done when the stream has come to it."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=[torch.device("cuda", index_of(None))]
+        )
+        with stream(self._own):
+            future.set_result(self._tensors)
+        return future
 
 
 class NcclOverGloo(dist.ProcessGroup):
@@ -23,6 +62,7 @@ class NcclOverGloo(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("over gloo", store), rank, size, timeout)
+        self._stream = Stream()
 
     def getBackendName(self) -> str:
         """Return the name."""
@@ -42,33 +82,46 @@ class NcclOverGloo(dist.ProcessGroup):
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self._gloo
 
+    def _start(self, collective: Callable[..., Any], results: list[Tensor], *given: Any) -> LateWork:
+        """Have the own stream carry out a collective of gloo on tensors, and what else it takes."""
+        arguments = [_on_cpu(each) for each in given]
+
+        def run() -> None:
+            time.sleep(random.random() * MAX_DELAY_SECONDS)
+            collective(*arguments).wait()
+
+        self._stream.wait_stream(current_stream())
+        run_on_stream(self._stream, run, keep=given)
+        return LateWork(self._stream, results)
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce in place."""
-        return self._gloo.allreduce(_on_cpu(tensors), opts or dist.AllreduceOptions())
+        return self._start(self._gloo.allreduce, tensors, tensors, opts or dist.AllreduceOptions())
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Have all ranks have the same."""
-        return self._gloo.broadcast(_on_cpu(tensors), opts)
+        return self._start(self._gloo.broadcast, tensors, tensors, opts)
 
     def allgather(self, wholes: list[list[Tensor]], parts: list[Tensor], opts: Any = None) -> Any:
         """Return the parts of all ranks as tensors of their own."""
-        wholes = [_on_cpu(whole) for whole in wholes]
-        return self._gloo.allgather(wholes, _on_cpu(parts), opts or dist.AllgatherOptions())
+        return self._start(self._gloo.allgather, wholes[0], wholes, parts, opts or dist.AllgatherOptions())
 
     def all_gather_single(self, whole: Tensor, part: Tensor, opts: Any = None) -> Any:
         """Put the parts of all ranks together."""
-        return self._gloo._allgather_base(*_on_cpu([whole, part]), opts or dist.AllgatherOptions())
+        opts = opts or dist.AllgatherOptions()
+        return self._start(self._gloo._allgather_base, [whole], whole, part, opts)
 
     def reduce_scatter_single(self, part: Tensor, whole: Tensor, opts: Any = None) -> Any:
         """Reduce, each rank its part."""
-        return self._gloo._reduce_scatter_base(*_on_cpu([part, whole]), opts or dist.ReduceScatterOptions())
+        opts = opts or dist.ReduceScatterOptions()
+        return self._start(self._gloo._reduce_scatter_base, [part], part, whole, opts)
 
     def all_to_all_single(
         self, parts: Tensor, whole: Tensor, sizes_out: list[int], sizes_in: list[int], opts: Any = None
     ) -> Any:
         """Give each rank its part."""
-        tensors = _on_cpu([parts, whole])
-        return self._gloo.alltoall_base(*tensors, sizes_out, sizes_in, opts or dist.AllToAllOptions())
+        opts = opts or dist.AllToAllOptions()
+        return self._start(self._gloo.alltoall_base, [parts], parts, whole, sizes_out, sizes_in, opts)
 
     # What torch before 2.13 calls them.
     _allgather_base = all_gather_single
@@ -77,24 +130,27 @@ class NcclOverGloo(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         """Send to a rank."""
-        return self._gloo.send(_on_cpu(tensors), rank, tag)
+        return self._start(self._gloo.send, tensors, tensors, rank, tag)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         """Receive from a rank."""
-        return self._gloo.recv(_on_cpu(tensors), rank, tag)
+        return self._start(self._gloo.recv, tensors, tensors, rank, tag)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
 
-def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the same memory as tensors of the CPU, once operators are done with it."""
-    if any(tensor.device.type != "cuda" or not tensor.is_contiguous() for tensor in tensors):
+def _on_cpu(value: Any) -> Any:
+    """Return the same memory as tensors of the CPU, for tensors, and lists of them."""
+    if isinstance(value, list):
+        return [_on_cpu(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cuda" or not value.is_contiguous():
         raise RuntimeError("NCCL takes contiguous tensors of a GPU")
-    torch.cuda.current_stream().synchronize()
-    return [_view(tensor) for tensor in tensors]
+    return _view(value)
 
 
 def _view(tensor: Tensor) -> Tensor:

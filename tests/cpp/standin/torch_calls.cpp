@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "own_calls.h"
 #include "torch_cuda.h"
 
 namespace {
@@ -36,6 +37,11 @@ EXPORTED int64_t standin_exchange_device(int64_t index) {
 EXPORTED int64_t standin_current_stream() { return standin::current_stream(); }
 EXPORTED int64_t standin_exchange_stream(int64_t next) { return standin::exchange_stream(next); }
 EXPORTED int64_t standin_make_stream() { return standin::make_stream(); }
+
+EXPORTED int64_t standin_run_on_stream(int64_t own, int64_t work, int64_t data) {
+  standin::enter_context();
+  return done(standin_launch(stream(own), nullptr, 0, as<void (*)(void*)>(work), as<void*>(data)));
+}
 
 EXPORTED int64_t standin_synchronize() {
   try {

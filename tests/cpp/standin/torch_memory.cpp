@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "own_calls.h"
 #include "torch_cuda.h"
@@ -18,6 +19,7 @@ constexpr int kUnwritten = 0xFF;     // NaN in every float type
 std::mutex mutex;
 MemoryUse use;                         // guarded by mutex
 std::map<const char*, size_t> pinned;  // guarded by mutex: by where it begins
+std::vector<char*> released;           // guarded by mutex: of these
 
 size_t rounded(size_t nbytes) { return (nbytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
 
@@ -75,6 +77,7 @@ class GpuAllocator final : public c10::Allocator {
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
+    free_released();
     const size_t size = rounded(std::max<size_t>(nbytes, 1));
     auto* const memory = static_cast<char*>(std::aligned_alloc(kAlignBytes, size));
     const std::lock_guard lock(mutex);
@@ -87,11 +90,24 @@ class PinnedAllocator final : public c10::Allocator {
   }
 
  private:
+  // Not freed yet: copies may be under way, and who holds Python's lock must not wait for streams.
   static void release(void* memory) {
-    synchronize_all();  // copies may be under way
     const std::lock_guard lock(mutex);
-    pinned.erase(static_cast<char*>(memory));
-    std::free(memory);
+    released.push_back(static_cast<char*>(memory));
+  }
+
+  static void free_released() {
+    std::vector<char*> all;
+    {
+      const std::lock_guard lock(mutex);
+      all.swap(released);
+    }
+    if (!all.empty()) synchronize_all();
+    const std::lock_guard lock(mutex);
+    for (char* const memory : all) {
+      pinned.erase(memory);
+      std::free(memory);
+    }
   }
 };
 
