@@ -166,7 +166,7 @@ class GeminiDDP(LoadsAsPart):
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is managed no more, or an optimizer that updates in backward awaits its step().
+                parameter is managed no more, a CUDA graph is captured, or an optimizer awaits its step().
         """
         if torch.compiler.is_compiling():
             return self.compiled.run_uncompiled(self.compiled, self._forward, args, kwargs)

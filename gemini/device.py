@@ -162,6 +162,11 @@ def reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device))
 
 
+def is_capturing() -> bool:
+    """Say whether this thread's operators on a GPU are recorded into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def release_cache(device: torch.device) -> None:
     """Have torch's allocator give back what it keeps for later."""
     with torch.cuda.device(device):

@@ -150,6 +150,10 @@ class CpuDevice:
     def settle(self) -> None:
         """Do nothing: what a step takes is measured from its own begin."""
 
+    def is_capturing(self) -> bool:
+        """Say no: the CPU has nothing of the kind."""
+        return False
+
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""
 

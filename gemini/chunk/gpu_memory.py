@@ -23,6 +23,7 @@ from gemini.device import (
     AllocatorMonitor,
     current_stream,
     device_index,
+    is_capturing,
     release_cache,
     reserved_bytes,
     synchronize_stream,
@@ -276,6 +277,9 @@ class CudaDevice:
         self.release_cache()
         self._held_bytes = reserved_bytes(self.torch_device)
 
+    def is_capturing(self) -> bool:
+        return is_capturing()
+
     def synchronize(self) -> None:
         synchronize_stream(self.torch_device)
 
@@ -320,6 +324,10 @@ class SimulatedDevice:
 
     def settle(self) -> None:
         """Do nothing: what operators take is host memory."""
+
+    def is_capturing(self) -> bool:
+        """Say no: operators are the CPU's."""
+        return False
 
     def synchronize(self) -> None:
         """Do nothing: an operator has returned when it is done."""

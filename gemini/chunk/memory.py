@@ -176,6 +176,9 @@ class ComputeDevice(Protocol):
     def settle(self) -> None:
         """Say that a model is in its chunks: memory that torch has now is not that of its steps."""
 
+    def is_capturing(self) -> bool:
+        """Say whether operators are recorded, to be repeated later, and not carried out."""
+
     def synchronize(self) -> None:
         """Wait until the operators so far are done: to time them."""
 

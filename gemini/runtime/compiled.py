@@ -18,7 +18,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C._functorch import peek_interpreter_stack as in_transform
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.runtime.backward import NodesSoFar, hook_backward, nodes_so_far
 from gemini.runtime.blocks import find_blocks, is_compiled
 from gemini.runtime.nested import tensors_in
@@ -149,7 +149,17 @@ class CompiledBlocks:
     def begin_pass(self, *, training: bool) -> None:
         """Say that a forward pass begins: where each block has CUDA graphs of its own, the compiler takes
         every call of one for a new pass, in which nobody needs what was returned in those before, until it is
-        told. While a pass that trains, of any model, has had no gradient, it may still need it."""
+        told. While a pass that trains, of any model, has had no gradient, it may still need it.
+
+        Raises:
+            StateError: the pass would be recorded into a CUDA graph.
+        """
+        if self._manager.chunks.device.is_capturing():
+            raise StateError(
+                "forward: a managed model cannot be captured into a CUDA graph: replaying one would move no "
+                "chunk. Call it outside of torch.cuda.graph() and make_graphed_callables(), and have blocks "
+                "compiled with torch.compile(block, mode='reduce-overhead'), which captures each for itself"
+            )
         if self._blocks and _CUDA_GRAPHS in sys.modules and not any(one._awaits_backward for one in _ALL):
             torch.compiler.cudagraph_mark_step_begin()
         if training:

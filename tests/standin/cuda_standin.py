@@ -3,8 +3,8 @@
 ``tests/cpp/standin`` has the driver's library and what torch's own libraries ask of CUDA: tensors whose
 device is "cuda", operators that refuse tensors of the CPU and run late, in the order of streams. This gives
 ``torch.cuda`` what it would call C++ for. Numbers are the CPU's; the kernel of Adam runs from the code that
-nvcc made of it. Two GPUs, for two processes (their memory is one of 8 GiB), NCCL over gloo, no CUDA graphs,
-no generator of its own.
+nvcc made of it. Two GPUs, for two processes (their memory is one of 8 GiB), NCCL over gloo; CUDA graphs
+keep nothing.
 """
 
 from __future__ import annotations
@@ -210,6 +210,21 @@ def memory() -> tuple[int, ...]:
     return tuple(values)
 
 
+class Capture:
+    """Stands in for ``torch.cuda.graph``: says that operators are captured, and carries them out."""
+
+    under_way = False
+
+    def __init__(self, graph: object, **_options: Any) -> None:
+        del graph
+
+    def __enter__(self) -> None:
+        Capture.under_way = True
+
+    def __exit__(self, *exception: object) -> None:
+        Capture.under_way = False
+
+
 class Generators:
     """The states of CUDA's generators: kept, and used for nothing. Numbers come from the CPU's generator."""
 
@@ -253,7 +268,9 @@ def install() -> None:
         "_is_compiled": lambda: True,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: Capture.under_way,
+        "graph": Capture,
+        "CUDAGraph": object,
         "is_bf16_supported": lambda including_emulation=True: True,
         "device_count": lambda: _call("num_devices"),
         "current_device": lambda: _call("current_device"),

@@ -26,7 +26,7 @@ from gpu_harness import (
 from torch import Tensor, nn
 from training_harness import assert_same_state, moved_bytes
 
-from gemini import HybridAdam
+from gemini import HybridAdam, StateError
 from gemini.chunk import ComputeDevice
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -156,3 +156,16 @@ def test_gradients_of_compiled_blocks_on_a_gpu_are_copied() -> None:
         bias.register_hook(lambda grad: handed_over.append(grad.data_ptr()))
         network_loss(model, 3, gpu.torch_device).backward()
         assert bias.grad.data_ptr() not in handed_over
+
+
+@pytest.mark.cuda
+def test_a_pass_that_would_be_captured_is_refused() -> None:
+    gpu = make_gpu("cuda")
+    with GpuModel(network(), device=gpu, **SMALL_CHUNKS) as model:
+        optimizer = optimizer_of(model)
+        train(model, optimizer, gpu.torch_device, range(2))
+        tokens = torch.zeros(4, 16, dtype=torch.int64, device=gpu.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(StateError, match="captured into a CUDA graph"), torch.cuda.graph(graph):
+            model(tokens)
+        train(model, optimizer, gpu.torch_device, range(2))
