@@ -114,6 +114,15 @@ TEST(Ptx, VectorsAreReadAndWrittenWhole) {
   EXPECT_EQ(memory.words[4], 4U);
 }
 
+TEST(Ptx, LanesExchangeValues) {
+  Words memory;
+  memory.run(R"(
+    shfl.sync.bfly.b32 %r2|%p1, %r1, 4, 31, -1;
+    @%p1 st.global.u32 [%rd3], %r2;
+  )");
+  for (uint32_t lane = 0; lane < kLanes; ++lane) EXPECT_EQ(memory.words[lane], lane ^ 4) << lane;
+}
+
 struct Refused {
   const char* instructions;
   const char* why;

@@ -81,9 +81,13 @@ std::map<const void*, std::string>& kernel_names() {
   return names;
 }
 
+// Those for GPUs from 8.0 on, or for the oldest that nvcc knows.
 std::map<std::string, PtxKernel> read_kernels() {
+  const char* const path = std::getenv("GEMINI_STANDIN_OLD_GPU") == nullptr
+                               ? GEMINI_STANDIN_PTX
+                               : GEMINI_STANDIN_OLD_PTX;
   std::stringstream text;
-  text << std::ifstream(GEMINI_STANDIN_PTX).rdbuf();
+  text << std::ifstream(path).rdbuf();
   std::map<std::string, PtxKernel> kernels;
   for (PtxKernel& kernel : gemini::standin::parse_ptx(text.str())) {
     const std::string name = kernel.name;

@@ -93,18 +93,32 @@ void store(Warp& warp, const Instruction& it) {
   }
 }
 
-// All lanes get the largest; the lanes that take part are from[1], here always the whole warp.
-void largest_of_warp(Warp& warp, const Instruction& it) {
-  const Lanes values = warp.registers[static_cast<size_t>(it.from[0])];
-  const Lanes members = warp.registers[static_cast<size_t>(it.from[1])];
-  uint32_t largest = 0;
-  for (uint32_t lane = 0; lane < kLanes; ++lane) {
-    if (warp.mask != kWholeWarp || static_cast<uint32_t>(members[lane]) != kWholeWarp) {
+// The lanes that take part are the last operand, here always all.
+void check_whole_warp(const Warp& warp, const Instruction& it) {
+  for (const uint64_t members : warp.registers[static_cast<size_t>(it.from.back())]) {
+    if (warp.mask != kWholeWarp || static_cast<uint32_t>(members) != kWholeWarp) {
       throw PtxError("not the whole warp meets: " + it.text);
     }
-    largest = std::max(largest, static_cast<uint32_t>(values[lane]));
   }
-  warp.registers[static_cast<size_t>(it.to[0])].fill(largest);
+}
+
+void largest_of_warp(Warp& warp, const Instruction& it) {
+  check_whole_warp(warp, it);
+  const Lanes& values = warp.registers[static_cast<size_t>(it.from[0])];
+  warp.registers[static_cast<size_t>(it.to[0])].fill(*std::ranges::max_element(values));
+}
+
+// Each lane gets the value of the one whose number has other bits where from[1] has ones.
+void shuffle_across(Warp& warp, const Instruction& it) {
+  check_whole_warp(warp, it);
+  const Lanes values = warp.registers[static_cast<size_t>(it.from[0])];
+  const Lanes& other = warp.registers[static_cast<size_t>(it.from[1])];
+  const Lanes& clamp = warp.registers[static_cast<size_t>(it.from[2])];
+  for (uint32_t lane = 0; lane < kLanes; ++lane) {
+    if (clamp[lane] != kLanes - 1) throw PtxError("not all lanes: " + it.text);
+    warp.registers[static_cast<size_t>(it.to[0])][lane] = values[(lane ^ other[lane]) % kLanes];
+  }
+  warp.registers[static_cast<size_t>(it.to[1])].fill(1);  // whether there is such a lane
 }
 
 // -- the table --
@@ -254,6 +268,7 @@ Table make_table() {
   table["or.pred"] = kBinary<std::logical_or<bool>{}, bool>;
   table["cvta.to.global.u64"] = table["mov.u64"];  // all memory has one address here
   table["redux.sync.max.u32"] = &largest_of_warp;
+  table["shfl.sync.bfly.b32"] = &shuffle_across;
   return table;
 }
 

@@ -124,7 +124,7 @@ class KernelParser {
     bool in_first = true;
     while (!text.empty()) {
       const char next = text.front();
-      if (next == ',' || next == '{' || next == '}' || next == ']') {
+      if (next == ',' || next == '{' || next == '}' || next == ']' || next == '|') {
         in_first &= next != '}' && (next != ',' || first_is_vector);
         text = trimmed(text.substr(1));
       } else if (next == '[') {
@@ -134,7 +134,7 @@ class KernelParser {
           throw PtxError("not understood: " + made.text);
         }
       } else {
-        const int number = register_of(take_word(text, ", \t{}]"));
+        const int number = register_of(take_word(text, ", \t{}]|"));
         (in_first && !is_store ? made.to : made.from).push_back(number);
       }
     }
