@@ -22,8 +22,9 @@ from gemini.parallel.booster import Plugin
 pytestmark = pytest.mark.cuda
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-# Ranks sum gradients of parts of the batch, one process sums the whole batch; kernels differ in their order.
-TOLERANCE = 1e-5
+# A hundredth of a step of Adam. Ranks sum gradients of parts of the batch, one process sums the whole batch,
+# and kernels of the CPU and of a GPU sum in other orders.
+TOLERANCE = 1e-4
 SMALL_CHUNKS = {"min_chunk_size_mb": 1 / 16, "search_range_mb": 1 / 16, "hidden_dim": 16}
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
