@@ -90,18 +90,19 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
             "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
         )
     budgets = model.manager.chunks.budgets
-    if ratio == "auto" and not _can_update_on_host(model):
-        return None
-    if budgets.disk_dir is not None:
-        raise ConfigError(
-            f"gpu_margin_mem_ratio is {ratio}, but the CPU updates states on HOST, not on DISK: leave out "
-            "disk_dir and raise host_bytes, or leave out gpu_margin_mem_ratio: then states come to the GPU"
+    if budgets.host_bytes < _least_host_bytes(model):
+        if ratio == "auto":
+            return None
+        beside_disk = budgets.disk_dir is not None
+        held = (
+            "all model data, beside disk_dir,"
+            if beside_disk
+            else "the optimizer states and one update's chunks"
         )
-    if not _can_update_on_host(model):
         raise ConfigError(
-            f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {budgets.host_bytes}: the optimizer states "
-            f"and what one update needs beside them take {_least_host_bytes(model)}; raise host_bytes to "
-            "that, or leave out gpu_margin_mem_ratio: then states come to the GPU"
+            f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {budgets.host_bytes} and {held} take "
+            f"{_least_host_bytes(model)}: the CPU updates states on HOST alone; raise host_bytes to that, or "
+            "leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
     sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
@@ -130,13 +131,11 @@ def _warn_of_one_thread(model: GeminiDDP) -> None:
         )
 
 
-def _can_update_on_host(model: GeminiDDP) -> bool:
-    budgets = model.manager.chunks.budgets
-    return budgets.disk_dir is None and budgets.host_bytes >= _least_host_bytes(model)
-
-
 def _least_host_bytes(model: GeminiDDP) -> int:
-    """Return what HOST has to hold: all states, and what one update needs beside them."""
+    """Return what HOST has to hold: all states, and what one update needs beside them. With a DISK tier all
+    model data: states would go there where others take their room, and on DISK the CPU does not update."""
+    if model.manager.chunks.budgets.disk_dir is not None:
+        return model.manager.context.size.total_bytes
     groups = HostUpdates.of_groups(model.storage.groups, 0, 0.0).groups
     beside = max((group.param_bytes + group.grad_bytes for group in groups), default=0)
     return sum(group.state_bytes for group in groups) + beside

@@ -159,6 +159,28 @@ def test_states_that_the_cpu_updates_do_not_cross_the_link(gpu: ComputeDevice, o
     assert moved[1] <= 3 * 3 * params < moved[0]
 
 
+@pytest.mark.parametrize("ratio", [0.0, "auto"])
+@pytest.mark.parametrize("overlap", [True, "backward"])
+def test_a_disk_beside_a_host_that_holds_everything_changes_nothing(
+    gpu: ComputeDevice,
+    on_host: list[int],
+    ratio: Any,
+    overlap: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments, "elements_per_second", lambda *_: 1e12)
+    plain = network().to(gpu.torch_device)
+    want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
+    with GpuModel(network(), **options(gpu, disk_dir=str(tmp_path))) as model:
+        optimizer = optimizer_of(model, gpu_margin_mem_ratio=ratio, overlap=overlap)
+        assert train(model, optimizer, gpu.torch_device) == want
+        assert_same_state(state_of(model, gpu), state_of(plain, gpu))
+        assert_within_budgets(model.stats())
+        assert model.stats()["disk_write"]["bytes"] == 0
+    assert on_host
+
+
 def test_a_share_of_the_margin_is_updated_on_the_gpu(gpu: ComputeDevice, on_host: list[int]) -> None:
     plain = network().to(gpu.torch_device)
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
@@ -263,7 +285,7 @@ def test_auto_has_the_cpu_update_where_that_is_faster(
 
 def test_auto_is_the_default_and_leaves_alone_what_a_number_could_not_have(tmp_path: Path) -> None:
     gpu = simulated()
-    for changed in ({"disk_dir": str(tmp_path)}, {"host_bytes": 0}):
+    for changed in ({"disk_dir": str(tmp_path), "host_bytes": 40 * gpu.block_bytes}, {"host_bytes": 0}):
         with GpuModel(network(), **options(gpu, "roomy", **changed)) as model:
             optimizer = GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model)
             train(model, optimizer, gpu.torch_device)
@@ -274,7 +296,7 @@ def test_auto_is_the_default_and_leaves_alone_what_a_number_could_not_have(tmp_p
 def test_what_the_cpu_cannot_update_is_refused_with_the_way_out(tmp_path: Path) -> None:
     gpu = simulated()
     refused = [
-        ({"disk_dir": str(tmp_path)}, "leave out disk_dir"),
+        ({"disk_dir": str(tmp_path), "host_bytes": 40 * gpu.block_bytes}, "all model data, beside disk_dir"),
         ({"host_bytes": 0}, "raise host_bytes to"),
     ]
     for changed, way_out in refused:
