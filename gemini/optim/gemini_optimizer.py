@@ -50,7 +50,8 @@ class GeminiOptimizer(ManagedGroups):
         gpu_margin_mem_ratio: on a GPU, which states the CPU updates where they lie on HOST, with the same
             bits (docs/notes/gpu.md). None: none. A number from 0 to 1: all but those of the first chunks that
             fit this share of the room that parameters and non-model data leave. ``"auto"``: as many as
-            shorten the step, by the measured speeds of links and CPU; none beside a DISK tier.
+            shorten the step, by the measured speeds of links and CPU. Beside a DISK tier HOST must hold all
+            model data for either.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
             the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
