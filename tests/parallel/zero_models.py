@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
 ROWS = 12  # of a global batch: divisible by 1, 2, 3 and 4
+# Options of LowLevelZeroOptimizer that may change no bit.
+EVERY_WAY: list[dict[str, Any]] = [
+    {"stage": stage, "reduce_bucket_size": size, "overlap_communication": overlap, "cpu_offload": size == 1}
+    for stage, size, overlap in product([1, 2], [1, 300, 2**20], [False, True])
+]
 
 
 class OddNet(nn.Module):
