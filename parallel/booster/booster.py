@@ -148,16 +148,18 @@ class Booster:
         files.save_model(model, self._optimizer_of(model), checkpoint, layout, self.plugin.ranks)
 
     def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:
-        """Read weights into a model, boosted or not.
+        """Read weights into a model, boosted or not; all ranks into a boosted one.
 
         ``checkpoint`` is a safetensors file, a file of ``torch.save`` (read without running any code), a
         directory of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without
         ``strict``, names that only one side has are passed over.
 
         Raises:
-            CheckpointError: it is none of these, damaged, or made for another model; nothing was changed.
+            CheckpointError: it is none of these, damaged, or made for another model, here or, of a boosted
+                model, on another rank; nothing was changed.
         """
-        files.load_model(model, self._optimizer_of(model), checkpoint, strict=strict)
+        ranks = self.plugin.ranks if model in self._models else None
+        files.load_model(model, self._optimizer_of(model), checkpoint, ranks, strict=strict)
 
     def save_optimizer(
         self,
@@ -179,20 +181,26 @@ class Booster:
         files.save_optimizer(optimizer, names, checkpoint, layout, self.plugin.ranks)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-        """Read what :meth:`save_optimizer` wrote.
+        """Read what :meth:`save_optimizer` wrote. All ranks must call it.
 
         Raises:
-            CheckpointError: it is damaged or made for other parameters; nothing was changed.
+            CheckpointError: it is damaged or made for other parameters, here or on another rank; nothing was
+                changed.
         """
-        files.load_optimizer(optimizer, self._require_boosted(optimizer), checkpoint)
+        names = self._require_boosted(optimizer)
+        files.load_optimizer(optimizer, names, checkpoint, self.plugin.ranks)
 
     def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
         """Write the scheduler's state to a file. All ranks must call it; the first one writes."""
         files.save_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
     def load_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
-        """Read what :meth:`save_lr_scheduler` wrote. Raises CheckpointError."""
-        files.load_scheduler(lr_scheduler, checkpoint)
+        """Read what :meth:`save_lr_scheduler` wrote. All ranks must call it.
+
+        Raises:
+            CheckpointError: it is damaged, here or on another rank; nothing was changed.
+        """
+        files.load_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import distributed as dist
 
@@ -11,6 +13,7 @@ from gemini.collectives import join_ranks
 from gemini.device import select_device
 from gemini.errors import CheckpointError
 
+_Result = TypeVar("_Result")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -67,3 +70,14 @@ class Ranks:
                 raise CheckpointError(f"rank {failed} failed: {told[failed]}")
         if error is not None:
             raise error
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
+        :meth:`agree`."""
+        try:
+            result = action()
+        except Exception as error:
+            self.agree(error)
+            raise
+        self.agree(None)
+        return result

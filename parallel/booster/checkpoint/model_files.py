@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -51,16 +52,24 @@ def load_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     checkpoint: str | os.PathLike[str],
+    ranks: Ranks | None,
     *,
     strict: bool,
 ) -> None:
-    """Read a model; see :meth:`Booster.load_model`."""
+    """Read a model; see :meth:`Booster.load_model`. ``ranks``: those that read it together; None: this
+    process alone, a model that is not boosted."""
     _refuse_meta(model)
     own = unwrap(model).state_dict(keep_vars=True)
-    with TensorFiles(checkpoint) as files:
-        state = _state_for(own, files, checkpoint)
-        _check_fits(own, state, files, checkpoint, strict=strict)
-        known = {name: value for name, value in state.items() if name in own}
+    with ExitStack() as stack:
+
+        def read() -> dict[str, Any]:
+            files = stack.enter_context(TensorFiles(checkpoint))
+            state = _state_for(own, files, checkpoint)
+            _check_fits(own, state, files, checkpoint, strict=strict)
+            return {name: value for name, value in state.items() if name in own}
+
+        # Ranks of which one cannot read would go on with different weights, or wait for it while they load.
+        known = read() if ranks is None else ranks.together(read)
         with torch.no_grad():
             target = model if isinstance(model, GeminiDDP) else unwrap(model)
             target.load_state_dict(known, strict=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,19 +66,24 @@ def save_optimizer(
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, names: Names, checkpoint: str | os.PathLike[str]
+    optimizer: torch.optim.Optimizer, names: Names, checkpoint: str | os.PathLike[str], ranks: Ranks
 ) -> None:
     """Read an optimizer; see :meth:`Booster.load_optimizer`."""
     members = group_members(optimizer, names)
-    with TensorFiles(checkpoint) as files:
-        document = _document(files, checkpoint)
-        if document["members"] != members:
-            raise CheckpointError(
-                f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
-                f"parameters, the optimizer of {[len(group) for group in members]}, or with other names or "
-                "in another order; build it as it was then"
-            )
-        state = _state_dict(optimizer, document, files)
+    with ExitStack() as stack:
+
+        def read() -> dict[str, Any]:
+            files = stack.enter_context(TensorFiles(checkpoint))
+            document = _document(files, checkpoint)
+            if document["members"] != members:
+                raise CheckpointError(
+                    f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
+                    f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
+                    "or in another order; build it as it was then"
+                )
+            return _state_dict(optimizer, document, files)
+
+        state = ranks.together(read)  # as in load_model
         try:
             optimizer.load_state_dict(state)
         except (ConfigError, KeyError) as error:
