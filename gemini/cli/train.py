@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
 
 def run(options: argparse.Namespace) -> int:
     """Train, print the summary, and return the exit code."""
+    _refuse_ranks()
     config = config_from(options)
     from gemini.cli.console import Console, print_json
     from gemini.train import job
@@ -101,6 +103,16 @@ def run(options: argparse.Namespace) -> int:
     if verdict is not None and not verdict.identical:
         console.print(difference_table(verdict))
     return result.exit_code
+
+
+def _refuse_ranks() -> None:
+    """Raise ConfigError where torchrun has started several processes: each would train all of it again."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
+        raise ConfigError(
+            f"gemini train trains on one process and torchrun has started {ranks}; run it without torchrun, "
+            "or train over ranks with a program of your own, such as examples/ranks_that_restart.py"
+        )
 
 
 @contextmanager

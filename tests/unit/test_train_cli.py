@@ -89,6 +89,17 @@ def test_what_the_runtime_refuses_is_said_in_options(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_ranks_of_torchrun_are_refused_before_each_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = ["--layers", "1", "--hidden", "16", "--steps", "1", "--checkpoint", str(tmp_path / "run")]
+    assert main(["train", *arguments]) == 2
+    assert "torchrun has started 2; run it without torchrun" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("steps", [1, 5, 40, 5000])
 def test_learning_rate_warms_up_then_falls_to_a_tenth(steps: int) -> None:
     factors = [lr_factor(step, steps=steps) for step in range(steps)]
