@@ -25,6 +25,7 @@ from gemini.chunk import (
     TensorIds,
     TierBudgets,
 )
+from gemini.chunk.cpu_memory import CpuDevice
 from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import AnyMemory
 from gemini.ddp import GeminiDDP
@@ -133,6 +134,12 @@ class _Nowhere:
         return 0, 0
 
 
+class _MetaDevice(CpuDevice):
+    """The CPU, as far as what is decided goes: what it would hold (buffers) is on ``meta``."""
+
+    torch_device = torch.device("meta")
+
+
 class _MetaChunks(ChunkManager):
     """The chunk table, with room for everything, over chunks without memory.
 
@@ -189,7 +196,7 @@ class _RehearsedModel(GeminiDDP):
         super().__init__(module, config=config)
 
     def _open_device(self, device: object, pin_memory: bool | None) -> ComputeDevice:
-        return CPU
+        return _MetaDevice()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""

@@ -43,6 +43,21 @@ class FrozenHead(nn.Module):
         )
 
 
+class Buffers(nn.Module):
+    """Buffers that are read, and ones that a forward pass writes; an integer one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("scale", torch.full((32,), 0.5))
+        self.out = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(tokens).flatten(0, 1)) * self.scale
+        return self.out(hidden).unflatten(0, tokens.shape)
+
+
 def loss_of(outputs: Any, inputs: Any) -> Tensor:
     """The loss of a language model; of anything else the mean."""
     return language_loss(outputs, inputs[0]) if outputs.shape[-1] > 1 else outputs.float().mean()

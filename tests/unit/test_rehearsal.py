@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forecast_models import MIB, SEQ, FrozenHead, config, loss_of, source, tiny_gpt
+from forecast_models import MIB, SEQ, Buffers, FrozenHead, config, loss_of, source, tiny_gpt
 from torch import nn
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
@@ -58,6 +58,7 @@ def recorded(build: Callable[[], nn.Module], options: GeminiConfig, accumulation
         (partial(tiny_gpt, checkpointing=True), 1, False),
         (partial(tiny_gpt, checkpointing=True), 2, True),
         (FrozenHead, 1, True),
+        (Buffers, 2, True),
     ],
 )
 def test_a_rehearsal_records_what_a_real_step_records(
