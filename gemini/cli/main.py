@@ -53,8 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    An error of ours is one line on standard error and code 2; Ctrl-C is code 130. A reader of standard output
-    that has left (head, less) is no error; a full disk under it is one.
+    An error of ours is one line on standard error and code 2; Ctrl-C is code 130. Any other exception, of a
+    model's own code for one, is shown as Python does, and is code 2 as well: 1 is a verdict of the command. A
+    reader of standard output that has left (head, less) is no error; a full disk under it is one.
     """
     try:
         code = _run(arguments)
@@ -69,12 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 0
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        code = _lost(error)  # what Python and rich write in between
+            code = _unexpected(error)
+        else:
+            code = _lost(error)  # what Python and rich write in between
     except SystemExit as end:  # of --help, --version and wrong usage
         if (lost := _flush()) and not end.code:
             return lost
         raise
+    except Exception as error:
+        code = _unexpected(error)
     except BaseException:
         _flush()
         raise
@@ -96,6 +100,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     options = build_parser().parse_args(own)
     options.script = script
     return options
+
+
+def _unexpected(error: Exception) -> int:
+    sys.excepthook(type(error), error, error.__traceback__)
+    return EXIT_ERROR
 
 
 def _flush() -> int:

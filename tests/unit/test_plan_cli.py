@@ -33,6 +33,7 @@ def sized(batch): return Net(), (torch.ones(batch, 32),), lambda out, inputs: ou
 def real():
     with torch.device("cpu"): return Net(), torch.ones(1, 32)
 def wrong(): return 3
+def failing(): return Net(), torch.ones(1, 32), lambda out, inputs: out["missing"]
 def deciding():
     class Deciding(Net):
         def forward(self, x): return super().forward(x * float(x.sum()))
@@ -144,6 +145,15 @@ def test_a_factory_that_will_not_do_is_one_line(
     error = capsys.readouterr().err
     assert what in error
     assert error.startswith("gemini: error: ")
+
+
+def test_what_a_model_raises_is_shown_whole_and_is_no_verdict(
+    factories: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{factories}:failing", *described, "--device-bytes", str(MIB)]) == 2
+    error = capsys.readouterr().err
+    assert "plan_factories.py" in error
+    assert error.endswith("KeyError: 'missing'\n")
 
 
 @pytest.mark.parametrize(
