@@ -38,7 +38,7 @@ class ModelSource:
         """Return the model and inputs for ``batch``.
 
         Raises:
-            ConfigError: the model has parameters with memory, or inputs that are no tensors.
+            ConfigError: the model has parameters with memory, none to train, or inputs that are no tensors.
         """
         with init_on("meta"):
             example = self.build(batch)
@@ -47,6 +47,10 @@ class ModelSource:
             raise ConfigError(
                 f"{self.name}: parameter {real[0]!r} (one of {len(real)}) was made with memory; build it "
                 "with torch's default device, which is 'meta' while the factory runs"
+            )
+        if not any(param.requires_grad for param in example.module.parameters()):
+            raise ConfigError(
+                f"{self.name} has no parameter that requires a gradient: there is nothing to train"
             )
         example.module.train()
         return Example(example.module, map_tensors(example.inputs, lambda tensor: tensor.to("meta")))

@@ -33,6 +33,7 @@ def sized(batch): return Net(), (torch.ones(batch, 32),), lambda out, inputs: ou
 def real():
     with torch.device("cpu"): return Net(), torch.ones(1, 32)
 def wrong(): return 3
+def paramless(): return nn.ReLU(), torch.ones(1, 32)
 def failing(): return Net(), torch.ones(1, 32), lambda out, inputs: out["missing"]
 def deciding():
     class Deciding(Net):
@@ -135,6 +136,7 @@ def test_a_factory_may_return_inputs_and_a_loss(
         ("real", "made with memory"),
         ("wrong", "must be a module"),
         ("missing", "cannot import"),
+        ("paramless", "nothing to train"),
         ("deciding", "values"),
     ],
 )
