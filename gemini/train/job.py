@@ -167,7 +167,8 @@ def _summarize(
         budget_bytes=budgets,
         ratio=model_data_ratio(int(stats["model_data_bytes"]), budgets),
         peak_bytes={name: use.peak_bytes for name, use in tiers.items()},
-        peak_non_model_bytes=max((int(entry["non_model_bytes"]) for entry in progress.timeline), default=0),
+        peak_non_model_bytes=max((int(entry["non_model_bytes"]) for entry in progress.timeline), default=0)
+        or None,
         link_bytes={link: int(stats[link]["bytes"]) for link in LINKS},
         first_step=progress.first_step,
         last_step=progress.last_step,

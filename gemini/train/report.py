@@ -59,14 +59,15 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1."""
+    """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
+    ``peak_non_model_bytes``: None where nothing was measured."""
 
     parameters: int
     model_data_bytes: int
     budget_bytes: Mapping[str, int | None]
     ratio: float | None
     peak_bytes: Mapping[str, int]
-    peak_non_model_bytes: int
+    peak_non_model_bytes: int | None
     link_bytes: Mapping[str, int]
     first_step: int
     last_step: int

@@ -29,7 +29,9 @@ def summary_table(summary: Summary) -> Table:
     for name in TIERS:
         if summary.peak_bytes.get(name, 0) or summary.budget_bytes.get(name):
             table.add_row(f"{name.upper()} peak, model data", _peak_text(summary, name))
-    table.add_row("activations and temporaries, peak", format_bytes(summary.peak_non_model_bytes))
+    non_model_bytes = summary.peak_non_model_bytes
+    measured = "not measured" if non_model_bytes is None else format_bytes(non_model_bytes)
+    table.add_row("activations and temporaries, peak", measured)
     for link in LINKS:
         if summary.link_bytes.get(link, 0):
             table.add_row(_LINK_NAMES[link], format_bytes(summary.link_bytes[link]))

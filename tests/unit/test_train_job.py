@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from fake_train_engine import FakeEngine, fake_is_complete
+from rich.console import Console
 
 from gemini.errors import CheckpointError, ConfigError, GeminiError
 from gemini.train import job
 from gemini.train.config import TrainConfig
 from gemini.train.job import TrainResult
 from gemini.train.run_directory import RunDirectory, saved_options
+from gemini.train.summary import summary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,8 +69,11 @@ def metrics(config: TrainConfig) -> list[dict[str, Any]]:
 class Drawn(FakeEngine):
     """One that knows where its memory was."""
 
+    non_model_bytes = 200
+
     def timeline(self) -> list[dict[str, Any]]:
-        sizes = {"device_bytes": 400, "host_bytes": 0, "disk_bytes": 4000, "non_model_bytes": 200}
+        sizes = {"device_bytes": 400, "host_bytes": 0, "disk_bytes": 4000}
+        sizes["non_model_bytes"] = self.non_model_bytes
         return [{"moment": moment, "phase": "forward", **sizes} for moment in range(4)]
 
 
@@ -84,6 +91,18 @@ def test_run_writes_checkpoint_metrics_and_summary(config: TrainConfig) -> None:
     assert summary["verify"] is None
     assert (summary["picture"] is not None) == (directory / "memory.png").exists()
     assert not summary["interrupted"]
+
+
+def test_activations_that_nobody_measured_are_not_said_to_take_nothing(config: TrainConfig) -> None:
+    class Unmeasured(Drawn):
+        non_model_bytes = 0
+
+    summary = run(config, Unmeasured).summary
+    assert summary.peak_non_model_bytes is None
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(summary_table(summary))
+    assert isinstance(screen.file, io.StringIO)
+    assert re.search(r"activations and temporaries, peak.*not measured", screen.file.getvalue())
 
 
 def test_loss_falls_on_forty_steps(config: TrainConfig) -> None:
