@@ -39,9 +39,11 @@ class DiskFile:
         self._taken: set[int] = set()  # chunks that took space and have not given it back
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
-        reserve = not budgets.spare_disk_bytes and budgets.disk_bytes >= self._file_bytes
-        elsewhere = 0 if reserve else budgets.device_bytes + budgets.host_bytes
-        _require_space(checked_directory(budgets.disk_dir), chunk_bytes - elsewhere)
+        checked_directory(budgets.disk_dir)
+        lack = lacking_space(budgets, chunk_bytes)
+        if lack is not None:
+            raise IoError(errno.ENOSPC, lack, budgets.disk_dir)
+        reserve = _reserves(budgets, self._file_bytes)
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
         if not reserve and not self.file.can_discard:
             self._keep_places_within_budget(budgets.disk_dir)
@@ -102,15 +104,21 @@ class DiskFile:
             self.file.close()
 
 
-def _require_space(directory: str, least_bytes: int) -> None:
-    """Raise IoError where not even ``least_bytes``, which will be taken, are free: now, not in the middle of
-    training."""
-    usage = shutil.disk_usage(directory)
-    free = usage.free
-    if free < least_bytes and usage.total:  # without a total the file system does not say
-        raise IoError(
-            errno.ENOSPC,
-            f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(free)} are free; "
-            "free some space, name another disk_dir, or hold more on DEVICE and HOST and lower disk_bytes",
-            directory,
-        )
+def _reserves(budgets: TierBudgets, file_bytes: int) -> bool:
+    return not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
+
+
+def lacking_space(budgets: TierBudgets, chunk_bytes: int) -> str | None:
+    """Return what to say where the disk has less space free than chunks of ``chunk_bytes`` together are sure
+    to take: now, not in the middle of training. None where it has enough, or does not say."""
+    if budgets.disk_dir is None or budgets.disk_bytes == 0:
+        return None
+    reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
+    least_bytes = chunk_bytes - (0 if reserve else budgets.device_bytes + budgets.host_bytes)
+    usage = shutil.disk_usage(budgets.disk_dir)
+    if usage.free >= least_bytes or not usage.total:  # without a total the file system does not say
+        return None
+    return (
+        f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(usage.free)} are free; "
+        "free some space, name another disk_dir, or hold more on DEVICE and HOST and lower disk_bytes"
+    )

@@ -180,6 +180,7 @@ def settings_from(options: argparse.Namespace) -> Any:
         accumulation=options.accumulation,
         clips_norm=not options.no_clipping,
         sample_seconds=_SAMPLE_SECONDS if here else 0.0,
+        disk_is_here=here and options.disk_dir is not None,
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from gemini.chunk.disk_file import lacking_space
 from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.cost import OperationCosts, sample
@@ -24,7 +25,7 @@ from gemini.runtime.phases import OPTIMIZER
 @dataclass(frozen=True)
 class Settings:
     """What is asked. ``sample_seconds``: how long operations are timed on this machine; 0 for a machine that
-    is only described."""
+    is only described. ``disk_is_here``: whether the directory of the DISK tier is on this machine."""
 
     batch: int
     config: GeminiConfig
@@ -32,6 +33,7 @@ class Settings:
     accumulation: int = 1
     clips_norm: bool = True
     sample_seconds: float = 0.0
+    disk_is_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
         rehearsed = draw_blueprint(example.module, config)
     recipe = Recipe(source.loss, settings.accumulation, settings.clips_norm)
     rehearsal = rehearse(example.module, example.inputs, recipe, config, rehearsed)
-    return Outlook(batch, rehearsal, blueprint, tuple(_obstacles(blueprint, rehearsal.trace, batch)))
+    obstacles = [*_lacking_space(blueprint, settings), *_obstacles(blueprint, rehearsal.trace, batch)]
+    return Outlook(batch, rehearsal, blueprint, tuple(obstacles))
 
 
 def time_step(outlook: Outlook, settings: Settings) -> StepTime:
@@ -138,7 +141,8 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
     What activations take grows nearly evenly with the batch, so two rehearsals say about where the limit is;
     the rest is bisection between what was seen to fit and what was seen not to.
     """
-    if _misfit(known.blueprint) is not None:  # whatever the batch
+    # Whatever the batch.
+    if _misfit(known.blueprint) is not None or _lacking_space(known.blueprint, settings):
         return 0
     fits, fails = (known.batch, 0) if not known.obstacles else (0, known.batch)
     other = look(source, settings, 1 if known.batch > 1 else 2)
@@ -200,6 +204,14 @@ def _misfit(blueprint: Blueprint) -> OutOfBudgetError | None:
     except OutOfBudgetError as error:
         return error
     return None
+
+
+def _lacking_space(blueprint: Blueprint, settings: Settings) -> list[str]:
+    """Return why wrapping would find too little space on the disk, if so."""
+    if not settings.disk_is_here:
+        return []
+    lack = lacking_space(blueprint.budgets, blueprint.context.size.total_bytes)
+    return [] if lack is None else [lack]
 
 
 def _obstacles(blueprint: Blueprint, trace: Trace, batch: int) -> list[str]:

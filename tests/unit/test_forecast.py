@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from forecast_models import KIB, MIB, config, machine, source
+from forecast_models import KIB, MIB, config, machine, source, tiny_gpt
 from torch import nn
 
-from gemini.errors import ConfigError
+from gemini import GeminiDDP
+from gemini.errors import ConfigError, IoError
 from gemini.forecast.cost import OperationCosts, prepare, sample
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds
@@ -78,6 +81,22 @@ def test_a_hopeless_budget_is_refused_at_once() -> None:
     assert "the 1.0 KiB of DEVICE" in outlook.obstacles[-1]
     assert len(outlook.rehearsal.trace.accesses) < 3000  # of an update as fine as DEVICE, 4099
     assert largest_batch(large, hopeless, outlook) == 0
+
+
+def test_a_disk_without_the_space_is_refused_as_by_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=64 * KIB, total=2**30))
+    options = config(1536 * KIB, disk_dir=str(tmp_path))
+    given = replace(settings(1536 * KIB), config=options, disk_is_here=True)
+    report = make_report(source(), given, tbw_bytes=10**12)
+    with pytest.raises(IoError) as refusal:
+        GeminiDDP(tiny_gpt(), config=options)
+    assert report.obstacles[0] in str(refusal.value)
+    assert "64.0 KiB are free" in report.obstacles[0]
+    assert report.largest_batch == 0
+    # Of another machine's disk nothing is known.
+    assert make_report(source(), replace(given, disk_is_here=False), tbw_bytes=10**12).fits
 
 
 def test_wear_is_what_the_step_writes() -> None:
