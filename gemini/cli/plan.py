@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 from gemini.cli.console import Console, print_json
-from gemini.config import parse_bytes
+from gemini.config import format_bytes, parse_bytes
 from gemini.errors import ConfigError
 
 EPILOG = """\
@@ -166,7 +167,8 @@ def settings_from(options: argparse.Namespace) -> Any:
     disk_bytes = _first(options.disk_bytes, machine.disk_bytes)
     has_disk = options.disk_dir is not None or bool(disk_bytes)
     host_bytes = _first(options.host_bytes, machine.host_bytes, 0)
-    _require_links(machine, host=bool(host_bytes), disk=has_disk)
+    disk_dir = options.disk_dir if here else None
+    _require_links(machine, host=bool(host_bytes), disk=has_disk, disk_dir=disk_dir)
     return Settings(
         batch=options.batch,
         config=GeminiConfig(
@@ -180,17 +182,27 @@ def settings_from(options: argparse.Namespace) -> Any:
         accumulation=options.accumulation,
         clips_norm=not options.no_clipping,
         sample_seconds=_SAMPLE_SECONDS if here else 0.0,
-        disk_is_here=here and options.disk_dir is not None,
+        disk_is_here=disk_dir is not None,
     )
 
 
-def _require_links(machine: Any, *, host: bool, disk: bool) -> None:
+def _require_links(machine: Any, *, host: bool, disk: bool, disk_dir: str | None) -> None:
+    """Raise ConfigError where a tier's links are unknown; ``disk_dir`` is that of a disk on this machine."""
+    from gemini.placement.probe import LARGE_BYTES
+
     needed = (["h2d", "d2h"] if host else []) + (["disk_read", "disk_write"] if disk else [])
     missing = sorted(set(needed) - {link.name for link in machine.links})
+    if disk_dir is not None and "disk_read" in missing:
+        free = format_bytes(shutil.disk_usage(disk_dir).free)
+        raise ConfigError(
+            f"--disk-dir {disk_dir} could not be measured: that takes a file of {format_bytes(LARGE_BYTES)}, "
+            f"and {free} are free there; free some space, name another directory, or describe its speed in a "
+            "--machine (docs/plan.md)"
+        )
     if missing:
         raise ConfigError(
             f"nothing is known of the links {', '.join(missing)} of machine {machine.name!r}; add them to "
-            'its "links" (docs/plan.md), or choose a directory that can be written for --disk-dir'
+            'its "links" (docs/plan.md)'
         )
 
 

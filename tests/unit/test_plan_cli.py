@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,6 +253,15 @@ def test_a_machine_that_cannot_be_known_is_refused(
 ) -> None:
     assert main(["plan", GPT, "--device-bytes", "8MiB", *options]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_a_disk_without_space_to_measure_it_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gemini.placement.probe.probe_links", lambda **_options: ())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=64 * KIB, total=2**30))
+    assert main(["plan", GPT, "--device-bytes", "8MiB", "--disk-dir", str(tmp_path)]) == 2
+    assert "a file of 8.0 MiB, and 64.0 KiB are free" in capsys.readouterr().err
 
 
 def test_a_described_machine_needs_the_links_of_its_tiers(
