@@ -14,6 +14,7 @@ from typing import Any
 from gemini.bench.record import environment
 from gemini.bench.session import CaseResult, Session
 from gemini.errors import ConfigError, GeminiError
+from gemini.files import io_errors
 
 Case = Callable[[Session], CaseResult]
 
@@ -52,8 +53,9 @@ def run_cases(
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record as JSON."""
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    """Write a record as JSON. Raises IoError."""
+    with io_errors("write the record", path):
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def verdicts(found: Mapping[str, Any]) -> dict[str, list[str]]:

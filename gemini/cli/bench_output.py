@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -36,8 +37,15 @@ def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir"
     """Refuse now what would fail after minutes of measuring; ``option`` gave ``directory``."""
     if not directory.is_dir():
         raise ConfigError(f"{option} {directory} is not a directory; create it or name another")
-    if out is not None and not out.resolve().parent.is_dir():
+    if out is None:
+        return
+    target = out.resolve()
+    if not target.parent.is_dir():
         raise ConfigError(f"--out {out}: its directory does not exist; create it or name another file")
+    if target.is_dir():
+        raise ConfigError(f"--out {out} is a directory; name a file in it")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"--out {out} cannot be written; change the permissions or name another file")
 
 
 def progress() -> Callable[[str], None]:
@@ -54,17 +62,17 @@ def command() -> list[str]:
 
 
 def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Write and print a record; return the exit code that it deserves."""
+    """Print and write a record; return the exit code that it deserves."""
     from gemini.bench.cases import write_record
     from gemini.bench.table import render
     from gemini.cli.console import Console
 
-    if options.out is not None:
-        write_record(record, options.out)
     if options.json:
         print_json(record)
     else:
         render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+    if options.out is not None:  # not before: a disk that is full by now does not cost the figures
+        write_record(record, options.out)
     if not_measured := len(record.get("not_measured", ())):
         targets = "1 target" if not_measured == 1 else f"{not_measured} targets"
         install = record.get("install", "deepspeed")

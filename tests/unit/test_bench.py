@@ -25,7 +25,8 @@ from gemini.bench.trainee import GPT2_124M, ManagedTrainee, PlainTrainee, make_b
 from gemini.bench.watch import Ending, WatchedRun, run_watched
 from gemini.bench.worker import find_task
 from gemini.cli import bench as command
-from gemini.errors import ConfigError, StateError
+from gemini.cli.bench_output import publish
+from gemini.errors import ConfigError, IoError, StateError
 from gemini.train.model import GPTConfig, num_parameters
 
 MIB = 1 << 20
@@ -334,6 +335,19 @@ def test_paths_are_checked_before_anything_is_measured(tmp_path: Path) -> None:
         command.run(parse("--disk-dir", str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="--out"):
         command.run(parse("--out", str(tmp_path / "none" / "record.json")))
+    with pytest.raises(ConfigError, match="is a directory; name a file"):
+        command.run(parse("--out", str(tmp_path)))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        command.run(parse("--out", "/proc/sys/record.json"))  # which not even root can make
+
+
+def test_figures_are_printed_although_their_record_cannot_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = {"failed": [], "missed": [], "quick": True}
+    with pytest.raises(IoError, match="cannot write the record"):
+        publish(record, argparse.Namespace(out=Path("/dev/full"), json=True))
+    assert json.loads(capsys.readouterr().out) == record
 
 
 def test_exit_code_says_whether_targets_were_met(
