@@ -174,7 +174,14 @@ def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
         ) from error
     for name in ("dtype", "torch_dtype"):  # --dtype says what to compute in; masters are fp32
         fields.pop(name, None)
-    config = transformers.AutoConfig.for_model(**fields)
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+    except Exception as error:  # of as many classes as transformers has checks
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"transformers takes {path} for no {fields['model_type']!r} model: {reason:.300}; correct it, or "
+            "install the version of transformers that it was written by"
+        ) from error
     wanted = [getattr(transformers, each, None) for each in fields.get("architectures") or ()]
     classes: list[Any] = [each for each in wanted if each is not None]
 

@@ -224,6 +224,21 @@ LLAMA = {
 }
 
 
+def test_a_config_that_transformers_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AutoConfig:
+        @staticmethod
+        def for_model(**_fields: Any) -> None:
+            raise ValueError("no heads\nto speak of" + 1000 * "!")
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=AutoConfig))
+    with pytest.raises(ConfigError, match="no 'llama' model: no heads to speak of") as refusal:
+        find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
+    assert len(str(refusal.value).replace(str(tmp_path), "")) < 500
+
+
 @pytest.mark.parametrize("options", [[], ["--checkpointing"]])
 def test_a_hugging_face_config_is_built_and_rehearsed(
     options: list[str], tmp_path: Path, described: list[str], capsys: pytest.CaptureFixture[str]
