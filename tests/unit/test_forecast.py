@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import nn
 
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, IoError
+from gemini.forecast import cost
 from gemini.forecast.cost import OperationCosts, prepare, sample
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds
@@ -148,6 +150,24 @@ def test_what_a_step_spends_most_on_is_timed_first() -> None:
     samples = sample([small, large], machine(), limit_seconds=0.05)
     assert next(iter(samples)) == next(iter(large.operations))
     assert all(seconds > 0 for seconds in samples.values())
+
+
+def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def prepared(_operation: Operation) -> Callable[[], object]:
+        pass_time(1.0)
+        return lambda: pass_time(0.25)
+
+    monkeypatch.setattr(cost, "prepare", prepared)
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now))
+    operations = [_addition(1 << power) for power in range(4, 12)]
+    samples = sample([Period(Counter(operations))], machine(), limit_seconds=5.0)
+    assert list(samples.items()) == [(each, 0.25) for each in operations[:-4:-1]]
 
 
 def _addition(numel: int) -> Operation:
