@@ -193,7 +193,7 @@ def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
 
     images = hasattr(config, "image_size")
     return ModelSource(
-        f"{path.parent.name or path}/{path.name} ({fields['model_type']})",
+        f"{Path(path.parent.name, path.name)} ({fields['model_type']})",
         build,
         mean_of_outputs,
         1 if images else options.seq,

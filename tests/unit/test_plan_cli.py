@@ -239,6 +239,21 @@ def test_a_config_that_transformers_refuses_is_one_line(
     assert len(str(refusal.value).replace(str(tmp_path), "")) < 500
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("own.json", "own.json (llama)"), ("dir", "dir/config.json (llama)")]
+)
+def test_a_hugging_face_model_has_the_name_of_its_file(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(for_model=lambda **_fields: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=config))
+    monkeypatch.chdir(tmp_path)
+    Path("dir").mkdir()
+    for file in (Path("own.json"), Path("dir", "config.json")):
+        file.write_text('{"model_type": "llama"}')
+    assert find_model(path, ModelOptions(32, checkpointing=False)).name == name
+
+
 @pytest.mark.parametrize("options", [[], ["--checkpointing"]])
 def test_a_hugging_face_config_is_built_and_rehearsed(
     options: list[str], tmp_path: Path, described: list[str], capsys: pytest.CaptureFixture[str]
