@@ -38,7 +38,10 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
-            raise ConfigError(f"parameter {name!r} is managed already; unwrap its model or build a new one")
+            raise ConfigError(
+                f"parameter {name!r} is managed already; build a new model, or wrap copy.deepcopy(module) of "
+                "this one, made before its GeminiDDP is closed"
+            )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise ConfigError(
                 f"parameter {name!r} is {param.dtype} with layout {param.layout}; only dense floating-point "

@@ -315,3 +315,12 @@ def test_a_copy_of_the_module_is_plain_and_independent(tmp_path: Path) -> None:
         managed_step(model, managed_optimizer(model), square_loss, Recipe(), 0)
         assert_same_state(copied.state_dict(), before)
         train_plain(copied, square_loss, Recipe(steps=1))
+
+
+def test_a_managed_module_is_wrapped_again_as_the_refusal_says(tmp_path: Path) -> None:
+    with GeminiDDP(seeded(lambda: Around(Kinds())), **tight(tmp_path, 40 * KIB)) as model:
+        with pytest.raises(ConfigError, match=r"managed already.*copy\.deepcopy\(module\).*before .* closed"):
+            GeminiDDP(model.module)
+        copied, want = copy.deepcopy(model.module), square_loss(model, 0).item()
+    with GeminiDDP(copied, **tight(tmp_path, 40 * KIB)) as model:
+        assert square_loss(model, 0).item() == want
