@@ -304,7 +304,9 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *arguments: None)
     torch._C._cuda_getCurrentRawStream = lambda index: _call("current_stream")
-    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.Tensor.record_stream = lambda tensor, own: _call(
+        "use_on_stream", tensor.untyped_storage().data_ptr(), own.cuda_stream
+    )
     torch.UntypedStorage.resize_ = resize_storage
     if ModuleFinder.path.exists():
         sys.meta_path.insert(0, ModuleFinder())

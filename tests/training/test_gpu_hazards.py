@@ -155,6 +155,53 @@ class Activation(nn.Module):
         return x
 
 
+class Branches(nn.Module):
+    """Two branches; ``own`` is the stream of the second, None: the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)) for _ in range(2)
+        )
+        self.own: torch.cuda.Stream | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both."""
+        before = torch.cuda.current_stream()
+        own = self.own or before
+        own.wait_stream(before)
+        x.record_stream(own)
+        with torch.cuda.stream(own):
+            second = self.second(x)
+        first = self.first(x)
+        before.wait_stream(own)
+        second.record_stream(before)
+        return torch.tanh(first + second)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("blocks", [None, 8])
+def test_a_branch_in_a_stream_of_its_own_has_the_gradients_of_one_stream(blocks: int | None) -> None:
+    outcomes = []
+    for managed, two_streams in ((False, False), (False, True), (True, True)):
+        torch.manual_seed(0)
+        module = Branches()
+        module.own = torch.cuda.Stream() if two_streams else None
+        device_bytes = blocks and blocks * 2 * MIB
+        budgets = {"device_bytes": device_bytes, "host_bytes": "64MiB", "non_model_bytes": 0, **SMALL_CHUNKS}
+        model = GeminiDDP(module, device="cuda", **budgets) if managed else module.cuda()
+        for index in range(3):
+            x = torch.ones(4, 128, device="cuda").mul_(index).requires_grad_()
+            model(x).square().sum().backward()
+            torch.cuda.synchronize()
+        outcomes.append([param.grad.cpu() for param in model.parameters()])
+        if managed:
+            model.close()
+    assert all(grad.isfinite().all() for grad in outcomes[0])
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(*pair) for pair in zip(outcome, outcomes[0], strict=True))
+
+
 @pytest.mark.parametrize("evaluated_mib", [0, 3])
 def test_what_the_allocator_keeps_is_left_free_in_every_period(evaluated_mib: int) -> None:
     gpu = CachingDevice()

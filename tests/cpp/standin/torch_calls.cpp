@@ -75,6 +75,11 @@ EXPORTED int64_t standin_wait(int64_t at, int64_t own) {
   return done(driver().stream_wait(stream(at), event(own), 0));
 }
 
+EXPORTED int64_t standin_use_on_stream(int64_t memory, int64_t own) {
+  standin::use_on_stream(as<const void*>(memory), own);
+  return 0;
+}
+
 EXPORTED int64_t standin_query(int64_t own) {
   standin::enter_context();
   return done(driver().event_query(event(own)));

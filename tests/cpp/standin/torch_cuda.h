@@ -44,6 +44,7 @@ c10::StreamId make_stream();
 // wait for a stream.
 void launch(const Ranges& ranges, std::function<void()> work);
 void synchronize(c10::StreamId stream);
+void come_after(c10::StreamId stream, c10::StreamId other);
 void synchronize_all();
 
 // Counts memory of the GPU as taken, or given back where it is negative. False: there is too
@@ -57,6 +58,9 @@ bool take(int64_t nbytes);
 c10::Allocator& gpu_allocator();
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* data);
+
+// Has what begins at `memory` given back after what `stream` was given by then, too.
+void use_on_stream(const void* memory, c10::StreamId stream);
 
 struct MemoryUse {
   int64_t allocated = 0, peak_allocated = 0;  // by tensors

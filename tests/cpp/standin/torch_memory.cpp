@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "own_calls.h"
@@ -27,14 +28,19 @@ struct Piece {
   void* memory;
   size_t nbytes;
   c10::StreamId stream;
+  std::set<c10::StreamId> others{};  // guarded by mutex: that use it, too
 };
+
+std::map<const void*, Piece*> pieces;  // guarded by mutex: by where they begin
 
 void free_piece(void* context) {
   const std::unique_ptr<Piece> piece(static_cast<Piece*>(context));
   {
     const std::lock_guard lock(mutex);
     use.allocated -= static_cast<int64_t>(piece->nbytes);
+    pieces.erase(piece->memory);
   }
+  for (const c10::StreamId other : piece->others) come_after(piece->stream, other);
   const c10::StreamId before = exchange_stream(piece->stream);
   launch({}, [memory = piece->memory, nbytes = piece->nbytes] {
     standin_remove(memory);
@@ -53,7 +59,10 @@ class GpuAllocator final : public c10::Allocator {
     void* const memory = std::aligned_alloc(kAlignBytes, rounded(nbytes));
     std::memset(memory, kUnwritten, rounded(nbytes));
     standin_bring(memory, rounded(nbytes));
-    return {memory, new Piece{memory, rounded(nbytes), current_stream()}, &free_piece, device};
+    auto* const piece = new Piece{memory, rounded(nbytes), current_stream()};
+    const std::lock_guard lock(mutex);
+    pieces[memory] = piece;
+    return {memory, piece, &free_piece, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* dest, const void* src, size_t count) const override {
@@ -125,6 +134,13 @@ bool is_pinned(const void* data) {
   const std::lock_guard lock(mutex);
   const auto after = pinned.upper_bound(address);
   return after != pinned.begin() && address < std::prev(after)->first + std::prev(after)->second;
+}
+
+void use_on_stream(const void* memory, c10::StreamId stream) {
+  const std::lock_guard lock(mutex);
+  const auto found = pieces.find(memory);
+  if (found == pieces.end() || found->second->stream == stream) return;
+  found->second->others.insert(stream);
 }
 
 MemoryUse memory_use() {

@@ -111,6 +111,15 @@ void synchronize(c10::StreamId stream) {
   raise_failure();
 }
 
+void come_after(c10::StreamId stream, c10::StreamId other) {
+  enter_context();
+  gemini::cuda_abi::Event event = nullptr;
+  check(driver().event_create(&event, gemini::cuda_abi::kEventDefault), "cuEventCreate");
+  check(driver().event_record(event, handle(other)), "cuEventRecord");
+  check(driver().stream_wait(handle(stream), handle(event), 0), "cuStreamWaitEvent");
+  check(driver().event_destroy(event), "cuEventDestroy");
+}
+
 void synchronize_all() {
   std::set<c10::StreamId> all;
   {
@@ -158,6 +167,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return;
     enter_context();
     check(driver().stream_wait(handle(own.id()), handle(event), 0), "cuStreamWaitEvent");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& own) const override {
+    use_on_stream(data.get(), own.id());
   }
   bool queryEvent(void* event) const override {
     enter_context();
