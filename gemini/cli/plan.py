@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,11 @@ def run(options: argparse.Namespace) -> int:
     from gemini.forecast.report import make_report
 
     source = find_model(options.model, ModelOptions(options.seq, options.checkpointing))
-    settings = settings_from(options)
-    if options.save_machine is not None:
-        settings.machine.save(options.save_machine)
-    report = make_report(source, settings, tbw_bytes=options.tbw)
+    with Console(stderr=True).status("measuring this machine") as status:
+        settings = dataclasses.replace(settings_from(options), tell=status.update)
+        if options.save_machine is not None:
+            settings.machine.save(options.save_machine)
+        report = make_report(source, settings, tbw_bytes=options.tbw)
     if options.json:
         print_json(report.to_dict())
     else:

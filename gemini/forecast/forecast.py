@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.chunk.disk_file import lacking_space
@@ -22,10 +23,15 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.phases import OPTIMIZER
 
 
+def _say_nothing(_doing: str) -> None:
+    """Nobody waits to hear."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What is asked. ``sample_seconds``: how long operations are timed on this machine; 0 for a machine that
-    is only described. ``disk_is_here``: whether the directory of the DISK tier is on this machine."""
+    is only described. ``disk_is_here``: whether the directory of the DISK tier is on this machine. ``tell``
+    is told what is being done."""
 
     batch: int
     config: GeminiConfig
@@ -34,6 +40,7 @@ class Settings:
     clips_norm: bool = True
     sample_seconds: float = 0.0
     disk_is_here: bool = False
+    tell: Callable[[str], None] = _say_nothing
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
     Raises:
         ConfigError: the model cannot be managed.
     """
+    settings.tell(f"rehearsing a step of batch {batch}")
     example, config = source.example(batch), settings.config
     blueprint = rehearsed = draw_blueprint(example.module, config)
     least_bytes = blueprint.context.size.total_bytes // _FINEST
@@ -96,6 +104,7 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
     machine, rehearsal = settings.machine, outlook.rehearsal
     samples = {}
     if settings.sample_seconds > 0:
+        settings.tell(f"timing operators for {settings.sample_seconds:g} s")
         samples = sample(rehearsal.periods, machine, limit_seconds=settings.sample_seconds)
     costs = OperationCosts(machine, samples)
     trace = replace(
@@ -104,6 +113,7 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
         links=machine.links,
     )
     budgets = _budgets(outlook, machine)
+    settings.tell("planning what stays on DEVICE")
     plan = choose_plan(Iteration.of_trace(trace, overlap=True), budgets)
     busy = _busy_seconds(trace, plan, budgets.disk_shared)
     calls = Counter[bool]()

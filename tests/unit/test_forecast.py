@@ -56,6 +56,18 @@ def test_the_largest_batch_fits_and_the_next_does_not(device_bytes: int) -> None
     assert look(source(), given, found + 1).obstacles
 
 
+def test_a_forecast_tells_what_it_is_doing() -> None:
+    told: list[str] = []
+    given = settings(1536 * KIB, sample_seconds=0.1, tell=told.append)
+    report = make_report(source(), given, tbw_bytes=10**12)
+    assert told[:3] == [
+        "rehearsing a step of batch 2",
+        "timing operators for 0.1 s",
+        "planning what stays on DEVICE",
+    ]
+    assert f"rehearsing a step of batch {report.largest_batch + 1}" in told[3:]
+
+
 def test_the_largest_batch_does_not_depend_on_the_one_that_was_asked_for() -> None:
     given = settings(3 * MIB)
     assert len({largest_batch(source(), given, look(source(), given, batch)) for batch in (1, 2, 50)}) == 1
