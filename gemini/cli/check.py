@@ -59,7 +59,7 @@ def collect(directory: Path) -> Facts:
     """Return every fact as plain data, one dict per section, and the list ``missing``.
 
     Raises:
-        IoError: if ``directory`` cannot hold a file.
+        ConfigError, IoError: ``directory`` cannot hold a file.
     """
     facts: Facts = {
         "versions": versions(),
@@ -132,6 +132,9 @@ def _huge_pages() -> str:
 
 def io(directory: Path) -> Facts:
     """Return what a DISK tier in ``directory`` would get; leaves nothing behind."""
+    from gemini.offload.async_file import checked_directory
+
+    checked_directory(directory)
     file = _C.AsyncFile([str(directory)], PROBE_BYTES)
     try:
         backend, direct = file.backend, file.direct

@@ -182,8 +182,14 @@ def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
             f"transformers takes {path} for no {fields['model_type']!r} model: {reason:.300}; correct it, or "
             "install the version of transformers that it was written by"
         ) from error
-    wanted = [getattr(transformers, each, None) for each in fields.get("architectures") or ()]
-    classes: list[Any] = [each for each in wanted if each is not None]
+    wanted = list(fields.get("architectures") or ())
+    classes: list[Any] = [getattr(transformers, each) for each in wanted if hasattr(transformers, each)]
+    if wanted and not classes:
+        raise ConfigError(
+            f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: correct the "
+            "name, install a version of transformers that has it, or take the entry out, for a model "
+            "without a head"
+        )
 
     def build(batch: int) -> Example:
         module = classes[0]._from_config(config) if classes else transformers.AutoModel.from_config(config)

@@ -38,6 +38,7 @@ def test_check_of_a_missing_directory_is_an_error_that_names_it(
     printed = capsys.readouterr().err
     assert printed.startswith("gemini: error: ")
     assert str(absent) in printed
+    assert "create it or name another" in printed
 
 
 @pytest.mark.parametrize(
