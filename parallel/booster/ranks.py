@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from gemini.collectives import join_ranks
 from gemini.device import select_device
-from gemini.errors import CheckpointError
+from gemini.rank import Rank
 
 _Result = TypeVar("_Result")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -62,22 +62,22 @@ class Ranks:
 
         All ranks must call it; it returns when all have.
         """
-        if self.size > 1:
-            told: list[str | None] = [None] * self.size
-            dist.all_gather_object(told, None if error is None else str(error), group=self.group)
-            failed = next((number for number, text in enumerate(told) if text is not None), None)
-            if error is None and failed is not None:
-                raise CheckpointError(f"rank {failed} failed: {told[failed]}")
-        if error is not None:
-            raise error
+
+        def fail_here() -> None:
+            if error is not None:
+                raise error
+
+        self.together(fail_here)
 
     def together(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
         :meth:`agree`."""
-        try:
-            result = action()
-        except Exception as error:
-            self.agree(error)
-            raise
-        self.agree(None)
-        return result
+        return Rank(self.number, self.size, self._say).together(action)
+
+    def _say(self, text: str) -> list[str]:
+        """Return what every rank has said here."""
+        if self.size == 1:
+            return [text]
+        said = [""] * self.size
+        dist.all_gather_object(said, text, group=self.group)
+        return said

@@ -54,7 +54,7 @@ def test_load_that_fails_on_one_rank_raises_on_all_and_changes_nothing(plugin: s
     first, second = run_on_ranks(_load_what_one_rank_lacks, 2, plugin, str(tmp_path))
     for here, there in zip(first, second, strict=True):
         assert "elsewhere" in there
-        assert here == f"rank 1 failed: {there}"
+        assert here == f"rank 1 of 2 failed: CheckpointError: {there}"
 
 
 def _load_on_first_alone(directory: str) -> bool:

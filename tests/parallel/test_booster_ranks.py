@@ -241,7 +241,7 @@ def test_failed_save_raises_on_every_rank(plugin: str, tmp_path: Path) -> None:
     first, second = run_on_ranks(_save_on_full_disk, 2, plugin, str(tmp_path))
     assert first.startswith("IoError")
     assert "no space left" in first
-    assert second.startswith("CheckpointError rank 0 failed")
+    assert second.startswith("CheckpointError rank 0 of 2 failed: IoError: ")
     assert list((tmp_path / "state").iterdir()) == []
 
 
