@@ -19,8 +19,6 @@ from cuda_standin import Event, Stream, current_stream, index_of, run_on_stream,
 from torch import Tensor
 
 NAME = "nccl_standin"
-
-
 MAX_DELAY_SECONDS = 2e-3
 
 

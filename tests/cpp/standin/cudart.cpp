@@ -15,15 +15,16 @@
 #include <utility>
 #include <vector>
 
+#include "driver_use.h"
 #include "gpu/cuda_abi.h"
-#include "own_calls.h"
 #include "ptx.h"
 
 namespace abi = gemini::cuda_abi;
 
 namespace {
 
-using abi::kStandin;
+using gemini::standin::enter_context;
+using gemini::standin::kDriver;
 using gemini::standin::MemoryRange;
 using gemini::standin::PtxKernel;
 
@@ -37,34 +38,11 @@ cudaError_t done(abi::Result result) {
   return static_cast<cudaError_t>(result);
 }
 
-// The context of the one GPU becomes this thread's at its first use.
-void enter_context() {
-  thread_local bool entered = false;
-  if (entered) return;
-  static const abi::Context context = [] {
-    abi::Context retained = nullptr;
-    (void)kStandin.init(0);
-    (void)kStandin.retain(&retained, 0);
-    return retained;
-  }();
-  (void)kStandin.push(context);
-  entered = true;
-}
-
 abi::Stream handle(cudaStream_t stream) { return reinterpret_cast<abi::Stream>(stream); }
 abi::Event handle(cudaEvent_t event) { return reinterpret_cast<abi::Event>(event); }
 
-// Has the stream call `work`.
 cudaError_t launch(cudaStream_t stream, std::function<void()> work) {
-  enter_context();
-  auto given = std::make_unique<std::function<void()>>(std::move(work));
-  const auto run = [](void* data) {
-    const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(data));
-    (*own)();
-  };
-  const abi::Result result = standin_launch(handle(stream), nullptr, 0, run, given.get());
-  if (result == abi::kSuccess) (void)given.release();
-  return done(result);
+  return done(gemini::standin::launch(handle(stream), std::move(work)));
 }
 
 MemoryRange find_memory(uint64_t address) {
@@ -208,7 +186,7 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   std::strcpy(properties->name, "stand-in for a GPU");
   properties->major = 9;
   size_t free_bytes = 0;
-  return done(kStandin.memory_info(&free_bytes, &properties->totalGlobalMem));
+  return done(kDriver.memory_info(&free_bytes, &properties->totalGlobalMem));
 }
 EXPORTED cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -228,25 +206,19 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
 
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   enter_context();
-  return done(kStandin.event_create(reinterpret_cast<abi::Event*>(event), 0));
+  return done(kDriver.event_create(reinterpret_cast<abi::Event*>(event), 0));
 }
 EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  return done(kStandin.event_record(handle(event), handle(stream)));
+  return done(kDriver.event_record(handle(event), handle(stream)));
 }
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return done(kStandin.event_query(handle(event)));
+  return done(kDriver.event_query(handle(event)));
 }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  return done(kStandin.event_destroy(handle(event)));
+  return done(kDriver.event_destroy(handle(event)));
 }
 EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  enter_context();
-  abi::Event event = nullptr;
-  (void)kStandin.event_create(&event, abi::kEventDefault);
-  (void)kStandin.event_record(event, handle(stream));
-  const abi::Result result = kStandin.event_synchronize(event);
-  (void)kStandin.event_destroy(event);
-  return done(result);
+  return done(gemini::standin::await(handle(stream)));
 }
 
 // -- memory --

@@ -1,30 +1,10 @@
-// The stand-in for NVIDIA's driver, for those that are linked to it: the driver's calls, and what
-// it can do that the driver cannot.
+// What the stand-in for NVIDIA's driver can do for those above it that the driver cannot.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "gpu/cuda_abi.h"
-
-namespace gemini::cuda_abi {
-
-extern "C" {
-#define STANDIN_DECLARE(member, symbol, parameters) \
-  Result standin_driver_##member parameters __asm__(symbol);
-GEMINI_CUDA_CALLS(STANDIN_DECLARE)
-#undef STANDIN_DECLARE
-}
-
-inline constexpr Calls kStandin = [] {
-  Calls calls;
-#define STANDIN_SET(member, symbol, parameters) calls.member = &standin_driver_##member;
-  GEMINI_CUDA_CALLS(STANDIN_SET)
-#undef STANDIN_SET
-  return calls;
-}();
-
-}  // namespace gemini::cuda_abi
 
 extern "C" {
 

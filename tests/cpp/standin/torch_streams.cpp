@@ -6,7 +6,7 @@
 #include <set>
 #include <string>
 
-#include "own_calls.h"
+#include "driver_use.h"
 #include "torch_cuda.h"
 
 namespace standin {
@@ -27,16 +27,6 @@ gemini::cuda_abi::Stream handle(c10::StreamId stream) {
 }
 gemini::cuda_abi::Event handle(void* event) { return static_cast<gemini::cuda_abi::Event>(event); }
 
-void run_and_delete(void* data) {
-  const std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(data));
-  try {
-    (*work)();
-  } catch (const std::exception& error) {
-    const std::lock_guard lock(mutex);
-    if (failure.empty()) failure = error.what();
-  }
-}
-
 void raise_failure() {
   std::string text;
   {
@@ -48,24 +38,13 @@ void raise_failure() {
 
 }  // namespace
 
-const Calls& driver() { return gemini::cuda_abi::kStandin; }
+const Calls& driver() { return gemini::cuda_abi::kDriver; }
 
 void check(Result result, const char* doing) {
   TORCH_CHECK(result == gemini::cuda_abi::kSuccess, "CUDA error ", result, " in ", doing);
 }
 
-void enter_context() {
-  thread_local bool entered = false;
-  if (entered) return;
-  static const gemini::cuda_abi::Context context = [] {
-    gemini::cuda_abi::Context retained = nullptr;
-    check(driver().init(0), "cuInit");
-    check(driver().retain(&retained, 0), "cuDevicePrimaryCtxRetain");
-    return retained;
-  }();
-  check(driver().push(context), "cuCtxPushCurrent");
-  entered = true;
-}
+void enter_context() { gemini::standin::enter_context(); }
 
 c10::Device current_device() { return {kGpu, the_device}; }
 
@@ -88,26 +67,24 @@ c10::StreamId make_stream() {
 }
 
 void launch(const Ranges& ranges, std::function<void()> work) {
-  enter_context();
   std::vector<uint64_t> flat;
   for (const auto& [address, nbytes] : ranges) {
     flat.push_back(reinterpret_cast<uint64_t>(address));
     flat.push_back(nbytes);
   }
-  auto given = std::make_unique<std::function<void()>>(std::move(work));
-  check(
-      standin_launch(handle(the_stream), flat.data(), ranges.size(), &run_and_delete, given.get()),
-      "a launch");
-  (void)given.release();
+  const auto noted = [own = std::move(work)] {
+    try {
+      own();
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(mutex);
+      if (failure.empty()) failure = error.what();
+    }
+  };
+  check(gemini::standin::launch(handle(the_stream), noted, flat), "a launch");
 }
 
 void synchronize(c10::StreamId stream) {
-  enter_context();
-  gemini::cuda_abi::Event event = nullptr;
-  check(driver().event_create(&event, gemini::cuda_abi::kEventDefault), "cuEventCreate");
-  check(driver().event_record(event, handle(stream)), "cuEventRecord");
-  check(driver().event_synchronize(event), "cuEventSynchronize");
-  check(driver().event_destroy(event), "cuEventDestroy");
+  check(gemini::standin::await(handle(stream)), "a wait for a stream");
   raise_failure();
 }
 
