@@ -206,12 +206,14 @@ TEST_F(CudaDriver, NoMemoryIsOutOfBudgetAndWhatFitsIsHadAfterwards) {
 
 TEST_F(CudaDriver, RefusalsNameTheCall) {
   const GpuAddress address = driver_->reserve(unit_);
+  const GpuDriver::Block block = driver_->create_block(unit_);
   try {
-    driver_->unmap(address, unit_);
-    FAIL() << "there is nothing to be unmapped";
+    driver_->map(address, unit_ + 1, block);
+    FAIL() << "that is more than whole units";
   } catch (const Error& error) {
-    EXPECT_EQ(std::string(error.what()).find("CUDA cannot unmap memory: "), 0U) << error.what();
+    EXPECT_EQ(std::string(error.what()).find("CUDA cannot map memory: "), 0U) << error.what();
   }
+  driver_->destroy_block(block);
   driver_->release(address, unit_);
 }
 
