@@ -43,8 +43,8 @@ class GeminiDDP(LoadsAsPart):
 
     Args:
         module: the model, on ``cpu``, on the computing device, or on ``meta`` (see :func:`gemini.init_on`).
-        device: the computing device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a GPU's index. ``None``: the CPU
-            in this release, which has not run on a GPU yet (docs/gpu-status.md).
+        device: the computing device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a GPU's index. ``None``: the
+            current GPU, or the CPU where there is none.
         placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
             methods.
         pin_memory: whether HOST memory of a GPU is page-locked, which its copies need to run beside

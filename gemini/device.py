@@ -32,13 +32,13 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the computing device, the CPU if not said: no GPU has been seen to work (docs/gpu-status.md).
+    """Return the computing device: if not said the current GPU, or the CPU where there is none.
 
     Raises:
         ConfigError: it is neither the CPU nor a CUDA GPU that torch can use.
     """
     if device is None:
-        return torch.device("cpu")
+        return current_device()
     try:
         resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:

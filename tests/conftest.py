@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -9,13 +10,19 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPU, if there is one, unless its tests are asked for: all others are about the CPU."""
+    if "cuda" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
+    """Skip the tests that need a GPU where none is seen."""
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU, or not asked for with -m cuda"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_device(device: torch.device | str | int | None, *, pin_memory: bool | None = None) -> ComputeDevice:
-    """Return the computing device, the CPU if not said. ``pin_memory=False`` leaves HOST memory of a GPU
-    pageable.
+    """Return the computing device, the current GPU if not said and there is one. ``pin_memory=False``
+    leaves HOST memory of a GPU pageable.
 
     Raises:
         ConfigError: it cannot be used here.
