@@ -8,7 +8,7 @@ DEVICE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
+from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.special import SPECIAL
 
@@ -93,6 +94,7 @@ class ManagedParameter(torch.nn.Parameter):
 
 
 MANAGED = frozenset((ManagedTensor, ManagedParameter))
+_SILENT_PLACES = SilentPlaces()
 _LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
 
 
@@ -171,6 +173,7 @@ def _operate(
         tensors += ref.tensors
     with PlainTensors():
         versions = [operand._version for operand in operands]
+        silent = _written_in_silence(func, args, kwargs)
         pinned = not manager.resident
         if given is not None and pinned:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
@@ -180,13 +183,13 @@ def _operate(
         try:
             out = func(*args, **kwargs)
         finally:
-            written = [operand._version for operand in operands] != versions
+            written = silent or [operand._version for operand in operands] != versions
             if written:
-                manager.written.note(_written(operands, versions))
+                manager.written.note(_written(operands, versions, silent))
                 if not pinned:
                     manager.pre_op(tensors)
             if pinned or written:
-                manager.post_op(tensors, written)
+                manager.post_op(tensors, bool(written))
         if given is not None and pinned:
             hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
         return adopt(out, operands)
@@ -203,7 +206,7 @@ def _operate_across(
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
             for manager, share in shares.items():
-                stack.enter_context(pinned(manager, share))
+                stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
             out = func(*args, **kwargs)
         if nodes is not None:
             for manager, share in shares.items():
@@ -241,22 +244,36 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 @contextmanager
-def pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
-    """Pin the operands, all of one model, for the block; those it writes to count as written."""
+def pinned(manager: GeminiManager, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
+    """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
+    ``silent`` do."""
     tensors = [operand._ref.tensors[0] for operand in operands]
     versions = [operand._version for operand in operands]
     manager.pre_op(tensors)
     try:
         yield
     finally:
-        written = _written(operands, versions)
+        written = _written(operands, versions, silent)
         manager.written.note(written)
         manager.post_op(tensors, bool(written))
 
 
-def _written(operands: list[Any], versions: list[int]) -> list[int]:
-    """Return the ids of the operands whose version is no longer the given one."""
-    return [o._ref.tensors[0] for o, version in zip(operands, versions, strict=True) if o._version != version]
+def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) -> list[int]:
+    """Return the ids of the operands whose version is no longer the given one, or that are in ``silent``."""
+    certain = {id(tensor) for tensor in silent}
+    return [
+        o._ref.tensors[0]
+        for o, version in zip(operands, versions, strict=True)
+        if o._version != version or id(o) in certain
+    ]
+
+
+def _written_in_silence(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    """Return the managed operands that ``func`` writes to without moving their versions."""
+    places = _SILENT_PLACES[func]
+    return operands_of(arguments_in(places, args, kwargs), {}) if places else ()
 
 
 def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | None = None) -> list[Any]:
