@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
+from gemini.runtime.saved_weights import remember_parameter
 from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
 
 logger = logging.getLogger(__name__)
@@ -274,6 +276,7 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
         for key in [key for key in hooks if key != hook.id]:
             hooks[key] = hooks.pop(key)
     make_managed(param, slot.param_ref, slot)
+    remember_parameter(cast("ManagedParameter", param))
     return hook
 
 

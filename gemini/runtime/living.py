@@ -25,6 +25,11 @@ def others(manager: GeminiManager) -> list[GeminiManager]:
     return [other for other in _living if other is not manager]
 
 
+def has_windows_at(address: int) -> bool:
+    """Say whether ``address`` lies where a model that is not closed has its windows."""
+    return any(manager.in_windows(address) for manager in _living if manager.pre_op is not unusable.closed)
+
+
 def _after_fork_in_child() -> None:
     for manager in _living:
         manager.resident = False
