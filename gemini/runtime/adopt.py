@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,12 +19,16 @@ from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
+from gemini.runtime.saved import span_bytes
 from gemini.runtime.saved_weights import remember_parameter
 from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
 
 logger = logging.getLogger(__name__)
 
 _AS_IT_IS = nullcontext()
+
+# What nn.Parameter(weight) made of managed weights.
+second_names: WeakSet[ManagedParameter] = WeakSet()
 
 
 def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -50,6 +56,26 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 f"parameters are managed"
             )
         yield name, param
+
+
+def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters over one memory: in chunks each would have a place of its own, and train apart.
+
+    Raises:
+        ConfigError: the memory of two parameters overlaps.
+    """
+    spans = [
+        (param.data_ptr(), param.data_ptr() + span_bytes(param), name)
+        for name, param in params
+        if not param.is_meta and param.numel()
+    ]
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise ConfigError(
+                f"parameters {name!r} and {other!r} share memory; tie them by assigning the parameter itself "
+                "(layer.weight = other_layer.weight), or give each its own: param.data = param.data.clone()"
+            )
 
 
 def check_can_initialize(module: nn.Module) -> None:
@@ -261,6 +287,15 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _A
         slot.group.param.tensor[slot.start : slot.stop].copy_(values)
     _write_master(slot, slot.start, values, manager)
     return _Adopted(param, slot, dtype, device, manage(param, slot))
+
+
+def name_again(tensor: torch.Tensor, slot: ManagedSlot) -> nn.Parameter:
+    """Make ``tensor``, a plain view of the memory of ``slot``, a second parameter over it, with the gradient
+    of the first."""
+    param = cast("ManagedParameter", tensor.requires_grad_(slot.grad is not None))
+    manage(param, slot)
+    second_names.add(param)
+    return param
 
 
 def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:

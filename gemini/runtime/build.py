@@ -27,7 +27,7 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
-from gemini.runtime.adopt import adopt_module, check_can_initialize, unique_parameters
+from gemini.runtime.adopt import adopt_module, check_apart, check_can_initialize, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
@@ -161,6 +161,7 @@ def draw_blueprint(
         ConfigError: a parameter cannot be managed, or a size allows no chunk.
     """
     params = list(unique_parameters(module))
+    check_apart(params)
     device_bytes = config.device_bytes
     if device_bytes is None:
         device.release_cache()  # what torch's allocator keeps from earlier work is free as well

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from gemini.errors import StateError
+from gemini.runtime.adopt import second_names
 from gemini.runtime.param import ManagedParameter
 
 _ALL_MANAGED = {ManagedParameter}
@@ -14,12 +15,16 @@ class ManagedParameters:
     """The parameters that were made managed when a model was wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         named = list(module.named_parameters())
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
 
     def refuse_exchanged(self, doing: str) -> None:
-        """Raise StateError where one of them is managed no more: its chunk would keep what nobody uses."""
+        """Raise StateError where one of them is managed no more: its chunk would keep what nobody uses. Or
+        where two parameters of the module are one in its chunk."""
+        if second_names:
+            self._refuse_twins(doing)
         if _ALL_MANAGED.issuperset(map(type, self._params)):
             return
         managed = [type(param) is ManagedParameter for param in self._params]
@@ -30,3 +35,14 @@ class ManagedParameters:
             "tensor in its place. Build the model again, wrap it and load a checkpoint; load weights with "
             "load_state_dict() of the GeminiDDP, which copies them"
         )
+
+    def _refuse_twins(self, doing: str) -> None:
+        names: dict[int, str] = {}
+        for name, param in self._module.named_parameters():  # each once
+            if type(param) is ManagedParameter:
+                other = names.setdefault(id(param._slot), name)
+                if other != name:
+                    raise StateError(
+                        f"{doing}: parameters {other!r} and {name!r} share one memory, as of "
+                        "nn.Parameter(weight); tie them by assigning the parameter: layer.weight = other_layer.weight"
+                    )

@@ -8,6 +8,7 @@ DEVICE.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from gemini.runtime.backward import hook_backward, next_node_number, node_of, no
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
-from gemini.runtime.special import SPECIAL
+from gemini.runtime.special import SPECIAL, set_memory
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -44,6 +45,7 @@ class ManagedTensor(torch.Tensor):
     chunk."""
 
     _ref: TensorRef
+    set_ = set_memory
 
     @classmethod
     def __torch_function__(
@@ -71,6 +73,7 @@ class ManagedParameter(torch.nn.Parameter):
 
     _ref: TensorRef
     _slot: ManagedSlot
+    set_ = set_memory
 
     @classmethod
     def __torch_function__(
@@ -95,6 +98,7 @@ class ManagedParameter(torch.nn.Parameter):
 
 MANAGED = frozenset((ManagedTensor, ManagedParameter))
 _SILENT_PLACES = SilentPlaces()
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
 
 
@@ -151,8 +155,18 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in ALIASING_FUNCTIONS:
         with PlainTensors():
             out = func(*args, **kwargs)
+            if type(args[0]) is ManagedParameter and _for_parameter(func):
+                from gemini.runtime.adopt import name_again  # which is above this
+
+                return name_again(out, args[0]._slot)
             return adopt(out, operands)
     return _operate(func, args, kwargs, operands, given)
+
+
+def _for_parameter(func: Callable[..., Any]) -> bool:
+    """Say whether ``nn.Parameter(managed)`` called: what it detaches must have the class of what it is given,
+    and becomes a parameter."""
+    return func is torch.Tensor.detach and sys._getframe(3).f_code is _NEW_PARAMETER
 
 
 def _operate(

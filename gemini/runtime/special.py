@@ -57,8 +57,23 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
             )
     if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
         return  # what module.to("cpu") does: nothing was written
+    if _is_managed(value):
+        raise ConfigError(
+            "giving a managed tensor the data of another one would have both share memory, where each has a "
+            "place of its own; copy the values with param.copy_(other) under torch.no_grad(), or tie "
+            "parameters before wrapping: layer.weight = other_layer.weight"
+        )
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
+    """``param.set_(other)`` writes the values into the chunk, as :func:`_set_data`. Torch asks no class about
+    ``set_``: the classes have it as a method."""
+    if options or len(source) != 1 or not isinstance(source[0], torch.Tensor):
+        return _refuse("set_")(tensor)
+    _set_data(tensor, source[0])
+    return tensor
 
 
 def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
