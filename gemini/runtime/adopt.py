@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
+from gemini.runtime import addresses
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.saved import span_bytes
-from gemini.runtime.saved_weights import remember_parameter
+from gemini.runtime.saved_weights import restore_saved_weights
 from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
 
 logger = logging.getLogger(__name__)
@@ -311,7 +312,8 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
         for key in [key for key in hooks if key != hook.id]:
             hooks[key] = hooks.pop(key)
     make_managed(param, slot.param_ref, slot)
-    remember_parameter(cast("ManagedParameter", param))
+    addresses.remember(cast("ManagedParameter", param))
+    restore_saved_weights()
     return hook
 
 

@@ -44,5 +44,5 @@ class ManagedParameters:
                 if other != name:
                     raise StateError(
                         f"{doing}: parameters {other!r} and {name!r} share one memory, as of "
-                        "nn.Parameter(weight); tie them by assigning the parameter: layer.weight = other_layer.weight"
+                        "nn.Parameter(weight); tie them: layer.weight = other_layer.weight"
                     )

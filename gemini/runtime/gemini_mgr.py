@@ -22,6 +22,7 @@ from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import GradientWatcher, StepObserver
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
+from gemini.runtime.raw_access import RawAccess
 from gemini.runtime.shortage import Shortage
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
@@ -37,18 +38,15 @@ if TYPE_CHECKING:
 
 
 class GeminiManager:
-    """The memory manager of one model: MemStatsCollector plus StatefulTensorMgr, in a step's order.
-
-    ``pre_op`` / ``post_op`` bracket every operator that takes managed tensors. Not thread-safe.
-    """
+    """The memory manager of one model: ``pre_op`` and ``post_op`` bracket its operators. Not thread-safe."""
 
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
     ) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout; a trace
-        of an evaluation is for evaluations alone."""
+        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout."""
         self.chunks = chunks
         self.strays = Strays(chunks)
+        self.raw = RawAccess(self)
         self.tensors = StatefulTensorMgr(chunks)
         self.context = context
         self.step = 0
@@ -89,6 +87,8 @@ class GeminiManager:
         """
         if _C.stray_count() != self.strays.seen:
             self.strays.refuse()
+        if self.raw.uses:
+            self.raw.settle()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         if self.activations is not None:
@@ -157,7 +157,7 @@ class GeminiManager:
         return self.in_windows(address) and chunks.chunk_at(address) == chunks.table.chunk_of(ref.tensors[0])
 
     def in_windows(self, address: int) -> bool:
-        """Say whether ``address`` lies where the model data's windows are."""
+        """Say whether the model data's windows are at ``address``."""
         return self._first_address <= address < self._end_address
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
@@ -221,8 +221,7 @@ class GeminiManager:
     def report(self) -> PlanReport:
         """Return the plans in force, and what steps take at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
-        of_blocks = recompute.report() if recompute is not None else None
-        return PlanReport(self.order.plan, self.order.planned(), of_blocks)
+        return PlanReport(self.order.plan, self.order.planned(), recompute and recompute.report())
 
     @property
     def trace(self) -> Trace | None:
@@ -289,6 +288,7 @@ class GeminiManager:
         """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
         backward pass operators are still under way."""
         if torch._C._current_graph_task_id() == -1:
+            self.raw.settle()
             held = self.backward_pins.held
             self.backward_pins.forget()
             if held is not None:
@@ -316,6 +316,7 @@ class GeminiManager:
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1
         self.phase = FORWARD
+        self.raw.settle()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         self._settle_activations()
@@ -377,8 +378,6 @@ class GeminiManager:
             self.evaluations.close()
             self.pre_op = unusable.closed  # type: ignore[method-assign]
             self.chunks.close()
-
-    # -- inside ----------------------------------------------------------------------------------
 
     def _settle_activations(self) -> None:
         if self.activations is not None and self.activations.waiting:

@@ -212,7 +212,8 @@ class SlotGradient:
         """Say whether ``grad``, of the same shape, is this very gradient."""
         ref = getattr(grad, "_ref", None)  # an alias given up may have the address of this one
         own = self.exists and (ref is None or ref is self._alias_ref)
-        return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
+        with torch._C.DisableTorchFunctionSubclass():
+            return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
 
     def retire_aliases(self) -> None:
         """Make every alias handed out so far, and every view of one, raise when it is used."""

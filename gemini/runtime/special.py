@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
+from gemini.runtime import raw_access
 
 if TYPE_CHECKING:
     from gemini.runtime.storage import ManagedSlot
@@ -55,8 +56,9 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
                 f"{getattr(value, what)}: its "
                 "memory is laid out once, when the model is wrapped"
             )
-    if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
-        return  # what module.to("cpu") does: nothing was written
+    with PlainTensors():
+        if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
+            return  # what module.to("cpu") does: nothing was written
     if _is_managed(value):
         raise ConfigError(
             "giving a managed tensor the data of another one would have both share memory, where each has a "
@@ -169,6 +171,10 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradients,
     torch.autograd.backward: _backward_pass,
+    torch.Tensor.data_ptr: raw_access.data_ptr,
+    torch.Tensor.untyped_storage: raw_access.untyped_storage,
+    torch.Tensor.numpy: raw_access.numpy,
+    torch.Tensor.__array__: raw_access.array,
     **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
     # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
     torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,

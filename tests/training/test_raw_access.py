@@ -1,0 +1,162 @@
+"""What reads or writes managed tensors past torch, by their addresses, finds and leaves the right values."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from training_harness import KIB, assert_same_state, assert_within_budgets, moved_bytes, tight
+
+from gemini import GeminiAdamOptimizer, GeminiDDP, HybridAdam
+
+WIDTH = 32
+LAYERS = 20
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[GeminiDDP]:
+    """Yield a network in a small part of its memory, some of it away."""
+    with GeminiDDP(network(), **tight(tmp_path, 24 * KIB)) as model:
+        model(torch.ones(2, WIDTH))
+        yield model
+        assert_within_budgets(model.stats())
+
+
+def by_safetensors(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_file(state, path)
+    return safetensors.torch.load_file(path)
+
+
+def by_safetensors_in_memory(state: dict[str, Tensor], _path: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load(safetensors.torch.save(state))
+
+
+def by_numpy(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    arrays = {key: value.detach().numpy() for key, value in state.items()}
+    np.savez(path, **arrays)
+    with np.load(path.with_suffix(".npz")) as found:
+        return {key: torch.from_numpy(found[key]) for key in state}
+
+
+def by_asarray(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    arrays = {key: np.asarray(value.detach()) for key, value in state.items()}
+    return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
+
+
+def by_torch(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    torch.save(state, path)
+    found: dict[str, Tensor] = torch.load(path, weights_only=True)
+    return found
+
+
+def by_pickle(state: dict[str, Tensor], _path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = pickle.loads(pickle.dumps(state))
+    return found
+
+
+def by_address(state: dict[str, Tensor], _path: Path) -> dict[str, Tensor]:
+    addresses = {key: value.data_ptr() for key, value in state.items()}
+    found = {key: torch.empty(value.shape) for key, value in state.items()}
+    for key, value in found.items():
+        ctypes.memmove(value.data_ptr(), addresses[key], value.nbytes)
+    return found
+
+
+WRITERS = [
+    by_safetensors,
+    by_safetensors_in_memory,
+    by_numpy,
+    by_asarray,
+    by_torch,
+    by_pickle,
+    by_address,
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("give", [lambda net: net.state_dict(), lambda net: dict(net.named_parameters())])
+def test_every_writer_of_files_finds_all_weights(
+    writer: Any, give: Callable[[nn.Module], dict[str, Tensor]], model: GeminiDDP, tmp_path: Path
+) -> None:
+    got = writer(give(model.module), tmp_path / "written")
+    want = network().state_dict()
+    assert got.keys() == want.keys()
+    assert_same_state({key: got[key].detach() for key in want}, want)
+
+
+def test_tied_weights_have_one_storage_and_others_their_own(model: GeminiDDP) -> None:
+    model.module[3].weight = model.module[7].weight
+    state = model.module.state_dict()
+    of = {key: value.untyped_storage().data_ptr() for key, value in state.items()}
+    assert of["3.weight"] == of["7.weight"]
+    assert len(set(of.values())) == len(of) - 1
+    assert state["0.bias"].untyped_storage().nbytes() == 4 * WIDTH
+
+
+def halve_by_address(param: Tensor) -> None:
+    """Write to a parameter as a kernel does that is given its address."""
+    values = torch.frombuffer(
+        (ctypes.c_char * param.nbytes).from_address(param.data_ptr()), dtype=param.dtype
+    )
+    values.mul_(0.5)
+
+
+def train(model: nn.Module, optimizer: Any, change: Callable[[nn.Module], object]) -> list[float]:
+    losses = []
+    for step in range(6):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        getattr(optimizer, "backward", Tensor.backward)(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        change(model)
+        losses.append(loss.item())
+    return losses
+
+
+def halve_all(model: nn.Module) -> None:
+    for param in model.parameters():
+        halve_by_address(param.detach())
+
+
+def test_what_is_written_by_address_is_trained_on(model: GeminiDDP) -> None:
+    plain = network()
+    want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), halve_all)
+    assert train(model, GeminiAdamOptimizer(model, lr=1e-2), halve_all) == want
+    assert_same_state(model.state_dict(), plain.state_dict())
+    assert moved_bytes(model.stats()) > 0
+
+
+@pytest.mark.parametrize("device_kib", [48, 4096])
+def test_reading_by_address_changes_no_bit_of_masters(device_kib: int, tmp_path: Path) -> None:
+    outcomes = []
+    for change in (lambda _model: None, lambda model: [param.data_ptr() for param in model.parameters()]):
+        options = tight(tmp_path, device_kib * KIB, mixed_precision="bf16")
+        with GeminiDDP(network(), **options) as model:
+            losses = train(model, GeminiAdamOptimizer(model, lr=1e-2), change)
+            outcomes.append((losses, {key: value.clone() for key, value in model.state_dict().items()}))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert_same_state(outcomes[0][1], outcomes[1][1])
+
+
+def test_an_operator_ends_what_an_address_held(model: GeminiDDP) -> None:
+    for param in model.module.parameters():
+        param.data_ptr()
+    assert model.manager.raw.uses
+    model(torch.ones(2, WIDTH))
+    assert not model.manager.raw.uses
+    table = model.manager.chunks.table
+    assert not any(table.pins(chunk.id) for chunk in model.manager.chunks.chunks)
