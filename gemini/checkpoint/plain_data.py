@@ -59,7 +59,7 @@ def decode(data: Any) -> Any:
         return [decode(item) for item in data]
     try:
         return _DECODERS[data[_TYPE]](data)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"damaged data in a checkpoint: {error!r}") from error
 
 
@@ -69,6 +69,8 @@ def _tensor(data: dict[str, Any]) -> torch.Tensor:
         raise TypeError(f"{data['dtype']} is no dtype")
     raw = bytearray.fromhex(data["hex"])
     if not raw:
+        if 0 not in data["shape"]:
+            raise ValueError(f"a tensor of shape {data['shape']!r:.200} has no values")
         return torch.empty(data["shape"], dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=dtype).reshape(data["shape"])
 
