@@ -11,6 +11,8 @@ import torch
 from gemini.device import gpu_generator_states, set_gpu_generator_states
 from gemini.errors import CheckpointError
 
+_NUMPY_WORDS = 624  # of a Mersenne Twister
+
 
 def capture() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's global generators as JSON data."""
@@ -47,11 +49,13 @@ def parse(document: dict[str, Any]) -> States:
             torch.frombuffer(bytearray(bytes.fromhex(document["torch"])), dtype=torch.uint8),
             [bytes.fromhex(state) for state in document.get("cuda", [])],
         )
+        if key.shape != (_NUMPY_WORDS,) or not 0 <= legacy["state"]["pos"] <= _NUMPY_WORDS:
+            raise ValueError("numpy's has another size")  # it would read past its end
         # Only the generators know what they take: others than those of the program.
         random.Random().setstate(states.python)
         np.random.RandomState().set_state(states.numpy)
         torch.Generator().set_state(states.torch)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
         raise CheckpointError(f"the random number generators' states are damaged: {error}") from error
     return states
 

@@ -55,10 +55,11 @@ def decode(data: Any) -> Any:
     """Return what :func:`encode` was given. Raises CheckpointError for anything it never returns."""
     if isinstance(data, _PLAIN):
         return data
-    if isinstance(data, list):
-        return [decode(item) for item in data]
     try:
+        if isinstance(data, list):
+            return [decode(item) for item in data]
         return _DECODERS[data[_TYPE]](data)
+    # RuntimeError: torch's, and that of data nested too deeply.
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"damaged data in a checkpoint: {error!r}") from error
 

@@ -41,9 +41,11 @@ class CheckpointReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        with making_sense_of(path):
+        with making_sense_of(path / contents.MODEL_INDEX):
             self.weights: dict[str, str] = self._json(contents.MODEL_INDEX)["weight_map"]
+        with making_sense_of(path / contents.OPTIMIZER_INDEX):
             self.states: Ranges = self._json(contents.OPTIMIZER_INDEX)["states"]
+        with making_sense_of(path):
             check_values(self.manifest, self.weights, self.states)
             check_manifest(self.manifest)
             self._expected = expected_tensors(self.manifest, self.weights, self.states)

@@ -112,7 +112,7 @@ def expected_tensors(
             for start, stop, file, name in pieces:
                 if name in found.setdefault(file, {}):
                     raise ValueError(f"{name!r} of {file} stands for two ranges")
-                found[file][name] = Expected((stop - start,), torch.float32.__eq__)
+                found[file][name] = Expected((stop - start,), _is_fp32)
     return found
 
 
@@ -170,6 +170,10 @@ def whole_number(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{value!r:.200} stands where a number belongs")
     return value
+
+
+def _is_fp32(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

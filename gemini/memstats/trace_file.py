@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import CheckpointError, IoError
+from gemini.files import parse_json, read_regular
 
 FORMAT = "gemini-trace-2"
 _OLDER = ("gemini-trace-1",)
+# Of steps with hundreds of thousands of moments, too; what is larger would take the memory.
+_MAX_BYTES = 2**26
 _AGAIN = "remove it and run the warmup again"
 
 
@@ -33,7 +36,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], str]:
         CheckpointError: the file is missing, damaged, foreign, or of an earlier format.
     """
     try:
-        document = json.loads(path.read_text(encoding="ascii"))
+        document = parse_json(read_regular(path, _MAX_BYTES).decode("ascii"))
     except OSError as error:
         raise CheckpointError(f"cannot read the trace {path}: {error.strerror}") from error
     except ValueError as error:  # not ASCII, or not JSON
