@@ -54,8 +54,10 @@ class CheckpointReader:
         self._ahead: ReadAhead | None = None
 
     def verify(self) -> None:
-        """Read every file and compare its checksums. Raises DamagedError naming the first that differs."""
+        """Read every file and compare its checksums, and its header with the indexes. Raises DamagedError
+        naming the first that differs."""
         check_contents(self.path, self.manifest)
+        self.check_headers()
 
     def check_headers(self, index: int = 0, count: int = 1) -> None:
         """Compare what says where values are: the first block of every file with weights; the ``index``-th of

@@ -16,6 +16,7 @@ from gemini.checkpoint.contents import MODEL_INDEX, OPTIMIZER_INDEX
 from gemini.checkpoint.convert import convert
 from gemini.checkpoint.inspect import describe, verdict
 from gemini.checkpoint.sealed_file import DamagedError
+from gemini.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +41,8 @@ def refused(run: Run, path: Path) -> None:
         with pytest.raises(DamagedError):
             convert(path, path.parents[1] / "home" / "models" / "out", form)
     assert set(path.parents[1].rglob("*")) == there
+    for command in ("inspect", "verify"):
+        assert main(["ckpt", command, str(path)]) == 1
     other = start(seed=7, width=4)
     other.load(path.parent)
     assert other.model.manager.step == 2
