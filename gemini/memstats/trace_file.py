@@ -71,7 +71,10 @@ def _write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text``, durably; on failure the old file stays and no temporary one does."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="ascii") as file:
+        temporary.unlink(missing_ok=True)  # left behind by a process that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        # For its owner alone, as checkpoints are: it names the parameters.
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -244,6 +244,11 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_saved_trace_is_for_its_owner_alone(tmp_path: Path) -> None:
+    TRACE.save(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_saving_into_a_missing_folder_is_an_io_error(tmp_path: Path) -> None:
     with pytest.raises(IoError):
         TRACE.save(tmp_path / "gone" / "trace.json")
