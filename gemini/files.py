@@ -1,13 +1,16 @@
-"""Writing files: every failure is an IoError that says what could not be done, and leaves no half file."""
+"""Files: every failed write is an IoError that says what could not be done, and leaves no half file; what is
+read is a regular file of bounded size."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from gemini.errors import IoError
 
@@ -41,27 +44,48 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
             raise
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return what a file holds.
+def open_regular(path: Path, flags: int = 0) -> int:
+    """Return a descriptor to read a file with; ``flags`` are further ones of ``os.open``. With
+    ``os.O_NOFOLLOW`` a link is refused.
 
-    Raises OSError, too, for what is no regular file (a FIFO would keep its reader waiting for ever) and for
-    more than ``max_bytes``.
+    Raises OSError, too, for what is no regular file: a FIFO would keep its reader waiting for ever, and a
+    device may act where it is opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    _require_regular(path.stat(follow_symlinks=not flags & os.O_NOFOLLOW), path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
-        found = os.fstat(descriptor)
-        _require_regular(found, path)
-        if found.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {max_bytes}", str(path))
+        _require_regular(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path, max_bytes: int, flags: int = 0) -> bytes:
+    """Return what a file holds. Raises OSError as :func:`open_regular`, and for more than ``max_bytes``."""
+    descriptor = open_regular(path, flags)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {max_bytes}", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)
+            return file.read(size)
     finally:
         os.close(descriptor)
 
 
+def parse_json(text: bytes | str) -> Any:
+    """Return what JSON text says, UTF-8 where it is bytes. Raises ValueError for whatever is none."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _require_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        what = "a link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+        raise OSError(errno.EINVAL, f"it is {what}", str(path))
 
 
 def append_whole(path: Path, data: bytes) -> None:

@@ -121,7 +121,7 @@ class _Start:
         if lost:
             raise StateError(f"memory ran out and the step cannot be repeated: {lost}") from error
         self._model.zero_grad()
-        rng.restore(self._generators)
+        rng.restore(rng.parse(self._generators))
         for param, grad, values in self._gradients:
             param.grad = grad
             if grad is not None and values is not None:

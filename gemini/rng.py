@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gemini.device import gpu_generator_states, set_gpu_generator_states
 from gemini.errors import CheckpointError
+
+_NUMPY_WORDS = 624  # of a Mersenne Twister
 
 
 def capture() -> dict[str, Any]:
@@ -26,16 +28,44 @@ def capture() -> dict[str, Any]:
     }
 
 
-def restore(document: dict[str, Any]) -> None:
-    """Set the generators to what :func:`capture` returned. Raises CheckpointError for damaged data."""
+class States(NamedTuple):
+    """What :func:`capture` returned, as the generators take it."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: torch.Tensor
+    gpus: list[bytes]
+
+
+def parse(document: dict[str, Any]) -> States:
+    """Return what :func:`capture` returned. Raises CheckpointError for anything else; sets nothing."""
     try:
         version, internal, gauss = document["python"]
-        random.setstate((version, tuple(internal), gauss))
         legacy = document["numpy"]
         key = np.array(legacy["state"]["key"], dtype=np.uint32)
-        np.random.set_state({**legacy, "state": {"key": key, "pos": legacy["state"]["pos"]}})
-        raw = bytearray(bytes.fromhex(document["torch"]))
-        torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
-        set_gpu_generator_states([bytes.fromhex(state) for state in document.get("cuda", [])])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        states = States(
+            (version, tuple(internal), gauss),
+            {**legacy, "state": {"key": key, "pos": legacy["state"]["pos"]}},
+            torch.frombuffer(bytearray(bytes.fromhex(document["torch"])), dtype=torch.uint8),
+            [bytes.fromhex(state) for state in document.get("cuda", [])],
+        )
+        if key.shape != (_NUMPY_WORDS,) or not 0 <= legacy["state"]["pos"] <= _NUMPY_WORDS:
+            raise ValueError("numpy's has another size")  # it would read past its end
+        # Only the generators know what they take: others than those of the program.
+        random.Random().setstate(states.python)
+        np.random.RandomState().set_state(states.numpy)
+        torch.Generator().set_state(states.torch)
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
         raise CheckpointError(f"the random number generators' states are damaged: {error}") from error
+    return states
+
+
+def restore(states: States) -> None:
+    """Set the generators to what :func:`parse` returned. Raises CheckpointError for a damaged GPU's."""
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.torch)
+    try:
+        set_gpu_generator_states(states.gpus)
+    except RuntimeError as error:
+        raise CheckpointError(f"the state of a GPU's generator is damaged: {error}") from error

@@ -119,7 +119,8 @@ def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
         names = [name for name, holder in reader.weights.items() if holder == file]
         kinds = {name: reader.spec(name) for name in names}
         specs = [
-            TensorSpec(name, dtype if kind.is_floating_point else kind, shape)
+            # Of 8 bits they are somebody's codes, whose type says what they are.
+            TensorSpec(name, dtype if kind.is_floating_point and kind.itemsize > 1 else kind, shape)
             for name, (kind, shape) in kinds.items()
         ]
         total += sum(spec.nbytes for spec in specs)

@@ -24,20 +24,22 @@ from gemini.checkpoint.sealed_file import (
     UnreadableError,
     cannot_read,
     check_size,
+    making_sense_of,
     reading,
     write_sealed,
 )
+from gemini.checkpoint.structure import check_file_name
 from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.files import read_regular
+from gemini.files import parse_json, read_regular
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "gemini-checkpoint-3"
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
-# Far beyond what is written, of 10 TB too; what is larger would take the memory.
-_MAX_JSON_BYTES = 2**30
+# Beyond what is written, of 10 TB too; what is larger would take the memory.
+_MAX_JSON_BYTES = 2**28
 _MAX_SEAL_BYTES = 2**20
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
@@ -185,15 +187,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         DamagedError: a file is missing or damaged.
     """
     seal = _read_seal(checkpoint)
-    try:
-        sequence, manifest_seal = seal["sequence"], Seal(*seal["manifest"])
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{checkpoint / SEAL} is damaged: {error!r}") from error
+    with making_sense_of(checkpoint / SEAL):
+        sequence, manifest_seal = _sequence(seal), Seal.read(seal["manifest"])
     manifest = read_json(checkpoint / MANIFEST, manifest_seal)
-    if manifest["sequence"] != sequence:
-        raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
-    for name, seal in manifest["files"].items():
-        check_size(checkpoint / name, Seal(*seal))
+    with making_sense_of(checkpoint / MANIFEST):
+        if _sequence(manifest) != sequence:
+            raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
+        seals = {name: Seal.read(found) for name, found in manifest["files"].items()}
+        for name in seals:
+            check_file_name(name)
+    for name, found in seals.items():
+        check_size(checkpoint / name, found)
     return manifest
 
 
@@ -201,7 +205,7 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     """Read every file and compare it with its seal. Raises DamagedError naming the first that differs."""
     with closing(ReadAhead()) as ahead:
         for name, seal in manifest["files"].items():
-            with closing(BlockFile(checkpoint / name, Seal(*seal), ahead)) as file:
+            with closing(BlockFile(checkpoint / name, Seal.read(seal), ahead)) as file:
                 for index in range(len(file.seal.blocks)):
                     file.block(index)
 
@@ -210,20 +214,30 @@ def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSO
     """Return what :func:`encoded` made of a document. Raises DamagedError for anything else, and for a file
     that does not have ``seal``, if there is one, or ``max_bytes``."""
     with reading(path):
-        text = read_regular(path, max_bytes if seal is None else min(max_bytes, seal.num_bytes))
+        most = max_bytes if seal is None else min(max_bytes, seal.num_bytes)
+        text = read_regular(path, most, os.O_NOFOLLOW)
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise DamagedError(f"cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedError(f"{path} is not a {FORMAT} file")
-    if text != encoded(document) or (seal is not None and Seal.of(text) != seal):
-        raise DamagedError(f"{path} is damaged: it is not as it was written")
+    with making_sense_of(path):
+        if text != encoded(document) or (seal is not None and Seal.of(text) != seal):
+            raise ValueError("it is not as it was written")
     return document
 
 
 def _read_seal(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint / SEAL, max_bytes=_MAX_SEAL_BYTES)
+
+
+def _sequence(document: Mapping[str, Any]) -> int:
+    """Return a checkpoint's number in time. Raises ValueError."""
+    sequence = document["sequence"]
+    if type(sequence) is not int or sequence < 0:
+        raise ValueError(f"{sequence!r:.200} is no number in time")
+    return sequence
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
@@ -261,13 +275,13 @@ def _complete(root: Path) -> list[_Found]:
     for path in _own_directories(root, partial=False):
         try:
             if _is_there(path / SEAL):
-                found.append(_Found(int(_read_seal(path)["sequence"]), path))
+                seal = _read_seal(path)
+                with making_sense_of(path / SEAL):
+                    found.append(_Found(_sequence(seal), path))
         except OSError as error:
             found.append(_Found(0, path, cannot_read(path, error)))
         except DamagedError as error:
             found.append(_Found(0, path, error))
-        except (KeyError, TypeError, ValueError) as error:
-            found.append(_Found(0, path, DamagedError(f"{path / SEAL} is damaged: {error!r}")))
     return sorted(found, key=lambda checkpoint: checkpoint[:2], reverse=True)
 
 

@@ -28,6 +28,7 @@ def verdict(checkpoint: Path) -> dict[str, Any]:
     try:
         with CheckpointReader(checkpoint) as reader:
             reader.verify()
+            reader.objects()
             return {"path": str(checkpoint), "damage": None, "bytes": _size(reader)}
     except UnreadableError:
         raise

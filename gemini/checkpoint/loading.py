@@ -19,8 +19,9 @@ from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpo
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.ddp import GeminiDDP
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_exchange import MOMENTS, take_counts, write_state, write_state_range
 from gemini.rank import Rank, rank_of
 from gemini.runtime import write_range, write_values
@@ -129,7 +130,7 @@ def _load_once(
 ) -> dict[str, Any]:
     """Load one checkpoint. Raises DamagedError, on all ranks."""
     with ExitStack() as stack:
-        opened: list[tuple[CheckpointReader, dict[str, Any], dict[str, Any]]] = []
+        opened: list[tuple[CheckpointReader, dict[str, Any], rng.States]] = []
 
         def check() -> None:
             reader = stack.enter_context(CheckpointReader(checkpoint))
@@ -139,7 +140,13 @@ def _load_once(
                 raise CheckpointError(
                     f"{checkpoint} was saved without a scheduler; pass the same to save() and load()"
                 )
-            opened.append((reader, reader.objects(), reader.rng(rank.index, rank.count)))
+            objects = reader.objects()
+            try:
+                _check_settings(objects, optimizer)
+                generators = rng.parse(reader.rng(rank.index, rank.count))
+            except (CheckpointError, ConfigError) as error:
+                raise DamagedError(f"{checkpoint} is damaged: {error}") from error
+            opened.append((reader, objects, generators))
 
         _agree(rank, check)
         _agree(rank, model.manager.snapshot.before_write)
@@ -179,6 +186,12 @@ def _load_settings(
         optimizer.loss_scale.load_state_dict(manifest["loss_scale"])
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
+
+
+def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
+    """Raise ConfigError for settings of groups that no step could be made with."""
+    for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
+        AdamHyper.from_group({**group, **saved})
 
 
 def _check_model(

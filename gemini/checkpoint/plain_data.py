@@ -55,11 +55,12 @@ def decode(data: Any) -> Any:
     """Return what :func:`encode` was given. Raises CheckpointError for anything it never returns."""
     if isinstance(data, _PLAIN):
         return data
-    if isinstance(data, list):
-        return [decode(item) for item in data]
     try:
+        if isinstance(data, list):
+            return [decode(item) for item in data]
         return _DECODERS[data[_TYPE]](data)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    # RuntimeError: torch's, and that of data nested too deeply.
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"damaged data in a checkpoint: {error!r}") from error
 
 
@@ -69,6 +70,8 @@ def _tensor(data: dict[str, Any]) -> torch.Tensor:
         raise TypeError(f"{data['dtype']} is no dtype")
     raw = bytearray.fromhex(data["hex"])
     if not raw:
+        if 0 not in data["shape"]:
+            raise ValueError(f"a tensor of shape {data['shape']!r:.200} has no values")
         return torch.empty(data["shape"], dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=dtype).reshape(data["shape"])
 

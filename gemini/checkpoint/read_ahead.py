@@ -15,6 +15,7 @@ from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.part import BLOCK_BYTES
 from gemini.checkpoint.sealed_file import DamagedError, Seal, reading
 from gemini.checkpoint.workers import Workers
+from gemini.files import open_regular
 from gemini.offload.direct_memory import direct_memory
 
 _NUM_BLOCKS = 4  # the one that is used, and those being read
@@ -148,14 +149,14 @@ class _Read:
 def open_direct(path: Path) -> int:
     """Return a descriptor for reading past the page cache, or through it where that cannot be.
 
-    Raises OSError.
+    Raises OSError, also for links and what else is no regular file.
     """
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_DIRECT | os.O_NOFOLLOW)
         try:
             os.preadv(descriptor, [mmap.mmap(-1, _ALIGN)], 0)  # some can be opened, but not read
         except OSError:
             os.close(descriptor)
         else:
             return descriptor
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return open_regular(path, os.O_NOFOLLOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,10 +10,21 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents, plain_data
-from gemini.checkpoint.directory import check_contents, read_json, read_manifest
+from gemini.checkpoint.directory import MANIFEST, check_contents, read_json, read_manifest
 from gemini.checkpoint.read_ahead import ReadAhead
-from gemini.checkpoint.sealed_file import DamagedError, Seal
-from gemini.checkpoint.tensor_reader import TensorReader
+from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of
+from gemini.checkpoint.structure import (
+    Ranges,
+    check_files,
+    check_manifest,
+    check_objects,
+    check_tensors,
+    check_values,
+    expected_tensors,
+    table,
+)
+from gemini.checkpoint.tensor_reader import StoredTensor, TensorReader, stored_tensors
+from gemini.errors import CheckpointError
 
 
 class CheckpointReader:
@@ -23,40 +34,60 @@ class CheckpointReader:
     docs/notes/checkpoint.md has them. Nothing is returned of a block that is not what was written.
 
     Raises:
-        DamagedError: a file is missing, has another size, or what was to be read of it is damaged.
+        DamagedError: a file is missing, has another size, what was to be read of it is damaged, or what the
+            files say cannot be.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self.weights: dict[str, str] = self._json(contents.MODEL_INDEX)["weight_map"]
-        self.states: dict[str, dict[str, list[list[Any]]]] = self._json(contents.OPTIMIZER_INDEX)["states"]
+        with making_sense_of(path / contents.MODEL_INDEX):
+            self.weights: dict[str, str] = self._json(contents.MODEL_INDEX)["weight_map"]
+        with making_sense_of(path / contents.OPTIMIZER_INDEX):
+            self.states: Ranges = self._json(contents.OPTIMIZER_INDEX)["states"]
+        with making_sense_of(path):
+            check_values(self.manifest, self.weights, self.states)
+            check_manifest(self.manifest)
+            self._expected = expected_tensors(self.manifest, self.weights, self.states)
+            check_files(self.manifest, self._expected)
         self._files: dict[str, TensorReader] = {}
         self._ahead: ReadAhead | None = None
 
     def verify(self) -> None:
-        """Read every file and compare its checksums. Raises DamagedError naming the first that differs."""
+        """Read every file and compare its checksums, and its header with the indexes. Raises DamagedError
+        naming the first that differs."""
         check_contents(self.path, self.manifest)
+        self.check_headers()
 
     def check_headers(self, index: int = 0, count: int = 1) -> None:
-        """Compare what says where values are: the first block of every file with weights, and of what ranks
-        wrote down when they saved the ``index``-th of ``count`` parts. Raises DamagedError."""
-        for file in sorted(set(self.weights.values())):
+        """Compare what says where values are: the first block of every file with weights; the ``index``-th of
+        ``count`` parts of the headers of moments, and of what ranks wrote down. Raises DamagedError."""
+        weights = set(self.weights.values())
+        for file in sorted(weights):
             self._file(file)
-        saved = int(self.manifest["ranks"])
+        for file in sorted(self._expected.keys() - weights)[index::count]:
+            # Its block is compared before a value of it is used; reading it here, too, would double that.
+            self._check_tensors(file, stored_tensors(self.path / file, self._seal(file)))
+        saved = self.manifest["ranks"]
         for rank in range(saved)[index::count]:
             self._json(contents.part_file(rank, saved))
 
     def objects(self) -> dict[str, Any]:
         """Return param groups, the scheduler's state and extra states as they were saved."""
-        return {name: plain_data.decode(data) for name, data in self.manifest["objects"].items()}
+        with making_sense_of(self.path / MANIFEST):
+            try:
+                found = {name: plain_data.decode(data) for name, data in self.manifest["objects"].items()}
+            except CheckpointError as error:
+                raise ValueError(str(error)) from error
+            check_objects(found, self.manifest)
+        return found
 
     def rng(self, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
         """Return the random number generators' states of a rank; of rank 0 where there were other ranks."""
-        saved = int(self.manifest["ranks"])
-        rank = rank if saved == num_ranks else 0
-        found: dict[str, Any] = self._json(contents.part_file(rank, saved))["rng"]
-        return found
+        saved = self.manifest["ranks"]
+        file = contents.part_file(rank if saved == num_ranks else 0, saved)
+        with making_sense_of(self.path / file):
+            return table(self._json(file)["rng"])
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a copy of a weight or buffer."""
@@ -115,8 +146,15 @@ class CheckpointReader:
     def _file(self, name: str) -> TensorReader:
         if name not in self._files:
             self._ahead = self._ahead or ReadAhead()
-            self._files[name] = TensorReader(self.path / name, self._seal(name), self._ahead)
+            file = TensorReader(self.path / name, self._seal(name), self._ahead)
+            self._files[name] = file
+            self._check_tensors(name, file.tensors)
         return self._files[name]
+
+    def _check_tensors(self, name: str, held: Mapping[str, StoredTensor]) -> None:
+        with making_sense_of(self.path / name):
+            kinds = {tensor: (stored.dtype, stored.shape) for tensor, stored in held.items()}
+            check_tensors(kinds, self._expected[name])
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name, self._seal(name))
@@ -124,4 +162,4 @@ class CheckpointReader:
     def _seal(self, name: str) -> Seal:
         if name not in self.manifest["files"]:
             raise DamagedError(f"{self.path} has no file {name!r}, which one of its indexes names")
-        return Seal(*self.manifest["files"][name])
+        return Seal.read(self.manifest["files"][name])

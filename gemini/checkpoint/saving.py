@@ -13,6 +13,7 @@ from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.arguments import check_managed
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
@@ -99,6 +100,7 @@ def _prepared(
     model.manager.recover()  # an operator that raised may have left chunks pinned
     extra = {} if extra is None else extra
     _check_json(extra, "extra")
+    _check_tensors(model)
     for slot in model.storage.slots.values():
         refresh_master(slot, model.manager)
     if model.manager.sharding is not None:
@@ -132,6 +134,18 @@ def _refuse_pending_gradients(model: GeminiDDP) -> None:
             f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint holds none: "
             "save after optimizer.step(), or give the gradients up with optimizer.zero_grad()"
         )
+
+
+def _check_tensors(model: GeminiDDP) -> None:
+    """Raise CheckpointError for what no file can hold, before anything is written."""
+    tensors = [
+        TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
+        for slot in model.storage.slots.values()
+    ]
+    for name, value in contents.buffers(model).items():
+        require_strided(name, value)
+        tensors.append(TensorSpec(name, value.dtype, tuple(value.shape)))
+    require_holdable(tensors, contents.aliases(model))
 
 
 def _check_json(value: object, where: str) -> None:

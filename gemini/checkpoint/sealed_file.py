@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gemini.checkpoint.part import Part, joined, parts_of
+from gemini.checkpoint.part import BLOCK_BYTES, Part, joined, parts_of
 from gemini.checkpoint.staging import StagedFile, Staging, write_at
 from gemini.errors import CheckpointError, IoError
 
@@ -42,6 +43,17 @@ def reading(path: Path) -> Iterator[None]:
         raise cannot_read(path, error) from error
 
 
+@contextmanager
+def making_sense_of(path: Path) -> Iterator[None]:
+    """Turn what is raised inside the block for data that cannot be into a DamagedError."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {error!r}") from error
+    except (ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is damaged: {error}") from error
+
+
 class Seal(NamedTuple):
     """What a file must have to be the one that was written: so many bytes, and a CRC32C for each block."""
 
@@ -52,6 +64,18 @@ class Seal(NamedTuple):
     def of(cls, data: bytes) -> Seal:
         """Return the seal of a file that holds ``data``."""
         return cls(len(data), [part.crc32c for part in parts_of(memoryview(data), 0)])
+
+    @classmethod
+    def read(cls, value: Any) -> Seal:
+        """Return the seal that JSON data says. Raises ValueError, TypeError."""
+        num_bytes, blocks = value
+        if not (type(num_bytes) is int and 0 < num_bytes < 2**63 and isinstance(blocks, list)):
+            raise ValueError(f"{value!r:.200} is no size and checksums")
+        if len(blocks) != -(-num_bytes // BLOCK_BYTES):
+            raise ValueError(f"a file of {num_bytes} bytes has not {len(blocks)} blocks")
+        if not all(type(checksum) is int and 0 <= checksum < 2**32 for checksum in blocks):
+            raise ValueError("a checksum has 32 bits")
+        return cls(num_bytes, blocks)
 
 
 class SealedFile:
@@ -162,7 +186,10 @@ def write_sealed(path: Path, data: bytes) -> Seal:
 def check_size(path: Path, seal: Seal) -> None:
     """Raise DamagedError unless the file has as many bytes as its seal; what they are is not looked at."""
     with reading(path):
-        size = path.stat().st_size
+        found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedError(f"{path} is damaged: it is no regular file")
+    size = found.st_size
     if size != seal.num_bytes:
         raise DamagedError(f"{path} is damaged: it has {size} bytes, {seal.num_bytes} were written")
 

@@ -13,25 +13,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
 
 from gemini.checkpoint.part import Part
 from gemini.checkpoint.sealed_file import SealedFile
 from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.structure import is_text
 from gemini.errors import CheckpointError
 
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+# What the safetensors library here reads and writes: more types with each of its releases.
+TYPE_NAMES: dict[torch.dtype, str] = {
+    dtype: name for name, dtype in safetensors.torch._TYPES.items() if dtype is not None
 }
+_METADATA = "__metadata__"
 _ALIGN = 4096  # of the first tensor in the file: memory that starts on a page is written from where it is
 
 
@@ -68,10 +63,10 @@ class TensorFile:
         ``several_hosts``: they are not all on this machine. ``private``: as of :class:`SealedFile`.
 
         Raises:
-            CheckpointError: a tensor has a type that the format does not know.
+            CheckpointError: a tensor has a type or a name that the format does not know.
         """
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
-        header, begins = _header(ordered, {"format": "pt", **metadata})
+        header, begins = _header(ordered, {**metadata, "format": "pt"})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
         self._file = SealedFile(path, staging, shared=shared, several_hosts=several_hosts, private=private)
         try:
@@ -114,6 +109,8 @@ class TensorFile:
     def _run(self, name: str, first: int, values: torch.Tensor) -> tuple[memoryview, int]:
         """Return the bytes of ``values`` and where in the file they belong."""
         assert values.dtype == self._places[name][0].dtype, name
+        # A view may say that its elements are conjugated, or negated, which its memory does not.
+        values = values.resolve_conj().resolve_neg()
         raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         return raw, self.offset(name, first)
 
@@ -139,13 +136,44 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Stag
         file.close()
 
 
-def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the tensors, and where in the file each tensor begins."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    offsets, offset = {}, 0
+def require_holdable(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+    """Raise CheckpointError, which says the way out, for a type or a name that the format does not know."""
     for tensor in tensors:
         if tensor.dtype not in TYPE_NAMES:
-            raise CheckpointError(f"{tensor.name!r} is {tensor.dtype}, which a safetensors file cannot hold")
+            raise CheckpointError(
+                f"{tensor.name!r} is {tensor.dtype}, which a safetensors file cannot hold: keep it as "
+                "another type (torch.view_as_real, .view, .to), or, if it can be computed again, out of the "
+                "state with register_buffer(..., persistent=False)"
+            )
+        if tensor.name == _METADATA:
+            raise CheckpointError(
+                f"no tensor in a safetensors file can be named {_METADATA!r}; give it another name in its "
+                "module"
+            )
+    names = [*(tensor.name for tensor in tensors), *(metadata or {}), *(metadata or {}).values()]
+    for name in names:
+        if not is_text(name):
+            raise CheckpointError(
+                f"the name {name!r} is no text (it has half of a surrogate pair), which a safetensors file "
+                "cannot hold; give the tensor another name in its module"
+            )
+
+
+def require_strided(name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError for a tensor that is no array of elements."""
+    if tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{name!r} is {tensor.layout}, which a safetensors file cannot hold: keep its parts (indices and "
+            "values) in buffers, or it out of the state with register_buffer(..., persistent=False)"
+        )
+
+
+def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the tensors, and where in the file each tensor begins."""
+    require_holdable(tensors, metadata)
+    entries: dict[str, object] = {_METADATA: metadata}
+    offsets, offset = {}, 0
+    for tensor in tensors:
         entries[tensor.name] = {
             "dtype": TYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -5,19 +5,22 @@ The library maps whole files, and what is touched of them counts as the process'
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from gemini.checkpoint.part import BLOCK_BYTES
 from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
-from gemini.checkpoint.sealed_file import DamagedError, Seal
+from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of, reading
+from gemini.checkpoint.structure import table, whole_number
 from gemini.checkpoint.tensor_file import TYPE_NAMES
+from gemini.files import open_regular, parse_json
 
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 10**8  # the format's own limit
@@ -34,6 +37,10 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 class TensorReader:
@@ -89,25 +96,8 @@ class TensorReader:
         self._file.close()
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        path, size = self._file.path, self._file.seal.num_bytes
-        num_bytes = int.from_bytes(self._file.head(min(8, size)), "little")
-        if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
-            raise DamagedError(f"{path} is damaged: its header would have {num_bytes} bytes")
-        text = self._file.head(8 + num_bytes)[8:]
-        found = {}
-        try:
-            entries = json.loads(text)
-            entries.pop("__metadata__", None)
-            for name, entry in entries.items():
-                begin, end = entry["data_offsets"]
-                stored = StoredTensor(_TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + num_bytes + begin)
-                nbytes = stored.numel * stored.dtype.itemsize
-                if begin < 0 or end - begin != nbytes or stored.begin + nbytes > size:
-                    raise ValueError(f"{name!r} lies outside")
-                found[name] = stored
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{path} is damaged: {error!r}") from error
-        return found
+        file = self._file
+        return _read_header(file.path, file.seal.num_bytes, lambda end: file.head(end))
 
     def _bytes(
         self, offset: int, count: int, read_on: bool
@@ -117,3 +107,49 @@ class TensorReader:
         index, first = divmod(offset, BLOCK_BYTES)
         stop = None if read_on else -(-(offset + count) // BLOCK_BYTES)
         return self._file.block(index, stop)[first : first + count]
+
+
+def stored_tensors(path: Path, seal: Seal) -> dict[str, StoredTensor]:
+    """Return what the header of a file says, whose checksum is not looked at. Raises DamagedError."""
+    with reading(path):
+        descriptor = open_regular(path, os.O_NOFOLLOW)
+        try:
+            return _read_header(path, seal.num_bytes, lambda end: os.pread(descriptor, end, 0))
+        finally:
+            os.close(descriptor)
+
+
+def _read_header(path: Path, size: int, head: Callable[[int], bytes]) -> dict[str, StoredTensor]:
+    """Return what the header says of a file of ``size`` bytes, of which ``head`` returns the first so many.
+    Raises DamagedError for what the format does not allow: tensors that overlap, bytes that are none's."""
+    num_bytes = int.from_bytes(head(min(8, size)), "little")
+    if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
+        raise DamagedError(f"{path} is damaged: its header would have {num_bytes} bytes")
+    with making_sense_of(path):
+        text = head(8 + num_bytes)[8:]
+        if text[:1] != b"{":
+            raise ValueError("its header is no JSON object")
+        entries = parse_json(text)
+        for value in table(entries.pop("__metadata__", {})).values():
+            if not isinstance(value, str):
+                raise ValueError(f"its metadata holds {value!r:.200}, which is no text")
+        tensors = {name: _stored(entry, 8 + num_bytes) for name, entry in table(entries).items()}
+        end = 8 + num_bytes
+        for begin, nbytes, name in sorted((t.begin, t.nbytes, name) for name, t in tensors.items()):
+            if begin != end:
+                raise ValueError(f"{name!r} begins at byte {begin}, where byte {end} is next")
+            end += nbytes
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end} of {size}")
+    return tensors
+
+
+def _stored(entry: Any, base: int) -> StoredTensor:
+    begin, end = (whole_number(offset) for offset in entry["data_offsets"])
+    shape = tuple(whole_number(size) for size in entry["shape"])
+    stored = StoredTensor(_TYPES[entry["dtype"]], shape, base + begin)
+    if end - begin != stored.nbytes:
+        raise ValueError(f"{entry!r:.200} has not so many bytes")
+    if stored.begin % stored.dtype.itemsize:
+        raise ValueError(f"{entry!r:.200} does not begin where elements of its type do")
+    return stored

@@ -15,6 +15,7 @@ from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint,
 from gemini.checkpoint.part import Part, parts_of
 from gemini.checkpoint.sealed_file import sealed, write_sealed
 from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.structure import Ranges, check_values
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.errors import CheckpointError
 from gemini.optim.state_exchange import MOMENTS
@@ -136,7 +137,7 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
     """Put together what the ranks wrote, and publish it."""
     written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
-    states: dict[str, dict[str, list[list[Any]]]] = {state: {} for state in MOMENTS}
+    states: Ranges = {state: {} for state in MOMENTS}
     total = 0
     for index in range(writer.rank.count):
         name = contents.part_file(index, writer.rank.count)
@@ -150,7 +151,7 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
         for state, ranges in part["states"].items():
             for param, found in ranges.items():
                 states[state].setdefault(param, []).extend(found)
-    _check_ranges(states, writer.manifest)
+    _check(writer.manifest, weights, states)
     files = {name: sealed(writer.path / name, parts) for name, parts in written.items()}
     for name, document in (
         (contents.MODEL_INDEX, {"metadata": {"total_size": total}, "weight_map": weights}),
@@ -160,26 +161,12 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
     return publish(writer.path, {**writer.manifest, "ranks": writer.rank.count, "files": files}, keep)
 
 
-def _check_ranges(states: Mapping[str, Mapping[str, list[list[Any]]]], manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the ranges of every state are its parameter, each element once; sort
-    them."""
-    for state, ranges in states.items():
-        for param, found in ranges.items():
+def _check(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
+    """Raise CheckpointError unless every weight is there, and every element of a state once; sort ranges."""
+    for ranges in states.values():
+        for found in ranges.values():
             found.sort()
-            end = 0
-            for start, stop, *_ in found:
-                if start != end:
-                    raise CheckpointError(
-                        f"{state} of {param!r}: elements {end} to {start} are not there once"
-                    )
-                end = stop
-            numel = _numel(manifest["parameters"][param]["shape"])
-            if end != numel:
-                raise CheckpointError(f"{state} of {param!r} ends at element {end} of {numel}")
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    try:
+        check_values(manifest, weights, states)
+    except ValueError as error:
+        raise CheckpointError(f"what was to be saved is not all there: {error}") from error

@@ -24,6 +24,11 @@ examples:
   gemini ckpt convert out/book model --to hf --dtype bf16
 """
 
+INSPECT_HELP = """\
+exit codes:
+  0 there is one that can be read    1 all are damaged    2 an error: there is none, or one cannot be read
+"""
+
 VERIFY_HELP = """\
 exit codes:
   0 every checkpoint is whole    1 one is damaged    2 an error: there is none, or one cannot be read
@@ -58,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    inspect = _add(commands, "inspect", "what checkpoints there are and what is in the newest", HELP)
+    inspect = _add(commands, "inspect", "what checkpoints there are and what is in the newest", INSPECT_HELP)
     inspect.set_defaults(run=run_inspect)
     verify = _add(commands, "verify", "read every byte and compare it with its checksum", VERIFY_HELP)
     verify.set_defaults(run=run_verify)
@@ -72,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Print what there is; return 0. Raises CheckpointError where something could not be read."""
+    """Print what there is, return the exit code. Raises CheckpointError where something could not be read."""
     from gemini.checkpoint.inspect import describe
 
     found, unread = _each(_checkpoints(options.path), describe)
@@ -82,7 +87,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         render_checkpoints(found)
     if unread is not None:
         raise unread
-    return 0
+    return 0 if any(entry["damage"] is None for entry in found) else EXIT_DAMAGED
 
 
 def run_verify(options: argparse.Namespace) -> int:

@@ -8,11 +8,12 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from gemini._C import build_info
 from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
 from gemini.cli.console import discard, say_error
-from gemini.errors import GeminiError
+from gemini.errors import ConfigError, GeminiError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -89,8 +90,19 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
         logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    _require_directory()
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
+
+
+def _require_directory() -> None:
+    """Raise ConfigError where the working directory was removed: torch and Python ask for its name."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory cannot be had ({error.strerror}); go to another (cd)"
+        ) from None
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:

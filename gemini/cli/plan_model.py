@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.files import parse_json, read_regular
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.runtime import init_on
@@ -31,6 +31,7 @@ PRESETS = {
     "gpt3-13b": "gpt:layers=40,hidden=5120,heads=40,vocab=50257",
     "gpt3-175b": "gpt:layers=96,hidden=12288,heads=96,vocab=50257",
 }
+_MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
 _GPT_KEYS = ("layers", "hidden", "heads", "vocab")
 
 
@@ -160,7 +161,7 @@ def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
 
 def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(read_regular(path, _MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the model config {path}: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:

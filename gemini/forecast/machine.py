@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError
+from gemini.files import parse_json, read_regular
 from gemini.memstats import LinkSpeed
 
 _FORMAT = "gemini-machine-1"
+_MAX_BYTES = 2**20
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -65,7 +67,7 @@ class MachineSpeeds:
             )
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             budget = getattr(self, name)
-            if budget is not None and not (isinstance(budget, int) and budget >= 0):
+            if budget is not None and not (type(budget) is int and 0 <= budget < 2**63):
                 raise ConfigError(
                     f"machine {self.name!r}: {name} is {budget!r}; it must be a number of bytes"
                 )
@@ -91,7 +93,7 @@ class MachineSpeeds:
             ConfigError: it is missing, no such file, or describes no machine.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(read_regular(path, _MAX_BYTES))
         except OSError as error:
             raise ConfigError(f"cannot read the machine {path}: {error.strerror}") from error
         except ValueError as error:
@@ -111,5 +113,5 @@ class MachineSpeeds:
         try:
             links = tuple(LinkSpeed(**link) for link in document.pop("links", []))
             return cls(**document, links=links)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{path}: {error}; see docs/plan.md for the fields") from error

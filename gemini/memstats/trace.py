@@ -28,6 +28,7 @@ CHUNK_KINDS = (
     "grad_shard",
     "exchange",
 )
+_TOO_MANY_BYTES = 2**62  # the core adds them up in 64 bits
 READ, MODIFIED, WRITTEN = MODES = "rmw"
 
 _PER_MOMENT = ("accesses", "modes", "frees", "seconds", "non_model_bytes", "phases")
@@ -137,10 +138,13 @@ class Trace:
                 "each needs one per chunk"
             )
         for chunk, (nbytes, kind) in enumerate(zip(self.chunk_bytes, self.chunk_kinds, strict=True)):
-            if nbytes <= 0:
+            if not 0 < nbytes < _TOO_MANY_BYTES:
                 raise ConfigError(f"chunk_bytes: chunk {chunk} has {nbytes} bytes; it must have some")
             if kind not in CHUNK_KINDS:
                 raise ConfigError(f"chunk_kinds: chunk {chunk} is of no known kind: {kind!r}")
+
+        if sum(self.chunk_bytes) >= _TOO_MANY_BYTES:
+            raise ConfigError(f"chunk_bytes: all chunks together have {sum(self.chunk_bytes)} bytes")
 
     def _check_moments(self) -> None:
         counts = {name: len(getattr(self, name)) for name in _PER_MOMENT}
@@ -155,7 +159,7 @@ class Trace:
                 )
             if not (math.isfinite(self.seconds[moment]) and self.seconds[moment] >= 0):
                 raise ConfigError(f"seconds: moment {moment} takes {self.seconds[moment]} s")
-            if self.non_model_bytes[moment] < 0:
+            if not 0 <= self.non_model_bytes[moment] < _TOO_MANY_BYTES:
                 raise ConfigError(f"non_model_bytes: moment {moment} has {self.non_model_bytes[moment]}")
             if self.phases[moment] not in PHASES:
                 raise ConfigError(f"phases: moment {moment} is of no known phase: {self.phases[moment]!r}")

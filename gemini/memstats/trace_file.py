@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import CheckpointError, IoError
+from gemini.files import parse_json, read_regular
 
 FORMAT = "gemini-trace-2"
 _OLDER = ("gemini-trace-1",)
+# Of steps with hundreds of thousands of moments, too; what is larger would take the memory.
+_MAX_BYTES = 2**26
 _AGAIN = "remove it and run the warmup again"
 
 
@@ -33,7 +36,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], str]:
         CheckpointError: the file is missing, damaged, foreign, or of an earlier format.
     """
     try:
-        document = json.loads(path.read_text(encoding="ascii"))
+        document = parse_json(read_regular(path, _MAX_BYTES).decode("ascii"))
     except OSError as error:
         raise CheckpointError(f"cannot read the trace {path}: {error.strerror}") from error
     except ValueError as error:  # not ASCII, or not JSON
@@ -68,7 +71,10 @@ def _write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text``, durably; on failure the old file stays and no temporary one does."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="ascii") as file:
+        temporary.unlink(missing_ok=True)  # left behind by a process that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        # For its owner alone, as checkpoints are: it names the parameters.
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -74,7 +74,7 @@ class AdamHyper:
         try:
             numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
             betas = tuple(float(beta) for beta in group["betas"])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"lr, eps, weight_decay and two betas must be numbers: {error}") from None
         if len(betas) != 2:
             raise ConfigError(f"betas are {betas!r}; they must be two numbers in [0, 1)")

@@ -151,7 +151,15 @@ def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]
 
 def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
     require_complete(entry, repr(slot.name))
+    try:
+        counted = 0 <= int(entry["step"]) < 2**63
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        counted = False
+    if not counted:
+        raise ConfigError(f"the state of {slot.name!r} has step = {entry['step']!r:.200}, which is no number")
     for name in MOMENTS:
+        if not isinstance(entry[name], torch.Tensor):
+            raise ConfigError(f"{name} of {slot.name!r} is a {type(entry[name]).__name__}, not a tensor")
         if tuple(entry[name].shape) != tuple(slot.param_view.shape):
             raise ConfigError(
                 f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "

@@ -26,6 +26,8 @@ from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
 
 logger = logging.getLogger(__name__)
 
+_COMPARED_NUMEL = 2**18
+
 _AS_IT_IS = nullcontext()
 
 # What nn.Parameter(weight) made of managed weights.
@@ -119,6 +121,19 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
     except BaseException:
         _release_adopted(adopted, manager)
         raise
+    _warn_of_rounded([entry for entry in adopted if entry.rounded])
+
+
+def _warn_of_rounded(rounded: Sequence[_Adopted]) -> None:
+    if rounded:
+        logger.warning(
+            "%d frozen parameters (first %r) have no fp32 masters, and their values were rounded to %s for "
+            "good: state_dict() and checkpoints have what is left; freeze them after wrapping to keep "
+            "masters",
+            len(rounded),
+            rounded[0].slot.name,
+            rounded[0].slot.param_view.dtype,
+        )
 
 
 def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
@@ -277,6 +292,7 @@ class _Adopted:
     dtype: torch.dtype
     device: torch.device
     hook: RemovableHandle | None
+    rounded: bool  # nobody has its values any more
 
 
 def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
@@ -285,9 +301,19 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _A
         manager.sharding.agree_on(param.data)
     values = _memory_order(slot, param.data)
     with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):  # whole: forward comes next
-        slot.group.param.tensor[slot.start : slot.stop].copy_(values)
+        kept = slot.group.param.tensor[slot.start : slot.stop]
+        kept.copy_(values)
+        rounded = not slot.group.has_master and _differs(kept, values)
     _write_master(slot, slot.start, values, manager)
-    return _Adopted(param, slot, dtype, device, manage(param, slot))
+    return _Adopted(param, slot, dtype, device, manage(param, slot), rounded)
+
+
+def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
+    """Say whether a narrower type has lost something, with little memory."""
+    if kept.dtype.itemsize >= values.dtype.itemsize:
+        return False
+    pairs = zip(kept.split(_COMPARED_NUMEL), values.split(_COMPARED_NUMEL), strict=True)
+    return any(not torch.equal(part.to(whole.device, whole.dtype), whole) for part, whole in pairs)
 
 
 def name_again(tensor: torch.Tensor, slot: ManagedSlot) -> nn.Parameter:

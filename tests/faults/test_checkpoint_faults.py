@@ -26,6 +26,7 @@ from fault_training import (
 
 from gemini import checkpoint
 from gemini.bench.checkpoint_kills import kill_and_resume
+from gemini.checkpoint.contents import optimizer_file
 from gemini.checkpoint.directory import check_contents, latest, read_manifest
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import IoError
@@ -121,8 +122,8 @@ def save_until_call(directory: Path, number: int) -> bool:
 
 def write_one(directory: Path, number: int) -> None:
     with checkpoint.new_checkpoint(directory, 3, keep=1) as new:
-        new.manifest = {"parameters": {}, "number": number}
-        for name in ("one", "two"):
+        new.manifest = {"parameters": {}, "buffers": {}, "optimizer_steps": {}, "number": number}
+        for name in (optimizer_file(0, 1, 0), optimizer_file(0, 1, 1)):
             new.add_file(name, [TensorSpec("values", torch.int64, (2,))]).write(
                 "values", 0, torch.tensor([number, 3])
             )

@@ -109,6 +109,17 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: gemini {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["plan", "gpt2"], ["train"], ["ckpt", "inspect", "/tmp"]])
+def test_a_working_directory_that_is_gone_is_said(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main.main(arguments) == 2
+    assert "go to another (cd)" in capsys.readouterr().err
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--help"])

@@ -295,3 +295,20 @@ def test_autograd_grad_of_an_unused_parameter_is_none_or_zero(tmp_path: Path) ->
         assert torch.autograd.grad(loss, [unused], allow_unused=True, retain_graph=True) == (None,)
         (zero,) = torch.autograd.grad(loss, unused, materialize_grads=True)
         assert torch.equal(zero, torch.zeros(16, 32))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_frozen_parameters_that_lose_bits_for_good_are_named(
+    when: str, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frozen before wrapping there is no master: what 16 bits do not hold is nowhere any more."""
+    module = nn.Linear(3, 3)
+    nn.init.constant_(module.weight, 0.5 if exact else 0.1)
+    module.weight.requires_grad_(when == "after")
+    want = module.weight.detach().clone()
+    with GeminiDDP(module, mixed_precision="fp16") as model:
+        model.module.weight.requires_grad_(False)
+        kept = torch.equal(model.state_dict()["weight"].float(), want)
+    assert kept == (exact or when == "after")
+    assert ("1 frozen parameters (first 'weight')" in caplog.text) == (not kept)

@@ -85,7 +85,18 @@ def manifest() -> dict[str, Any]:
         name: {"shape": list(shape), "stride": list(torch.empty(shape).stride())}
         for name, shape in SHAPES.items()
     }
-    return {"parameters": parameters}
+    return {
+        "step": 5,
+        "parameters": parameters,
+        "aliases": {},
+        "buffers": {},
+        "optimizer_steps": dict.fromkeys(parameters, 5),
+        "group_members": [list(parameters)],
+        "loss_scale": None,
+        "scheduler": False,
+        "objects": {},
+        "extra": {},
+    }
 
 
 def save_together(
@@ -167,7 +178,7 @@ def test_ranges_that_are_not_the_whole_parameter_are_refused(tmp_path: Path, whi
 def test_a_saver_that_is_refused_keeps_no_other_rank_waiting(tmp_path: Path) -> None:
     with new_checkpoint(tmp_path / "run", 1) as other:
         results = save_together(tmp_path / "run", 3)
-        other.manifest = {"parameters": {}}
+        other.manifest = {"parameters": {}, "buffers": {}, "optimizer_steps": {}}
     assert all(isinstance(result, CheckpointError) for result in results)
     assert "another save is under way" in str(results[2])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]

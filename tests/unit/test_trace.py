@@ -134,6 +134,9 @@ def test_every_kind_of_chunk_can_stand_in_a_trace() -> None:
         ({"phases": ("forward", "sideward", "optimizer")}, "sideward"),
         ({"chunk_bytes": (4096, 4096)}, "2 entries"),
         ({"chunk_bytes": (4096, 0, 4096)}, "chunk 1"),
+        ({"chunk_bytes": (4096, 2**63, 4096)}, "chunk 1"),
+        ({"chunk_bytes": (2**61, 2**61, 4096)}, "together"),
+        ({"non_model_bytes": (1, 2**64, 1)}, "moment 1"),
         ({"chunk_kinds": ("param", "grad", "paint")}, "paint"),
         ({"links": (LinkSpeed("h2d", 1.0, 0.0),) * 2}, "h2d"),
         ({"param_order": ("a", "a")}, "'a'"),
@@ -239,6 +242,11 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(
     assert (refused.value.errno, refused.value.filename) == (28, str(path))
     assert Trace.load(path) == TRACE
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_saved_trace_is_for_its_owner_alone(tmp_path: Path) -> None:
+    TRACE.save(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_saving_into_a_missing_folder_is_an_io_error(tmp_path: Path) -> None:

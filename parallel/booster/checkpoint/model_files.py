@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.checkpoint import plain_data
+from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
+from gemini.files import parse_json
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import (
@@ -64,7 +66,8 @@ def load_model(
 
         def read() -> dict[str, Any]:
             files = stack.enter_context(TensorFiles(checkpoint))
-            state = _state_for(own, files, checkpoint)
+            with making_sense_of(Path(checkpoint)):
+                state = _state_for(own, files)
             _check_fits(own, state, files, checkpoint, strict=strict)
             return {name: value for name, value in state.items() if name in own}
 
@@ -77,9 +80,7 @@ def load_model(
             take_weights(optimizer, parameter_names(model), known)
 
 
-def _state_for(
-    own: Mapping[str, Any], files: TensorFiles, checkpoint: str | os.PathLike[str]
-) -> dict[str, Any]:
+def _state_for(own: Mapping[str, Any], files: TensorFiles) -> dict[str, Any]:
     """Return what a checkpoint holds, under all names that the model has for it."""
     state: dict[str, Any] = dict(files)
     for alias, stored in files.metadata.items():
@@ -92,11 +93,7 @@ def _state_for(
             if there in state:
                 state.setdefault(lacking, state[there])
     if EXTRA_STATE in files.metadata:
-        try:
-            extra = json.loads(files.metadata[EXTRA_STATE])
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint} is damaged: {error}") from error
-        state.update(plain_data.decode(extra))
+        state.update(plain_data.decode(parse_json(files.metadata[EXTRA_STATE])))
     return state
 
 

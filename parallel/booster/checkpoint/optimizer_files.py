@@ -8,12 +8,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gemini.checkpoint import plain_data
+from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
+from gemini.files import parse_json
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import MOMENTS
 from gemini.optim.state_format import step_count
@@ -74,19 +77,13 @@ def load_optimizer(
 
         def read() -> dict[str, Any]:
             files = stack.enter_context(TensorFiles(checkpoint))
-            document = _document(files, checkpoint)
-            if document["members"] != members:
-                raise CheckpointError(
-                    f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
-                    f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
-                    "or in another order; build it as it was then"
-                )
-            return _state_dict(optimizer, document, files)
+            with making_sense_of(Path(checkpoint)):
+                return _state_for(optimizer, members, files, checkpoint)
 
         state = ranks.together(read)  # as in load_model
         try:
             optimizer.load_state_dict(state)
-        except (ConfigError, KeyError) as error:
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint} does not fit {type(optimizer).__name__}: {error}") from error
 
 
@@ -155,9 +152,26 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def _state_for(
+    optimizer: torch.optim.Optimizer,
+    members: list[list[str]],
+    files: TensorFiles,
+    checkpoint: str | os.PathLike[str],
+) -> dict[str, Any]:
+    """Return what a checkpoint holds as a state dict. Raises CheckpointError where it is of another model."""
+    document = _document(files, checkpoint)
+    if document["members"] != members:
+        raise CheckpointError(
+            f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
+            f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
+            "or in another order; build it as it was then"
+        )
+    return _state_dict(optimizer, document, files)
+
+
 def _document(files: TensorFiles, checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        document = json.loads(files.metadata[_METADATA])
+        document = parse_json(files.metadata[_METADATA])
         return {
             "members": document["members"],
             **{key: plain_data.decode(document[key]) for key in ("groups", "values", "rest")},

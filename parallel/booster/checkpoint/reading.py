@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from gemini.checkpoint.directory import complete_checkpoints, latest
 from gemini.checkpoint.sealed_file import reading
+from gemini.checkpoint.structure import is_text
 from gemini.errors import CheckpointError
+from gemini.files import open_regular, parse_json, read_regular
 
 _ZIP = b"PK"  # what torch.save writes
 _PICKLE = b"\x80"  # what it wrote before 1.6
+_MAX_INDEX_BYTES = 2**26  # of a million tensors, too; what is larger would take the memory
 _SINGLE = ("model.safetensors", "optimizer.safetensors", "pytorch_model.bin")
 
 
@@ -74,7 +75,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def _files_of(self, checkpoint: Path) -> dict[Path, set[str] | None]:
         """Return the files of a checkpoint, each with the names that are wanted from it; None is all."""
-        if checkpoint.is_file():
+        if checkpoint.exists() and not checkpoint.is_dir():
             return {checkpoint: None}
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint at {checkpoint}; check the path")
@@ -94,7 +95,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def _names(self, path: Path) -> set[str]:
         """Open a file and return the names of its tensors."""
-        with reading(path), path.open("rb") as file:
+        with reading(path), os.fdopen(open_regular(path), "rb") as file:
             begin = file.read(2)
         try:
             if begin == _ZIP or begin[:1] == _PICKLE:
@@ -112,8 +113,10 @@ def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
     """Return the state dict in a file of ``torch.save``; nothing in it is run."""
     try:
         state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # of as many classes as unpickling has steps
+        raise CheckpointError(f"cannot read {path}: {error!r:.500}") from error
     tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not tensors:
         raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
@@ -138,12 +141,12 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
     text."""
     files: dict[Path, set[str] | None] = {}
     with reading(index):
-        text = index.read_text(errors="replace")
+        text = read_regular(index, _MAX_INDEX_BYTES)
     try:
-        document = json.loads(text)
-        metadata = {key: text for key, text in document.get("metadata", {}).items() if isinstance(text, str)}
+        document = parse_json(text)
+        metadata = {key: said for key, said in document.get("metadata", {}).items() if isinstance(said, str)}
         for name, file in document["weight_map"].items():
-            if Path(file).name != file:
+            if Path(file).name != file or "\0" in file or not is_text(file):
                 raise CheckpointError(f"{index} names {file!r}, which is not a file next to it")
             wanted = files.setdefault(index.parent / file, set())
             assert wanted is not None

@@ -9,10 +9,12 @@ from typing import Any
 
 from gemini.checkpoint import Scheduler, plain_data
 from gemini.errors import CheckpointError
+from gemini.files import parse_json, read_regular
 from gemini.parallel.booster.checkpoint.writing import save_text
 from gemini.parallel.booster.ranks import Ranks
 
 _FORMAT = "gemini-scheduler-1"
+_MAX_BYTES = 2**26  # the text of a tensor of 16 MiB has 32
 
 
 def save_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:
@@ -27,11 +29,14 @@ def load_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ran
 
 
 def _state_in(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(checkpoint)
     try:
-        document = json.loads(Path(checkpoint).read_text())
+        document = parse_json(read_regular(path, _MAX_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise CheckpointError(f"{checkpoint} is not a {_FORMAT} file")
-    state: dict[str, Any] = plain_data.decode(document["state"])
+        raise CheckpointError(f"{path} is not a {_FORMAT} file")
+    state = plain_data.decode(document.get("state"))
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: its state is no dict")
     return state

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.checkpoint.tensor_file import TensorSpec
+from gemini.checkpoint.tensor_file import TensorSpec, require_strided
 
 Sink = Callable[[torch.Tensor], None]
 
@@ -37,5 +37,7 @@ def whole_source(
 
 
 def copied_source(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Return the source of a tensor that may be on a GPU; it is copied from there when it is written."""
+    """Return the source of a tensor that may be on a GPU; it is copied from there when it is written.
+    Raises CheckpointError for one that is no array."""
+    require_strided(name, tensor)
     return whole_source(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)

@@ -15,7 +15,7 @@ import torch
 
 from gemini.checkpoint.sealed_file import write_sealed
 from gemini.checkpoint.staging import Staging
-from gemini.checkpoint.tensor_file import TYPE_NAMES, TensorFile
+from gemini.checkpoint.tensor_file import TensorFile, require_holdable
 from gemini.errors import CheckpointError, GeminiError, IoError
 from gemini.parallel.booster.checkpoint.layout import Layout, split
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
@@ -40,9 +40,9 @@ def save_tensors(
 
     Raises:
         IoError: the first rank cannot write; CheckpointError on the others.
-        CheckpointError: a tensor has a type, or the path is something, that cannot be.
+        CheckpointError: a tensor has a type or a name, or the path is something, that cannot be.
     """
-    _check_types(sources)
+    require_holdable([source.spec for source in sources], metadata)
     files = _RankFiles(ranks)
     path = Path(checkpoint)
     if layout.shard_bytes is None:
@@ -183,15 +183,6 @@ def _remove_others(directory: Path, own_names: re.Pattern[str], keep: set[str]) 
                 path.unlink()
     except OSError as error:
         logger.warning("%s is complete, but an older file cannot be removed: %s", directory, error)
-
-
-def _check_types(sources: Sequence[TensorSource]) -> None:
-    """Raise CheckpointError, on every rank, for a type that files cannot hold."""
-    for source in sources:
-        if source.spec.dtype not in TYPE_NAMES:
-            raise CheckpointError(
-                f"{source.spec.name!r} is {source.spec.dtype}, which a safetensors file cannot hold"
-            )
 
 
 def _replace_text(path: Path, text: str) -> None:
