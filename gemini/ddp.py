@@ -24,7 +24,8 @@ from gemini.runtime.build import build_runtime
 from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
-from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
+from gemini.runtime.nested import cast_floating, map_tensors
+from gemini.runtime.precision import place_buffers
 from gemini.runtime.statistics import usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
@@ -52,7 +53,7 @@ class GeminiDDP(LoadsAsPart):
         search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
             ``device_bytes`` could not hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
-            kept).
+            kept). Buffers keep their type (docs/notes/precision.md).
         device_bytes, host_bytes, disk_bytes: hard budgets, an int or text such as ``"512MiB"``.
         disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
         non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
@@ -71,6 +72,9 @@ class GeminiDDP(LoadsAsPart):
             more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
         reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
             bytes. They are accumulated, and added up, in fp32 in any case.
+        keep_fp32: parameters, or modules with them, that stay in fp32 under ``mixed_precision``, by name or
+            a part of it: ``["router", "lm_head.weight"]``. Batch norm, and what the model itself says
+            (``_keep_in_fp32_modules``), need no naming.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
@@ -105,6 +109,7 @@ class GeminiDDP(LoadsAsPart):
         process_group: object | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
+        keep_fp32: Iterable[str] = (),
         memstats: Trace | None = None,
         config: GeminiConfig | None = None,
         verbose: bool = False,
@@ -131,6 +136,7 @@ class GeminiDDP(LoadsAsPart):
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             activation_recompute=activation_recompute,
+            keep_fp32=keep_fp32,
             memstats=memstats,
             verbose=verbose,
         )
@@ -146,7 +152,7 @@ class GeminiDDP(LoadsAsPart):
         self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
         self.accumulates = False  # within no_sync()
         self._times_given_up = 0
-        place_buffers(module, self.device.torch_device, self.config.precision)
+        place_buffers(module, self.device.torch_device, casts=self.config.precision is not None)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
         if self.config.verbose:
             self._search.report()

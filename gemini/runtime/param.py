@@ -21,6 +21,7 @@ from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
+from gemini.runtime.precision import run_in_one_type
 from gemini.runtime.special import SPECIAL
 
 if TYPE_CHECKING:
@@ -179,6 +180,10 @@ def _operate(
             manager.pre_op(tensors)
         try:
             out = func(*args, **kwargs)
+        except RuntimeError as refusal:
+            if not manager.mixes_types:
+                raise
+            out = run_in_one_type(func, args, kwargs, operands, refusal)
         finally:
             written = [operand._version for operand in operands] != versions
             if written:

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
+from gemini.runtime.nested import cast_floating, map_tensors
 
 from .collectives import Collectives
 from .optimizer import LowLevelZeroOptimizer
@@ -82,4 +82,6 @@ def _cast_rest(module: nn.Module, dtype: torch.dtype) -> None:
     for param in module.parameters():
         if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
-    place_buffers(module, None, dtype)
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, cast_floating(buffer, dtype))

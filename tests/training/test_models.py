@@ -51,7 +51,7 @@ class Kinds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Use everything but what is called unused."""
         self.seen += 1
-        x = torch.tanh(self.frozen(x)) @ self.transposed + self.shift
+        x = torch.tanh(self.frozen(x)) @ self.transposed + self.shift.to(x.dtype)
         x = x + x @ self.permuted.reshape(32, 32)
         x = torch.cat([x, self.empty.to(x.dtype)]) * self.scalar
         return self.second(torch.tanh(self.first(x)))
