@@ -107,7 +107,6 @@ def build_runtime(
     )
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
-    manager.mixes_types = config.precision is not None
     storage.register(manager)
     if peers is not None:
         manager.sharding = Sharding(
