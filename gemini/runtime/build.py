@@ -27,7 +27,7 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
-from gemini.runtime.adopt import adopt_module, check_can_initialize, unique_parameters
+from gemini.runtime.adopt import adopt_module, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
@@ -80,7 +80,6 @@ def build_runtime(
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
-    check_can_initialize(module)
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 

@@ -282,21 +282,6 @@ def test_initialization_on_meta_follows_the_order_of_registration(tmp_path: Path
             assert_same_state(model.state_dict(), want)
 
 
-def test_a_meta_module_that_cannot_initialize_itself_is_refused_before_anything_changes(
-    tmp_path: Path,
-) -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(4))
-
-    with init_on("meta"):
-        module = nn.Sequential(nn.Linear(4, 4), Bare())
-    with pytest.raises(ConfigError, match=r"'1' \(Bare\).*reset_parameters"):
-        GeminiDDP(module, **tight(tmp_path))
-    assert all(type(p) is nn.Parameter and p.is_meta for p in module.parameters())
-
-
 def test_autocast_trains_alike(tmp_path: Path) -> None:
     def loss_fn(model: nn.Module, index: int) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
