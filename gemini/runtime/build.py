@@ -95,7 +95,7 @@ def build_runtime(
     except DeviceTooSmallError as error:
         raise error.asking(_least_device_bytes(error, config, draw)) from None
     offload = config.activation_offload
-    check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
+    check_offload(config, blueprint.context.capacity, measured=plan.sample_non_model)
     storage = ModelStorage(
         blueprint.groups,
         blueprint.search.chunk_numel,

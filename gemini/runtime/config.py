@@ -114,11 +114,6 @@ class GeminiConfig:
             raise ConfigError(
                 f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
             )
-        if config.activation_recompute and config.activation_offload != "auto":
-            raise ConfigError(
-                "activation_recompute chooses among keeping, offloading and recomputing: it needs "
-                "activation_offload='auto'; to recompute in any case use torch.utils.checkpoint"
-            )
         if config.reduce_dtype == torch.float16 != config.precision:
             raise ConfigError(
                 "reduce_dtype='fp16' needs the loss scale of mixed_precision='fp16': without one small "
