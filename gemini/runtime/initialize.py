@@ -58,7 +58,7 @@ class Initialization:
         for key, param in list(owner.named_parameters(recurse=False)):
             if isinstance(param, ManagedParameter):
                 tied[key] = param
-                owner._parameters[key] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+                owner._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"))
             elif param.is_meta:
                 values = _unwritten(param)
                 _replace(param, nn.Parameter(values, requires_grad=param.requires_grad), self._module)
