@@ -20,7 +20,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from gemini.errors import ConfigError
 from gemini.runtime.nested import map_tensors
 
-_HALVES = (torch.bfloat16, torch.float16)
+# What computing in 16 bits meets; not the types of quantized weights.
+_COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Where models of transformers name the parts that 16 bits spoil.
 _LISTS_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
@@ -139,7 +140,7 @@ def run_in_one_type(
     copies: list[torch.Tensor] = []
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        other = tensor.dtype != dtype and tensor.dtype in (torch.float32, *_HALVES)
+        other = tensor.dtype != dtype and tensor.dtype in _COMPUTED
         if not other or id(tensor) in managed:
             return tensor
         copies.append(tensor.to(dtype))

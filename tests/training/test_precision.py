@@ -50,13 +50,14 @@ class Positions(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(16, 32)
         self.register_buffer("positions", torch.randn(8, 32))
+        self.register_buffer("weights", torch.ones(32, dtype=torch.float64))
         layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2)
         self.last = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return four numbers for each token."""
-        return self.last(self.layers(self.tokens(x) + self.positions))
+        return self.last(self.layers(self.tokens(x) + self.positions) * self.weights)
 
 
 class Derived(nn.Module):
