@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,18 +16,18 @@ from gemini.errors import ConfigError
 from gemini.foreign_classes import intercept_foreign_classes
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
+from gemini.model_parts import ModelParts
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
-from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.exchanged import ManagedParameters
-from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
-from gemini.runtime.statistics import usage_and_traffic
+from gemini.runtime.nested import cast_floating, map_tensors
+from gemini.runtime.statistics import fill_of_tiers, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
+from gemini.zero.peers import Peers
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ class GeminiDDP(LoadsAsPart):
         search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
             ``device_bytes`` could not hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
-            kept).
+            kept). Buffers keep their type (docs/notes/precision.md).
         device_bytes, host_bytes, disk_bytes: hard budgets, an int or text such as ``"512MiB"``.
         disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
         non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
@@ -71,6 +70,9 @@ class GeminiDDP(LoadsAsPart):
             more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
         reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
             bytes. They are accumulated, and added up, in fp32 in any case.
+        keep_fp32: parameters, or modules with them, that stay in fp32 under ``mixed_precision``, by name or
+            a part of it: ``["router", "lm_head.weight"]``. Batch norm, and what the model itself says
+            (``_keep_in_fp32_modules``), need no naming.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
@@ -105,6 +107,7 @@ class GeminiDDP(LoadsAsPart):
         process_group: object | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
+        keep_fp32: Iterable[str] = (),
         memstats: Trace | None = None,
         config: GeminiConfig | None = None,
         verbose: bool = False,
@@ -112,8 +115,8 @@ class GeminiDDP(LoadsAsPart):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"GeminiDDP wraps an nn.Module, not {type(module).__name__}")
-        self.device = self._open_device(device, pin_memory)
-        self.config = GeminiConfig.choose(
+        computing = self._open_device(device, pin_memory)
+        chosen = GeminiConfig.choose(
             config,
             placement_policy=placement_policy,
             search_range_mb=search_range_mb,
@@ -131,33 +134,39 @@ class GeminiDDP(LoadsAsPart):
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             activation_recompute=activation_recompute,
+            keep_fp32=keep_fp32,
             memstats=memstats,
             verbose=verbose,
         )
-        self.peers = make_peers(process_group)
-        self.config.refuse_unbuilt(self.device, several_ranks=self.peers is not None)
-        if self.peers is not None:
-            self.config = agreed(self.config, self.peers, self.device)
-        self.storage, self.manager, self._search = self._build_runtime(module)
+        peers = make_peers(process_group)
+        chosen.refuse_unbuilt(computing, several_ranks=peers is not None)
+        if peers is not None:
+            chosen = agreed(chosen, peers, computing)
+        built = self._build_runtime(module, chosen, peers, computing)
+        self._gemini = ModelParts.of(module, chosen, computing, peers, built)
         self.module = module
-        self.managed = ManagedParameters(module)
-        self.compiled = CompiledBlocks(self.manager, module)
         intercept_foreign_classes()
-        self.optimizers: WeakSet[Any] = WeakSet()  # each GeminiOptimizer of a part of the parameters
-        self.accumulates = False  # within no_sync()
-        self._times_given_up = 0
-        place_buffers(module, self.device.torch_device, self.config.precision)
-        self.manager.expects_scaled_loss = self.config.precision == torch.float16
-        if self.config.verbose:
-            self._search.report()
+        if chosen.verbose:
+            self._gemini.search.report()
 
-    def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+    def _build_runtime(
+        self, module: nn.Module, config: GeminiConfig, peers: Peers | None, device: ComputeDevice
+    ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return build_runtime(module, self.config, self.peers, self.device)
+        return build_runtime(module, config, peers, device)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""
         return open_device(device, pin_memory=pin_memory)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module or, where it has none, a part of the runtime."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in ModelParts.SHOWN or "_gemini" not in self.__dict__:
+                raise
+        return self._gemini.shown(name)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -169,25 +178,25 @@ class GeminiDDP(LoadsAsPart):
                 parameter is managed no more, a CUDA graph is captured, or an optimizer awaits its step().
         """
         if torch.compiler.is_compiling():
-            return self.compiled.run_uncompiled(self.compiled, self._forward, args, kwargs)
+            return self._gemini.compiled.run_uncompiled(self._gemini.compiled, self._forward, args, kwargs)
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.manager.lock.refuse_all()
-        self.storage.mixture.refuse("forward")
-        self.managed.refuse_exchanged("forward")
-        self.compiled.refresh()
+        self._gemini.manager.lock.refuse_all()
+        self._gemini.storage.mixture.refuse("forward")
+        self._gemini.managed.refuse_exchanged("forward")
+        self._gemini.compiled.refresh()
         intercept_foreign_classes()
-        precision = self.config.precision
+        precision = self._gemini.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
         training = torch.is_grad_enabled()
-        self.compiled.begin_pass(training=training)
-        activations = self.manager.activations if training else None
+        self._gemini.compiled.begin_pass(training=training)
+        activations = self._gemini.manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
-        with self.manager.shortage.watched(), self.manager.forward_pass(training), saving:
+        with self._gemini.manager.shortage.watched(), self._gemini.manager.forward_pass(training), saving:
             outputs = self.module(*args, **kwargs)
-        if precision is not None and self.config.force_outputs_fp32:
+        if precision is not None and self._gemini.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
 
@@ -196,11 +205,11 @@ class GeminiDDP(LoadsAsPart):
 
         A compiled block is one operator: its parameters are on DEVICE all at once.
         """
-        self.compiled.compile(*args, **options)
+        self._gemini.compiled.compile(*args, **options)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
-        with self.manager.shortage.watched():
+        with self._gemini.manager.shortage.watched():
             loss.backward()
 
     def retry_step(self, step: Callable[[], T]) -> T:
@@ -211,36 +220,36 @@ class GeminiDDP(LoadsAsPart):
 
     def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
         """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
-        needed, self.manager.expects_scaled_loss = self.manager.expects_scaled_loss, False
+        needed, self._gemini.manager.expects_scaled_loss = self._gemini.manager.expects_scaled_loss, False
         try:
             self.backward(loss.float() * scale)
         finally:
-            self.manager.expects_scaled_loss = needed
+            self._gemini.manager.expects_scaled_loss = needed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
         nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
-        sharding = self.manager.sharding
-        before, self.accumulates = self.accumulates, True
+        sharding = self._gemini.manager.sharding
+        before, self._gemini.accumulates = self._gemini.accumulates, True
         try:
             with sharding.local_gradients() if sharding is not None else nullcontext():
                 yield
         finally:
-            self.accumulates = before
+            self._gemini.accumulates = before
 
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
-        return self._times_given_up, self.manager.num_gradients
+        return self._gemini.times_given_up, self._gemini.manager.num_gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
         over, so that no gradient of before comes to those of the next."""
         self.give_up_passes()
-        self._times_given_up += 1
-        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
+        self._gemini.times_given_up += 1
+        self.give_up_gradients(self._gemini.storage.slots.values(), set_to_none=set_to_none)
         for param in self.module.parameters():
             if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
@@ -252,20 +261,20 @@ class GeminiDDP(LoadsAsPart):
             StateError: they are used up (overlap="backward"), or other ranks are about to use them.
         """
         self.leave_passes()
-        if self.manager.sharding is not None:
-            self.manager.sharding.give_up_passes()
+        if self._gemini.manager.sharding is not None:
+            self._gemini.manager.sharding.give_up_passes()
 
     def leave_passes(self) -> None:
         """End this rank's forward and backward passes, wherever they raised. Raises StateError as
         :meth:`give_up_passes`."""
-        self.manager.lock.refuse_all()
-        self.manager.recover()
+        self._gemini.manager.lock.refuse_all()
+        self._gemini.manager.recover()
 
     def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
-        self.manager.recover()
-        if self.manager.sharding is not None:
-            self.manager.sharding.forget_gradients(keep=not set_to_none)
+        self._gemini.manager.recover()
+        if self._gemini.manager.sharding is not None:
+            self._gemini.manager.sharding.forget_gradients(keep=not set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
             for param in self.module.parameters():
                 if type(param) is ManagedParameter:
@@ -312,28 +321,17 @@ class GeminiDDP(LoadsAsPart):
     def stats(self) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
         keys)."""
-        return usage_and_traffic(self.storage, self.manager)
+        return usage_and_traffic(self._gemini.storage, self._gemini.manager)
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""
-        return self.manager.report()
+        return self._gemini.manager.report()
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
         what is pending of the update."""
-        self.manager.run_pending()
-        reserve = self.manager.trace.non_model_bytes if self.manager.trace is not None else ()
-        return [
-            {
-                "moment": moment,
-                "phase": phase,
-                "device_bytes": device,
-                "host_bytes": host,
-                "disk_bytes": disk,
-                "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
-            }
-            for moment, (phase, device, host, disk) in enumerate(self.manager.order.timeline)
-        ]
+        self._gemini.manager.run_pending()
+        return fill_of_tiers(self._gemini.manager)
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
         """Return what records everything that happens while it is entered, or for so many ``steps``::
@@ -342,7 +340,7 @@ class GeminiDDP(LoadsAsPart):
             ...  # some training steps, after the first: that one only records the order
         timeline.save_html("timeline.html")
         """
-        return TimelineRecorder(self.storage, self.manager, steps=steps)
+        return TimelineRecorder(self._gemini.storage, self._gemini.manager, steps=steps)
 
     def memstats(self, kind: str = "train") -> Trace | None:
         """Return the recorded iteration of ``kind`` ``"train"`` or ``"eval"``, or None before the first one
@@ -352,7 +350,7 @@ class GeminiDDP(LoadsAsPart):
         """
         if kind not in KINDS:
             raise ConfigError(f"there is no trace of kind {kind!r}; the kinds are {', '.join(KINDS)}")
-        return self.manager.trace if kind == "train" else self.manager.eval_trace
+        return self._gemini.manager.trace if kind == "train" else self._gemini.manager.eval_trace
 
     # -- end -------------------------------------------------------------------------------------
 
@@ -366,15 +364,15 @@ class GeminiDDP(LoadsAsPart):
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
             EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
-        self.compiled.close()
-        self.manager.close()
+        self._gemini.compiled.close()
+        self._gemini.manager.close()
 
     def __enter__(self) -> GeminiDDP:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         # After an exception nobody wants the weights, and that exception is the one to be seen.
-        self.manager.close(run_pending=kind is None)
+        self._gemini.manager.close(run_pending=kind is None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:
         """Refuse ``double()``, ``to("meta")`` and the like before anything changes; what would change nothing

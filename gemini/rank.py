@@ -77,8 +77,8 @@ class Rank:
 def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:
     """Return this process's place among those that share ``model``; ``aside``: for a thread of its own,
     beside which training goes on. The ranks call it together."""
-    if model.peers is None:
+    if model._gemini.peers is None:
         return Rank()
-    share = model.peers.share
-    say = model.peers.say_aside() if aside else model.peers.say
-    return Rank(share.place, share.world, say, model.peers.on_several_hosts())
+    share = model._gemini.peers.share
+    say = model._gemini.peers.say_aside() if aside else model._gemini.peers.say
+    return Rank(share.place, share.world, say, model._gemini.peers.on_several_hosts())

@@ -49,7 +49,7 @@ def retry_step(model: GeminiDDP, step: Callable[[], T]) -> T:
         ConfigError: an optimizer updates in backward (``overlap="backward"``), or there are several ranks.
     """
     _refuse(model)
-    manager = model.manager
+    manager = model._gemini.manager
     start: _Start | None = None
 
     def attempt() -> T:
@@ -75,12 +75,12 @@ def retry_step(model: GeminiDDP, step: Callable[[], T]) -> T:
 
 
 def _refuse(model: GeminiDDP) -> None:
-    if model.peers is not None:
+    if model._gemini.peers is not None:
         raise ConfigError(
             "over several ranks none can repeat a step alone; where memory runs out, use a smaller batch or "
             "torch.utils.checkpoint"
         )
-    if any(optimizer.overlap == "backward" for optimizer in model.optimizers):
+    if any(optimizer.overlap == "backward" for optimizer in model._gemini.optimizers):
         raise ConfigError(
             "with overlap='backward' a step cannot be repeated: its backward pass updates weights; choose "
             "overlap=True"
@@ -91,10 +91,10 @@ def _take_back(model: GeminiDDP, start: _Start | None, error: BaseException) -> 
     """Undo what ran of a step that ``error`` has ended; return what model data takes of DEVICE from now
     on."""
     drop_locals(error)  # activations: before anything else needs memory
-    model.manager.chunks.device.release_cache()
+    model._gemini.manager.chunks.device.release_cache()
     if start is not None:
         start.restore(error)
-    return model.manager.shortage.share_bytes
+    return model._gemini.manager.shortage.share_bytes
 
 
 class _Start:
@@ -103,8 +103,8 @@ class _Start:
     def __init__(self, model: GeminiDDP) -> None:
         self._model = model
         self._final = self._find_final()
-        self._others = [(other, _progress(other)) for other in others(model.manager)]
-        self._had_gradients = any(slot.has_grad for slot in model.storage.slots.values())
+        self._others = [(other, _progress(other)) for other in others(model._gemini.manager)]
+        self._had_gradients = any(slot.has_grad for slot in model._gemini.storage.slots.values())
         self._generators = rng.capture()
         self._gradients = [(param, param.grad, _copy(param.grad)) for param in _unmanaged(model)]
         self._buffers = [
@@ -116,7 +116,7 @@ class _Start:
     @torch.no_grad()
     def restore(self, error: BaseException) -> None:
         """Make everything as it was. Raises StateError where it cannot be."""
-        self._model.manager.recover()
+        self._model._gemini.manager.recover()
         lost = self._find_lost()
         if lost:
             raise StateError(f"memory ran out and the step cannot be repeated: {lost}") from error
@@ -136,7 +136,8 @@ class _Start:
 
     def _find_lost(self) -> str:
         """Return what the step did that cannot be undone, empty where it did nothing of the kind."""
-        broken = [optimizer.incomplete for optimizer in self._model.optimizers if optimizer.incomplete]
+        optimizers = self._model._gemini.optimizers
+        broken = [optimizer.incomplete for optimizer in optimizers if optimizer.incomplete]
         if broken:
             return f"{broken[0]}; load a checkpoint before going on"
         for before, now, what in zip(self._final, self._find_final(), _WHAT, strict=True):
@@ -148,9 +149,10 @@ class _Start:
 
     def _find_final(self) -> tuple[object, ...]:
         """Return what changes where something happens that cannot be undone, in the order of ``_WHAT``."""
-        model, manager = self._model, self._model.manager
-        updates = sorted((id(optimizer), sum(optimizer.steps.values())) for optimizer in model.optimizers)
-        managed = [slot.param_ref.tensors[0] for slot in model.storage.slots.values()]
+        model, manager = self._model, self._model._gemini.manager
+        optimizers = model._gemini.optimizers
+        updates = sorted((id(optimizer), sum(optimizer.steps.values())) for optimizer in optimizers)
+        managed = [slot.param_ref.tensors[0] for slot in model._gemini.storage.slots.values()]
         unmanaged = [(id(param), param._version) for param in _unmanaged(model)]
         return (manager.step, updates), (manager.written.times(managed), unmanaged)
 
@@ -184,7 +186,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _message(model: GeminiDDP, error: BaseException, first_share: int) -> str:
-    capacity = model.manager.context.capacity
+    capacity = model._gemini.manager.context.capacity
     below = "" if capacity.host_bytes or capacity.disk_bytes else ", give model data host_bytes or a disk_dir"
     reason = str(error).partition("\n")[0]
     return (
@@ -192,5 +194,5 @@ def _message(model: GeminiDDP, error: BaseException, first_share: int) -> str:
         f"data on DEVICE beside what operators hold (device_bytes is {capacity.device_bytes}): {reason}; use "
         f"a smaller batch or torch.utils.checkpoint, lower device_bytes if others use this memory{below}. "
         "The step was taken back; from now on model data takes at most "
-        f"{format_bytes(model.manager.shortage.share_bytes)}"
+        f"{format_bytes(model._gemini.manager.shortage.share_bytes)}"
     )

@@ -11,12 +11,13 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.weights import import_weights
+from gemini.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from gemini.ddp import GeminiDDP
 
 
-class LoadsAsPart(nn.Module):
+class LoadsAsPart(Wrapper):
     """A wrapper whose state has the names of the module that it wraps, and is loaded under them."""
 
     def __init__(self) -> None:

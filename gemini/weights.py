@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, Any]:
     """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
-    model.manager.lock.refuse_all()
-    model.storage.mixture.refuse("state_dict")
-    model.managed.refuse_exchanged("state_dict")
-    model.manager.run_pending()
+    model._gemini.manager.lock.refuse_all()
+    model._gemini.storage.mixture.refuse("state_dict")
+    model._gemini.managed.refuse_exchanged("state_dict")
+    model._gemini.manager.run_pending()
     state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
-    directory = model.manager.chunks.budgets.disk_dir
+    directory = model._gemini.manager.chunks.budgets.disk_dir
     capacity = sum(p.numel() * max(4, p.element_size()) for p in managed.values())
     export = MappedTensors(directory, capacity, len(managed)) if directory is not None else None
     full: dict[int, torch.Tensor] = {}
@@ -44,7 +44,7 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
 
 def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     """Do what :meth:`GeminiDDP.load_state_dict` does."""
-    model.managed.refuse_exchanged("load_state_dict")
+    model._gemini.managed.refuse_exchanged("load_state_dict")
     rank = rank_of(model)
 
     def found() -> StateLoad:
@@ -56,14 +56,14 @@ def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: b
     load = rank.together(found)
     names = _stored_names(model.module)
     loaded = {_stored_name(target, names) for target in load.targets}
-    rank.together(model.manager.run_pending)
+    rank.together(model._gemini.manager.run_pending)
 
     def write() -> Any:
         keys = load.carry_out(partial(_write, model))
         _refuse_keys(keys, strict=strict)
         return keys
 
-    with model.storage.mixture.load(loaded, set(names.values())):
+    with model._gemini.storage.mixture.load(loaded, set(names.values())):
         return rank.together(write)
 
 
@@ -74,7 +74,7 @@ def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> bool:
     they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which is
     then no more what it was.
     """
-    written = model.manager.written.times()
+    written = model._gemini.manager.written.times()
     state = model.module.state_dict()
     state.update(others)
 
@@ -83,7 +83,7 @@ def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> bool:
             _write(model, target, value)
 
     StateLoad(model.module, state, partial(_kept, model)).carry_out(write)
-    return model.manager.written.times() != written
+    return model._gemini.manager.written.times() != written
 
 
 def _refuse_keys(keys: Any, *, strict: bool) -> None:
@@ -123,7 +123,7 @@ def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, ManagedParameter):
         target.copy_(value)
         return
-    write_values(target._slot, value, model.manager)
+    write_values(target._slot, value, model._gemini.manager)
     with torch._C.DisableTorchFunctionSubclass():
         increment_version(target)
 
@@ -131,7 +131,7 @@ def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
 def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
     """Return what is kept of a value that a hook has made, until it is written: in a file where there is a
     DISK tier, so that a hook that converts all weights needs no memory for them at once."""
-    directory = model.manager.chunks.budgets.disk_dir
+    directory = model._gemini.manager.chunks.budgets.disk_dir
     if directory is None or value.device.type != "cpu":
         return value
     return MappedTensors(directory, value.numel() * value.element_size(), 1).copy(value)
@@ -139,6 +139,6 @@ def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
 
 def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors | None) -> torch.Tensor:
     """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
-    value = read_values(param._slot, model.manager)
+    value = read_values(param._slot, model._gemini.manager)
     value = (value.float() if value.dtype.itemsize < 4 else value).cpu()
     return export.copy(value) if export else value

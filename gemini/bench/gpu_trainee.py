@@ -121,15 +121,15 @@ class ManagedTrainee:
 
     def settle(self) -> None:
         """See to it that no transfer is under way."""
-        self.model.manager.chunks.drain()
+        self.model._gemini.manager.chunks.drain()
 
     def model_data_bytes(self) -> int:
         """Return what windows take of the device, with what is kept for the next ones."""
-        return self.model.manager.chunks.arena_bytes()
+        return self.model._gemini.manager.chunks.arena_bytes()
 
     def require_resident(self) -> None:
         """Raise StateError where a part of the model data is not on DEVICE for good."""
-        if not self.model.manager.resident:
+        if not self.model._gemini.manager.resident:
             raise StateError(
                 "not everything stayed on DEVICE: too little memory of this GPU is free for this case"
             )

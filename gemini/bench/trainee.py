@@ -127,7 +127,7 @@ class ManagedTrainee:
     @property
     def resident(self) -> bool:
         """Whether everything is on DEVICE for good."""
-        return self.model.manager.resident
+        return self.model._gemini.manager.resident
 
     def close(self) -> None:
         """Give memory and disk space back."""

@@ -77,16 +77,16 @@ def save_async(
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model, aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
-    context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
+    context = new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
     try:
         writer.manifest, writer.rng = manifest, rng.capture()
         blocks = CheckpointFiles(writer, model, optimizer, shard).blocks()
-        handle = SaveHandle(model.manager, context, writer, blocks, num_buffers)
-        model.manager.snapshot = handle
+        handle = SaveHandle(model._gemini.manager, context, writer, blocks, num_buffers)
+        model._gemini.manager.snapshot = handle
         handle.start()
     except BaseException as error:
-        model.manager.snapshot = NO_SNAPSHOT
+        model._gemini.manager.snapshot = NO_SNAPSHOT
         context.__exit__(type(error), error, error.__traceback__)
         raise
     return handle

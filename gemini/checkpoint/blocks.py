@@ -65,16 +65,16 @@ class CheckpointFiles:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._viewed = not model.device.has_own_memory
-        self._is_written = model.peers is None or model.peers.share.replica == 0
+        self._viewed = not model._gemini.device.has_own_memory
+        self._is_written = model._gemini.peers is None or model._gemini.peers.share.replica == 0
         self._weights: dict[str, TensorFile] = {}
         self._states: dict[str, TensorFile] = {}
         # Ranks go on together, or not at all: what follows is theirs together.
         writer.rank.agree(partial(self._open, writer, shard_bytes))
         error: IoError | None = None
-        for slot in model.storage.slots.values():
+        for slot in model._gemini.storage.slots.values():
             if not slot.param_view.is_contiguous():
-                values = read_values(slot, model.manager)  # over ranks, by all of them
+                values = read_values(slot, model._gemini.manager)  # over ranks, by all of them
                 if writer.rank.index == 0 and error is None:
                     error = self._write_whole(slot, values)
         if error is not None:
@@ -100,7 +100,7 @@ class CheckpointFiles:
     def blocks(self) -> list[Block]:
         """Return all blocks, those of state pieces in the order in which they are updated."""
         found: list[Block] = []
-        for group in self._model.storage.groups if self._is_written else ():
+        for group in self._model._gemini.storage.groups if self._is_written else ():
             found += [self._piece(group, piece) for piece in group.pieces]
             if not group.pieces:
                 found += [self._frozen(slot) for slot in group.slots if slot.param_view.is_contiguous()]
@@ -160,7 +160,7 @@ def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) 
     """Open the files of the weights, to which all ranks write; return which weight is in which."""
     specs = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
-        for group in model.storage.groups
+        for group in model._gemini.storage.groups
         for slot in group.slots
     ]
     tied = contents.aliases(model)
@@ -181,7 +181,7 @@ def _state_files(
 ) -> dict[str, TensorFile]:
     """Open the files of all moments; return which range is in which, and tell ``writer``."""
     specs, owners = [], {}
-    for group in optimizer.model.storage.groups:
+    for group in optimizer.model._gemini.storage.groups:
         for slot in group.slots:
             start, stop = contents.owned(slot)
             if slot in optimizer.steps and start < stop:

@@ -61,7 +61,7 @@ def parameters(model: GeminiDDP) -> dict[str, dict[str, list[int]]]:
     """Return shape and stride (in elements, of its memory order) of every parameter by name."""
     return {
         name: {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
-        for name, slot in model.storage.slots.items()
+        for name, slot in model._gemini.storage.slots.items()
     }
 
 

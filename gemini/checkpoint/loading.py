@@ -149,13 +149,13 @@ def _load_once(
             opened.append((reader, objects, generators))
 
         _agree(rank, check)
-        _agree(rank, model.manager.snapshot.before_write)
+        _agree(rank, model._gemini.manager.snapshot.before_write)
         _give_up_gradients(model, optimizer, rank)
         ((reader, objects, generators),) = opened
 
         def restore() -> None:
             _load_settings(reader.manifest, objects, optimizer, scheduler)
-            model.manager.step = int(reader.manifest["step"])
+            model._gemini.manager.step = int(reader.manifest["step"])
             rng.restore(generators)
 
         with optimizer.loading():
@@ -202,7 +202,8 @@ def _check_model(
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
-    frozen = [name for name in manifest["optimizer_steps"] if model.storage.slots[name].group.grad is None]
+    slots = model._gemini.storage.slots
+    frozen = [name for name in manifest["optimizer_steps"] if slots[name].group.grad is None]
     if frozen:
         raise CheckpointError(
             f"{checkpoint} holds optimizer states of {frozen[0]!r} and {len(frozen) - 1} more parameters "
@@ -241,7 +242,7 @@ def _load_values(
     def load_weights() -> None:
         _load_weights(reader, model)
         others.update(
-            (name, reader.weight(name)) for name in reader.weights if name not in model.storage.slots
+            (name, reader.weight(name)) for name in reader.weights if name not in model._gemini.storage.slots
         )
 
     def load_rest() -> None:
@@ -258,22 +259,23 @@ def _load_values(
 @torch.no_grad()
 def _load_weights(reader: CheckpointReader, model: GeminiDDP) -> None:
     """Copy weights into their chunks."""
-    for slot in model.storage.slots.values():  # in their order in the files, if it was saved with this layout
+    # In their order in the files, if it was saved with this layout.
+    for slot in model._gemini.storage.slots.values():
         pieces = reader.weight_pieces(slot.name)
         if slot.param_view.is_contiguous():
             for first, values in pieces:
-                write_range(slot, first, values, model.manager)
+                write_range(slot, first, values, model._gemini.manager)
         else:
             whole = torch.empty(slot.param_view.shape, dtype=contents.weight_dtype(slot), device="cpu")
             for first, values in pieces:
                 whole.view(-1)[first : first + values.numel()] = values
-            write_values(slot, whole, model.manager)
+            write_values(slot, whole, model._gemini.manager)
 
 
 @torch.no_grad()
 def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
     """Copy the states that this rank has of each parameter into their chunks."""
-    slots = model.storage.slots
+    slots = model._gemini.storage.slots
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):

@@ -61,10 +61,10 @@ def save(
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
-    with new_checkpoint(directory, model.manager.step, rank=rank, keep=keep) as writer:
+    with new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep) as writer:
         writer.manifest, writer.rng = manifest, rng.capture()
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
-            with model.manager.operator(block.tensors):
+            with model._gemini.manager.operator(block.tensors):
                 block.write()
     return writer.final
 
@@ -94,19 +94,19 @@ def _prepared(
     scheduler: Scheduler | None,
     extra: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    model.manager.snapshot.close(finish=True)
+    model._gemini.manager.snapshot.close(finish=True)
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)
-    model.manager.recover()  # an operator that raised may have left chunks pinned
+    model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
     extra = {} if extra is None else extra
     _check_json(extra, "extra")
     _check_tensors(model)
-    for slot in model.storage.slots.values():
-        refresh_master(slot, model.manager)
-    if model.manager.sharding is not None:
-        model.manager.sharding.write_all_back()
+    for slot in model._gemini.storage.slots.values():
+        refresh_master(slot, model._gemini.manager)
+    if model._gemini.manager.sharding is not None:
+        model._gemini.manager.sharding.write_all_back()
     return {
-        "step": model.manager.step,
+        "step": model._gemini.manager.step,
         "parameters": contents.parameters(model),
         "aliases": contents.aliases(model),
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
@@ -128,7 +128,7 @@ def checked_shard_bytes(shard_bytes: int | str) -> int:
 
 
 def _refuse_pending_gradients(model: GeminiDDP) -> None:
-    pending = [name for name, slot in model.storage.slots.items() if slot.has_grad]
+    pending = [name for name, slot in model._gemini.storage.slots.items() if slot.has_grad]
     if pending:
         raise CheckpointError(
             f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint holds none: "

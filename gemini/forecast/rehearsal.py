@@ -88,7 +88,7 @@ def rehearse(
                 optimizer.backward(loss)
             del loss
         optimizer.step()
-    recorded = model.manager.trace
+    recorded = model._gemini.manager.trace
     assert recorded is not None
     periods = tuple(meter.finish())
     trace = replace(recorded, non_model_bytes=tuple(period.peak_bytes for period in periods))
@@ -203,7 +203,9 @@ class _RehearsedModel(GeminiDDP):
         run = torch.autograd.Variable._execution_engine.run_backward
         run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+    def _build_runtime(
+        self, module: nn.Module, *_: object
+    ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         blueprint = self._blueprint
         storage = ModelStorage(
             blueprint.groups,
@@ -253,7 +255,7 @@ class _RehearsedOptimizer(GeminiOptimizer):
         return self._global_norm(norm_type or self.norm_type)
 
     def _all_finite(self) -> bool:
-        visit_gradients(self.model.storage, self.model.manager, lambda _slot, grad: torch.isfinite(grad))
+        visit_gradients(*self._chunks, lambda _slot, grad: torch.isfinite(grad))
         return True
 
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:

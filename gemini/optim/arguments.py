@@ -40,12 +40,12 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
         raise ConfigError(f"GeminiOptimizer updates a GeminiDDP, not {type(model).__name__}; wrap the model")
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
-    if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
+    if model._gemini.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
             "nvcc is on PATH (`gemini check` says how)"
         )
-    if optim.disk_fraction > 0 and model.manager.chunks.budgets.disk_dir is None:
+    if optim.disk_fraction > 0 and model._gemini.manager.chunks.budgets.disk_dir is None:
         raise ConfigError(
             "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
             "device_bytes=...) to GeminiDDP "
@@ -64,7 +64,7 @@ def check_parameters(index: int, params: Iterable[Any], model: GeminiDDP) -> Non
     for param in params:
         tensor = param[1] if isinstance(param, tuple) else param
         slot = tensor._slot if type(tensor) is ManagedParameter else None
-        if slot is None or model.storage.slots.get(slot.name) is not slot:
+        if slot is None or model._gemini.storage.slots.get(slot.name) is not slot:
             raise ConfigError(
                 f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
                 f"the model does not manage; "
@@ -79,7 +79,7 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
     Raises:
         ConfigError: it cannot be done with this model's tiers.
     """
-    has_gpu = model.device.has_own_memory
+    has_gpu = model._gemini.device.has_own_memory
     if ratio is None or (ratio in ("auto", 0) and not has_gpu):
         return None
     if ratio != "auto" and not (isinstance(ratio, (int, float)) and 0 <= ratio <= 1):
@@ -89,7 +89,7 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
             f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: all updates are the CPU's, and optimizer "
             "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
         )
-    budgets = model.manager.chunks.budgets
+    budgets = model._gemini.manager.chunks.budgets
     if budgets.host_bytes < _least_host_bytes(model):
         if ratio == "auto":
             return None
@@ -104,23 +104,23 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
             f"{_least_host_bytes(model)}: the CPU updates states on HOST alone; raise host_bytes to that, or "
             "leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
-    sharding = model.manager.sharding
+    sharding = model._gemini.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
     _warn_of_one_thread(model)
-    updates = HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio)
+    updates = HostUpdates.of_groups(model._gemini.storage.groups, whole_bytes, ratio)
     if ratio != "auto":
         return updates
     numel = sum(group.numel for group in updates.groups)
-    return replace(updates, elements_per_second=elements_per_second(model.device.processors, numel))
+    return replace(updates, elements_per_second=elements_per_second(model._gemini.device.processors, numel))
 
 
 def _warn_of_one_thread(model: GeminiDDP) -> None:
     """Tell who launches several ranks that the CPU updates with fewer threads than there are processors."""
-    sharding = model.manager.sharding
+    sharding = model._gemini.manager.sharding
     if sharding is None or torch.get_num_threads() > 1:
         return
     usable = os.sched_getaffinity(0)
-    near = usable.intersection(model.device.processors) or usable
+    near = usable.intersection(model._gemini.device.processors) or usable
     share = len(near) // sharding.peers.ranks_on_this_host
     if share > 1:
         logger.warning(
@@ -134,9 +134,9 @@ def _warn_of_one_thread(model: GeminiDDP) -> None:
 def _least_host_bytes(model: GeminiDDP) -> int:
     """Return what HOST has to hold: all states, and what one update needs beside them. With a DISK tier all
     model data: states would go there where others take their room, and on DISK the CPU does not update."""
-    if model.manager.chunks.budgets.disk_dir is not None:
-        return model.manager.context.size.total_bytes
-    groups = HostUpdates.of_groups(model.storage.groups, 0, 0.0).groups
+    if model._gemini.manager.chunks.budgets.disk_dir is not None:
+        return model._gemini.manager.context.size.total_bytes
+    groups = HostUpdates.of_groups(model._gemini.storage.groups, 0, 0.0).groups
     beside = max((group.param_bytes + group.grad_bytes for group in groups), default=0)
     return sum(group.state_bytes for group in groups) + beside
 
@@ -144,12 +144,12 @@ def _least_host_bytes(model: GeminiDDP) -> int:
 def check_several(model: GeminiDDP, overlaps: set[Overlap], ratios: set[Margin]) -> None:
     """Raise ConfigError where ``model`` cannot have several optimizers with these values of ``overlap`` and
     ``gpu_margin_mem_ratio``."""
-    if model.manager.sharding is not None:
+    if model._gemini.manager.sharding is not None:
         raise ConfigError(
             "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
             "and given up together; put the parameters into groups of one optimizer"
         )
-    if model.config.precision == torch.float16:
+    if model._gemini.config.precision == torch.float16:
         raise ConfigError(
             "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
             "put the parameters into groups of one optimizer"

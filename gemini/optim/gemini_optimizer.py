@@ -30,7 +30,7 @@ from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together
 from gemini.rank import rank_of
-from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
+from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.phases import OPTIMIZER
@@ -84,14 +84,14 @@ class GeminiOptimizer(ManagedGroups):
     ) -> None:
         check_optimizer(optim, model)
         host_updates = host_updates_of(model, gpu_margin_mem_ratio)
-        fp16 = model.config.precision == torch.float16
-        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
+        fp16 = model._gemini.config.precision == torch.float16
+        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model._gemini.peers is not None)
         self.model = model
         super().__init__(optim.param_groups, optim.defaults)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
-        choose_host_updates(model.manager, host_updates)
+        choose_host_updates(model._gemini.manager, host_updates)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -99,19 +99,20 @@ class GeminiOptimizer(ManagedGroups):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self.loss_scale = LossScale(scale) if fp16 else None
-        self._orders = {id(group): order for order, group in enumerate(model.storage.trainable_groups())}
+        groups = model._gemini.storage.trainable_groups()
+        self._orders = {id(group): order for order, group in enumerate(groups)}
         self._scale = GradScale()
         self._clipped = False
         self._clipped_at = model.gradient_state()
         self._overflowed = False  # seen before a clamp hid it
-        self._completeness = Completeness(model.storage.mixture)
+        self._completeness = Completeness(model._gemini.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
         if overlap == "backward":
             self._in_backward = BackwardUpdates(
-                model.manager, model.storage, self._start_update, self._completeness
+                model._gemini.manager, model._gemini.storage, self._start_update, self._completeness
             )
-        model.manager.watcher = self._in_backward
-        model.manager.order.updates_in_backward = self._in_backward is not None
+        model._gemini.manager.watcher = self._in_backward
+        model._gemini.manager.order.updates_in_backward = self._in_backward is not None
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class GeminiOptimizer(ManagedGroups):
             self.model.backward_scaled(loss, self.loss_scale.scale)
         elif self._in_backward is not None:
             self.require_complete("backward")
-            with self._in_backward.backward_pass(last=not self.model.accumulates):
+            with self._in_backward.backward_pass(last=not self.model._gemini.accumulates):
                 self.model.backward(loss)
         else:
             self.model.backward(loss)
@@ -162,12 +163,7 @@ class GeminiOptimizer(ManagedGroups):
         before = self._unscaled()
         after = then_clamp(before, clip_value)
         if after is None:
-            visit_gradients(
-                self.model.storage,
-                self.model.manager,
-                lambda _slot, grad: grad.copy_(scaled(grad, before)),
-                writes=True,
-            )
+            visit_gradients(*self._chunks, lambda _slot, grad: grad.copy_(scaled(grad, before)), writes=True)
             after = GradScale(1.0, clip_value, 1.0)
         self._note_clipped(after)
 
@@ -186,7 +182,7 @@ class GeminiOptimizer(ManagedGroups):
             StateError: an earlier step or load failed half-way, gradients arrived after they were clipped, or
                 a parameter is managed no more.
         """
-        self.model.managed.refuse_exchanged("step")
+        self.model._gemini.managed.refuse_exchanged("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,7 +201,7 @@ class GeminiOptimizer(ManagedGroups):
         self.give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
-        self.model.manager.end_step()
+        self.model._gemini.manager.end_step()
         return loss
 
     # -- state -----------------------------------------------------------------------------------
@@ -229,7 +225,7 @@ class GeminiOptimizer(ManagedGroups):
             ConfigError: groups or shapes do not match; nothing was changed.
             CheckpointError: it failed on another rank.
         """
-        self.model.manager.lock.refuse_all()
+        self.model._gemini.manager.lock.refuse_all()
         rank = rank_of(self.model)
         loaded = rank.together(lambda: checked_state(self, state_dict))
         with self._completeness.load_states():
@@ -243,9 +239,9 @@ class GeminiOptimizer(ManagedGroups):
     def require_complete(self, doing: str) -> None:
         """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
         it, others do not."""
-        self.model.manager.lock.refuse_all()
+        self.model._gemini.manager.lock.refuse_all()
         if not self._completeness.broken:
-            self.model.manager.run_pending()
+            self.model._gemini.manager.run_pending()
         if self._completeness.broken:
             states = "states of model and optimizer (load_state_dict of both)"
             if self._completeness.lacks_weights_alone:
@@ -276,7 +272,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
-        others = [each for each in self.model.optimizers if self.slots.isdisjoint(each.slots)]
+        others = [each for each in self.model._gemini.optimizers if self.slots.isdisjoint(each.slots)]
         if others:
             everyone = [self, *others]
             check_several(
@@ -284,15 +280,15 @@ class GeminiOptimizer(ManagedGroups):
                 {each.overlap for each in everyone},
                 {each.gpu_margin_mem_ratio for each in everyone},
             )
-        self.model.optimizers.add(self)
+        self.model._gemini.optimizers.add(self)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""
         others: set[ManagedSlot] = set()
-        for optimizer in self.model.optimizers:
+        for optimizer in self.model._gemini.optimizers:
             others |= optimizer.slots
         others -= self.slots
-        slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
+        slots = [slot for slot in self.model._gemini.storage.slots.values() if slot not in others]
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._forget_scale()
 
@@ -311,7 +307,7 @@ class GeminiOptimizer(ManagedGroups):
         self._scale, self._clipped, self._clipped_at = scale, True, self.model.gradient_state()
 
     def _finish_gradients(self) -> None:
-        sharding = self.model.manager.sharding
+        sharding = self.model._gemini.manager.sharding
         if sharding is not None:
             sharding.finish_gradients()
 
@@ -330,26 +326,30 @@ class GeminiOptimizer(ManagedGroups):
             return self._scale
         return GradScale(pre_scale=1.0 / self.loss_scale.scale)
 
+    @property
+    def _chunks(self) -> tuple[ModelStorage, GeminiManager]:
+        return self.model._gemini.storage, self.model._gemini.manager
+
     def _forget_scale(self) -> None:
         self._scale = GradScale()
         self._clipped = self._overflowed = False
 
     def _all_finite(self) -> bool:
-        model = self.model
-        return model.manager.shortage.twice(lambda: all_finite(model.storage, model.manager))
+        storage, manager = self._chunks
+        return manager.shortage.twice(lambda: all_finite(storage, manager))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
         order = [param._slot for param in params if isinstance(param, ManagedParameter)]
-        storage, manager, scale = self.model.storage, self.model.manager, self._unscaled()
+        (storage, manager), scale = self._chunks, self._unscaled()
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self) -> None:
         """Update everything that has a gradient, now or when it is needed."""
-        manager = self.model.manager
+        manager = self.model._gemini.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
-        updates = self._chunk_updates(self.model.storage.trainable_groups())
+        updates = self._chunk_updates(self.model._gemini.storage.trainable_groups())
         updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
         with self._completeness.change():
             self.steps.update(updated)
@@ -395,5 +395,6 @@ class GeminiOptimizer(ManagedGroups):
             }
             if steps:
                 order = self._orders[id(group)]
-                updates.append(self.update_type(self.model.manager, group, order, steps, self._completeness))
+                manager = self.model._gemini.manager
+                updates.append(self.update_type(manager, group, order, steps, self._completeness))
         return updates

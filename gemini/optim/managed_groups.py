@@ -32,5 +32,5 @@ class ManagedGroups(torch.optim.Optimizer):
     @property
     def slots(self) -> set[ManagedSlot]:
         """The parameters that this optimizer updates. Raises StateError where one is managed no more."""
-        self.model.managed.refuse_exchanged("optimizer")
+        self.model._gemini.managed.refuse_exchanged("optimizer")
         return {param._slot for group in self.param_groups for param in group["params"]}

@@ -47,7 +47,7 @@ def write_state_range(
 ) -> None:
     """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
     parameter's memory."""
-    manager = optimizer.model.manager
+    manager = optimizer.model._gemini.manager
     manager.snapshot.before_write()
     begin = slot.start + first
     for piece in slot.group.pieces:
@@ -61,7 +61,7 @@ def write_state_range(
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does."""
     slots = _slots_in_order(optimizer)
-    directory = optimizer.model.manager.chunks.budgets.disk_dir
+    directory = optimizer.model._gemini.manager.chunks.budgets.disk_dir
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
     export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
     state: dict[int, dict[str, torch.Tensor]] = {}
@@ -70,7 +70,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
             continue
         state[index] = {"step": step_count(optimizer.steps[slot])}
         for name, kind in MOMENTS.items():
-            value = read_state(slot, kind, optimizer.model.manager)
+            value = read_state(slot, kind, optimizer.model._gemini.manager)
             state[index][name] = export.copy(value) if export is not None else value
     groups, first = [], 0
     for group in optimizer.param_groups:
@@ -126,7 +126,7 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
 def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:
     """Have every rank take over what was checked. Then all have made as many steps, the least of their
     numbers: of an update that failed on some of them nothing is left. Raises as :meth:`Rank.collect`."""
-    manager = optimizer.model.manager
+    manager = optimizer.model._gemini.manager
 
     def run() -> str:
         import_state(optimizer, loaded)

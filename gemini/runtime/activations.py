@@ -30,6 +30,7 @@ from gemini.runtime.recompute import Recompute
 from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_bytes
 
 if TYPE_CHECKING:
+    from gemini.runtime.config import GeminiConfig
     from gemini.runtime.gemini_mgr import GeminiManager
 
 # Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
@@ -303,19 +304,30 @@ def _restore(saved: Saved) -> torch.Tensor:
     return saved.restore()
 
 
-def check_offload(offload: bool | str, capacity: TierCapacity, *, measured: bool) -> None:
-    """Refuse what ``activation_offload`` could not do; ``measured``: the first step shows non-model memory.
+def check_offload(config: GeminiConfig, capacity: TierCapacity, *, measured: bool) -> None:
+    """Refuse what ``activation_offload`` and ``activation_recompute`` could not do, all reasons at once;
+    ``measured``: the first step shows non-model memory.
 
     Raises:
-        ConfigError: there is no tier below DEVICE, or what stays there would not be counted.
+        ConfigError: there is no tier below DEVICE, what stays there would not be counted, or blocks cannot
+            choose.
     """
-    if offload and not (capacity.host_bytes or capacity.disk_bytes):
-        raise ConfigError(
+    offload, reasons = config.activation_offload, []
+    if config.activation_recompute and offload != "auto":
+        reasons.append(
+            "activation_recompute chooses among keeping, offloading and recomputing: it needs "
+            "activation_offload='auto'; to recompute in any case use torch.utils.checkpoint"
+        )
+    has_auto = offload == "auto" or config.activation_recompute
+    if (offload or has_auto) and not (capacity.host_bytes or capacity.disk_bytes):
+        reasons.append(
             "activation_offload needs a tier below DEVICE but HOST and DISK are absent; "
             "give disk_dir, or host_bytes"
         )
-    if offload == "auto" and not measured:
-        raise ConfigError(
+    if has_auto and not measured:
+        reasons.append(
             "activation_offload='auto' keeps on DEVICE what a recorded step shows to fit there: it needs "
             "placement_policy='auto' and no non_model_bytes; or choose activation_offload=True"
         )
+    if reasons:
+        raise ConfigError(". And ".join(reasons))

@@ -13,12 +13,14 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
 from gemini.runtime import addresses
 from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.initialize import Initialization, children_first, is_unwritten
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.saved import span_bytes
 from gemini.runtime.saved_weights import restore_saved_weights
@@ -38,8 +40,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter once, by its first name, in initialization order.
 
     Raises:
-        ConfigError: a parameter cannot be managed (not floating point, not strided, managed already, or used
-            by scripted code).
+        ConfigError: a parameter cannot be managed (not floating point, not strided, of a class of its own,
+            managed already, or used by scripted code).
     """
     for name, owner in module.named_modules():
         if isinstance(owner, torch.jit.ScriptModule) and next(owner.parameters(), None) is not None:
@@ -52,6 +54,22 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             raise ConfigError(
                 f"parameter {name!r} is managed already; build a new model, or wrap copy.deepcopy(module) of "
                 "this one, made before its GeminiDDP is closed"
+            )
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet (lazy module); run the model once before wrapping it"
+            )
+        if type(param) is not nn.Parameter:
+            kind = type(param)
+            way_out = "give one of an ordinary tensor in its place"
+            if kind.__name__ == "DTensor":
+                way_out = (
+                    "give nn.Parameter(param.full_tensor()) in its place, and process_group= or a DeviceMesh "
+                    "to cut it among ranks"
+                )
+            raise ConfigError(
+                f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; only an nn.Parameter of "
+                f"ordinary memory becomes one that chunks hold: {way_out}"
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise ConfigError(
@@ -81,21 +99,6 @@ def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def check_can_initialize(module: nn.Module) -> None:
-    """Refuse a module on ``meta`` whose parameters nobody could initialize.
-
-    Raises:
-        ConfigError: a submodule on ``meta`` has no ``reset_parameters``.
-    """
-    for name, owner in module.named_modules():
-        if _is_on_meta(owner) and not hasattr(owner, "reset_parameters"):
-            raise ConfigError(
-                f"submodule {name or 'the model itself'!r} ({type(owner).__name__}) is on 'meta' but has no "
-                f"reset_parameters(); add one "
-                "that initializes its parameters and buffers, or build the model on 'cpu'"
-            )
-
-
 def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
     """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
     way.
@@ -104,24 +107,27 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
     parameters of one submodule. Without gradients recorded.
 
     Raises:
-        ConfigError: a submodule on ``meta`` shares a parameter with one that was initialized before it.
+        ConfigError: a buffer on ``meta`` has no values, and no state dict would bring them.
         OutOfBudgetError, IoError: the tiers could not take the parameters. They are ordinary ones again,
             initialized where they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast
             values.
     """
     adopted: list[_Adopted] = []
+    initialization, first_names = Initialization(module), _first_names(module)
     try:
         with torch.no_grad():
-            for name, owner in module.named_modules():  # the order in which torch initializes
-                if _is_on_meta(owner):
-                    _materialize(name, owner, module)
+            for name, owner in list(children_first(module)):
+                initialization.run(name, owner)
                 for key, param in owner.named_parameters(prefix=name, recurse=False):
                     if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
-                        adopted.append(_adopt(param, storage.slots[key], manager))
+                        adopted.append(_adopt(param, storage.slots[first_names[key]], manager))
     except BaseException:
         _release_adopted(adopted, manager)
         raise
     _warn_of_rounded([entry for entry in adopted if entry.rounded])
+    if initialization.unset:
+        unset = [first_names.get(name, name) for name in initialization.unset]
+        _await_load(unset, module, storage, manager)
 
 
 def _warn_of_rounded(rounded: Sequence[_Adopted]) -> None:
@@ -134,6 +140,30 @@ def _warn_of_rounded(rounded: Sequence[_Adopted]) -> None:
             rounded[0].slot.name,
             rounded[0].slot.param_view.dtype,
         )
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Return, by each name of a parameter, the one that it is managed under."""
+    firsts = {id(param): name for name, param in module.named_parameters()}
+    return {name: firsts[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _await_load(
+    names: Sequence[str], module: nn.Module, storage: ModelStorage, manager: GeminiManager
+) -> None:
+    """Have the use of the model refused until each of ``names`` was loaded or written to."""
+
+    def is_left(name: str) -> bool:
+        if name in storage.slots:
+            return manager.written.times(storage.slots[name].param_ref.tensors) == 0
+        return is_unwritten(module.get_buffer(name))
+
+    storage.mixture.await_load(
+        f"{len(names)} weights that were built on 'meta' have no values yet (first: {names[0]!r}): no "
+        "reset_parameters() or _init_weights() gives them any",
+        set(names),
+        is_left,
+    )
 
 
 def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
@@ -244,43 +274,6 @@ def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
     )
     laid_out.copy_(values)
     return torch.as_strided(laid_out, (laid_out.numel(),), (1,))
-
-
-def _is_on_meta(owner: nn.Module) -> bool:
-    """Say whether a parameter or buffer that the submodule itself holds is on ``meta``."""
-    return any(p.is_meta for p in owner.parameters(recurse=False)) or any(
-        b.is_meta for b in owner.buffers(recurse=False)
-    )
-
-
-def _materialize(name: str, owner: nn.Module, module: nn.Module) -> None:
-    """Give a submodule of ``module`` on ``meta`` real parameters and buffers and let it initialize them."""
-    for key, param in list(owner.named_parameters(recurse=False)):
-        if param.is_meta:
-            real = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
-            _replace(param, real, module)
-        elif isinstance(param, ManagedParameter):
-            raise ConfigError(
-                f"parameter {key!r} of {name!r} is tied to a submodule that was initialized before it; "
-                f"build the model on 'cpu', or tie "
-                "parameters only between submodules that have no others"
-            )
-    for key, buffer in list(owner.named_buffers(recurse=False)):
-        if buffer.is_meta:
-            setattr(owner, key, torch.empty_like(buffer, device="cpu"))
-    owner.reset_parameters()  # type: ignore[operator]
-
-
-def _replace(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
-    """Put ``real`` in the place of ``param``, which keeps its identity unless something refers to it weakly
-    (recurrent modules)."""
-    try:
-        torch.utils.swap_tensors(param, real)
-    except RuntimeError:
-        for owner in module.modules():
-            for key, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-                if held is param:
-                    setattr(owner, key, real)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,11 +27,12 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
-from gemini.runtime.adopt import adopt_module, check_apart, check_can_initialize, unique_parameters
+from gemini.runtime.adopt import adopt_module, check_apart, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
 from gemini.runtime.learned import PlacementContext
+from gemini.runtime.precision import compute_types
 from gemini.runtime.recompute import Recompute
 from gemini.runtime.storage import DataSizes, GroupSpec, ModelStorage, largest_operator, model_data_sizes
 from gemini.zero.peers import Peers, require_equal
@@ -79,7 +80,6 @@ def build_runtime(
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
-    check_can_initialize(module)
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
@@ -95,7 +95,7 @@ def build_runtime(
     except DeviceTooSmallError as error:
         raise error.asking(_least_device_bytes(error, config, draw)) from None
     offload = config.activation_offload
-    check_offload(offload, blueprint.context.capacity, measured=plan.sample_non_model)
+    check_offload(config, blueprint.context.capacity, measured=plan.sample_non_model)
     storage = ModelStorage(
         blueprint.groups,
         blueprint.search.chunk_numel,
@@ -167,7 +167,8 @@ def draw_blueprint(
         device.release_cache()  # what torch's allocator keeps from earlier work is free as well
         device_bytes = default_budget_bytes(device.free_bytes())
     room = device_bytes - (config.non_model_bytes or 0)
-    itemsize = min((_dtype(param, config).itemsize for _, param in params), default=4)
+    types = compute_types(module, config.precision, config.keep_fp32)
+    itemsize = min((types[id(param)].itemsize for _, param in params), default=4)
     found = search_chunk_size(
         [param for _, param in params],
         search_range_mb=config.search_range_mb,
@@ -178,7 +179,7 @@ def draw_blueprint(
         align_bytes=device.align_bytes,
         verbose=config.verbose,
     )
-    groups = _group(params, config, found.chunk_numel, itemsize, device.align_bytes)
+    groups = _group(params, types, config, found.chunk_numel, itemsize, device.align_bytes)
     sizes = model_data_sizes(groups, found.chunk_numel, share, device.block_bytes)
     operator_bytes, operator_name = largest_operator(module, groups, device.block_bytes)
     gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
@@ -211,12 +212,9 @@ def _with_gathered(
     return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)
 
 
-def _dtype(param: nn.Parameter, config: GeminiConfig) -> torch.dtype:
-    return config.precision if config.precision is not None else param.dtype
-
-
 def _group(
     params: Sequence[tuple[str, nn.Parameter]],
+    types: Mapping[int, torch.dtype],
     config: GeminiConfig,
     chunk_numel: int,
     itemsize: int,
@@ -225,7 +223,7 @@ def _group(
     """Split parameters by (dtype, trainable) and lay out each part."""
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, param in params:
-        parts.setdefault((_dtype(param, config), param.requires_grad), []).append((name, param))
+        parts.setdefault((types[id(param)], param.requires_grad), []).append((name, param))
     order = config.memstats.param_order if config.memstats is not None else ()
     return [
         GroupSpec(
@@ -238,7 +236,7 @@ def _group(
             ),
             dtype=dtype,
             trainable=trainable,
-            master=trainable and config.precision is not None,
+            master=trainable and dtype == config.precision,
         )
         for (dtype, trainable), members in parts.items()
     ]

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C._functorch import peek_interpreter_stack as in_transform
 
+from gemini.config import format_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.backward import NodesSoFar, hook_backward, nodes_so_far
 from gemini.runtime.blocks import find_blocks, is_compiled
@@ -133,7 +134,16 @@ class CompiledBlocks:
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile every block of the model, or all of it where it has none; with torch.compile's options."""
-        for _, block in find_blocks(self._module) or [("", self._module)]:
+        blocks = find_blocks(self._module)
+        if not blocks:
+            nbytes = sum(param.numel() * param.element_size() for param in self._module.parameters())
+            logger.warning(
+                "model.compile() found no blocks (members of an nn.ModuleList or nn.Sequential, alike "
+                "and with parts): the whole model is compiled as one operator, whose parameters of %s are on "
+                "DEVICE all at once; put what repeats into an nn.ModuleList, or call compile() of the parts",
+                format_bytes(nbytes),
+            )
+        for _, block in blocks or [("", self._module)]:
             block.compile(*args, **options)
         self._find()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,7 +31,7 @@ class GeminiConfig:
     """Options of a managed model. Sizes in bytes; ``None`` where the default depends on machine or model.
 
     ``precision`` is the dtype that parameters compute in, or None to leave each as it is; ``reduce_dtype``
-    that in which gradients travel between ranks, None: fp32.
+    that in which gradients travel between ranks, None: fp32. ``keep_fp32``: see :class:`gemini.GeminiDDP`.
     """
 
     placement_policy: str | PlacementPolicy = "auto"
@@ -49,6 +50,7 @@ class GeminiConfig:
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
     activation_recompute: bool = False
+    keep_fp32: tuple[str, ...] = ()
     memstats: Trace | None = None
     verbose: bool = False
 
@@ -81,6 +83,7 @@ class GeminiConfig:
         non_model_bytes: int | str | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
+        keep_fp32: Iterable[str] = (),
         **options: object,
     ) -> GeminiConfig:
         """Return the configuration for a user's keywords: sizes may be text such as ``"512MiB"``.
@@ -102,6 +105,7 @@ class GeminiConfig:
             non_model_bytes=parse_bytes(non_model_bytes, name="non_model_bytes"),
             gather_bytes=parse_bytes(gather_bytes, name="gather_bytes"),
             reduce_dtype=_PRECISIONS[reduce_dtype],
+            keep_fp32=_names(keep_fp32),
             **options,  # type: ignore[arg-type]
         )
         if config.disk_bytes and config.disk_dir is None:
@@ -109,11 +113,6 @@ class GeminiConfig:
         if config.activation_offload not in (False, True, "auto"):
             raise ConfigError(
                 f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
-            )
-        if config.activation_recompute and config.activation_offload != "auto":
-            raise ConfigError(
-                "activation_recompute chooses among keeping, offloading and recomputing: it needs "
-                "activation_offload='auto'; to recompute in any case use torch.utils.checkpoint"
             )
         if config.reduce_dtype == torch.float16 != config.precision:
             raise ConfigError(
@@ -139,6 +138,13 @@ class GeminiConfig:
                 f"activation_recompute is for the CPU in this release, not for {device.name}; "
                 "use torch.utils.checkpoint there"
             )
+
+
+def _names(keep_fp32: Iterable[str]) -> tuple[str, ...]:
+    names = () if isinstance(keep_fp32, str) else tuple(keep_fp32)
+    if isinstance(keep_fp32, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"keep_fp32 is {keep_fp32!r}; give a list of names of parameters or modules")
+    return names
 
 
 def _check_kinds(config: GeminiConfig) -> None:

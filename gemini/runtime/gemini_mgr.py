@@ -69,6 +69,7 @@ class GeminiManager:
         self.loose = LooseBytes(chunks.table)
         self.shortage = Shortage(self)
         self.num_gradients = 0  # that arrived since the model was wrapped
+        self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
         self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
         self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
@@ -389,9 +390,8 @@ class GeminiManager:
             self.run_pending()
             self.order.record_again()
             return
-        may_be_resident = (activations is None or activations.keeps_all) and self.observer is None
-        resident = may_be_resident and not self.pending and self._fits_for_good()
-        self.resident = self.snapshot.residence(resident)
+        may_stay = (activations is None or activations.keeps_all) and self.observer is None
+        self.resident = self.snapshot.residence(may_stay and not self.pending and self._fits_for_good())
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""

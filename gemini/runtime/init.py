@@ -13,7 +13,9 @@ def init_on(device: str | torch.device = "meta", dtype: torch.dtype | None = Non
     """Create parameters on ``device`` with ``dtype`` (None: torch's default) inside the block.
 
     On ``"meta"`` a model costs no memory; wrapping it in ``GeminiDDP`` then initializes it submodule by
-    submodule, straight into chunks, through each submodule's ``reset_parameters()``.
+    submodule, straight into chunks, through each submodule's ``reset_parameters()`` and, for models of
+    transformers, their ``_init_weights()``. Weights that these leave out have to be loaded, or written to,
+    before the model can be used.
     """
     before = torch.get_default_dtype()
     if dtype is not None:

@@ -9,6 +9,7 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.placement.machine import CPU_TRANSFERS_TAKE, Machine
+from gemini.runtime.compilations import num_compilations
 from gemini.runtime.link_meter import LinkMeter
 from gemini.runtime.planned import Place, Planned, StepPlanner
 from gemini.runtime.recorder import Accesses, Moment, Recorded, Recorder
@@ -54,6 +55,7 @@ class Learned:
         self._links = LinkMeter(chunks)
         self._rival: Accesses | None = None  # what the last diverging iteration did
         self._names: dict[int, str] = {}
+        self._num_compilations = 0  # when the iteration began
         if memstats is not None and self._belongs(memstats):
             self._adopt(memstats, timed=True)
 
@@ -82,6 +84,7 @@ class Learned:
     def start_recording(self) -> None:
         """Begin an iteration, and measure what is not known yet."""
         warmup = self.trace is None
+        self._num_compilations = num_compilations()
         if not self.timed and not self._candidates:
             self._links.begin()
         self._recorder.begin(
@@ -117,7 +120,10 @@ class Learned:
     # -- learning --------------------------------------------------------------------------------
 
     def learn(self, recorded: Recorded) -> None:
-        """Make the warmup's record the trace."""
+        """Make the warmup's record the trace, unless something was compiled meanwhile: then the next one is
+        the warmup."""
+        if num_compilations() != self._num_compilations:
+            return
         specs = [chunk.spec for chunk in self._chunks.chunks]
         trace = Trace(
             kind=self._kind,
@@ -138,7 +144,7 @@ class Learned:
     def complete(self, trace: Trace | None) -> None:
         """Take the trace with the times of this iteration, if it has any; plan once more when there are
         enough of them. Of the one in the middle all but the times of single periods is taken."""
-        if trace is None:
+        if trace is None or num_compilations() != self._num_compilations:
             return
         self._candidates.append(trace)
         if len(self._candidates) == TIMED_ITERATIONS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 from gemini.errors import StateError
@@ -19,18 +19,24 @@ class Mixture:
     def __init__(self) -> None:
         self.reason = ""
         self._left: Set[str] | None = None  # what is to be loaded yet; None: everything
+        self._is_left: Callable[[str], bool] | None = None  # where writing to it does as well
 
     def begin(self, reason: str) -> None:
         """Count as a mixture for ``reason`` until :meth:`clear`."""
-        self.reason, self._left = reason, None
+        self.reason, self._left, self._is_left = reason, None, None
+
+    def await_load(self, reason: str, names: Set[str], is_left: Callable[[str], bool]) -> None:
+        """Count as a mixture for ``reason`` until each of ``names`` was loaded, or ``is_left`` of it no
+        more."""
+        self.reason, self._left, self._is_left = reason, names, is_left
 
     @contextmanager
     def change(self, reason: str) -> Iterator[None]:
         """Count as a mixture for ``reason`` during the block and, where it raises, from then on."""
-        before = self.reason, self._left
-        self.reason, self._left = reason, None
+        before = self.reason, self._left, self._is_left
+        self.begin(reason)
         yield
-        self.reason, self._left = before
+        self.reason, self._left, self._is_left = before
 
     @contextmanager
     def load(self, names: Set[str], every: Set[str]) -> Iterator[None]:
@@ -48,10 +54,14 @@ class Mixture:
 
     def clear(self) -> None:
         """Everything was loaded, or what was begun is done."""
-        self.reason, self._left = "", None
+        self.reason, self._left, self._is_left = "", None, None
 
     def refuse(self, doing: str) -> None:
         """Raise StateError if weights are a mixture."""
+        if self._left is not None and self._is_left is not None:
+            self._left = frozenset(filter(self._is_left, self._left))
+            if not self._left:
+                self.clear()
         if self.reason:
             raise StateError(
                 f"{doing}: {self.reason}; load a checkpoint (gemini.checkpoint.load), or all weights "

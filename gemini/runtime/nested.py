@@ -8,7 +8,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -101,14 +100,3 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a floating-point tensor as ``dtype``, any other as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def place_buffers(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
-    """Replace the buffers of a module and its submodules by ones on ``device``, those of floating point of
-    ``dtype``; None: as they are. One that needs no change stays."""
-    for owner in module.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            placed = buffer.to(device)
-            placed = cast_floating(placed, dtype) if dtype is not None else placed
-            if placed is not buffer:
-                setattr(owner, name, placed)

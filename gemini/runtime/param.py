@@ -23,6 +23,7 @@ from gemini.runtime.backward import hook_backward, next_node_number, node_of, no
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
+from gemini.runtime.precision import run_in_one_type
 from gemini.runtime.special import SPECIAL, set_memory
 
 if TYPE_CHECKING:
@@ -196,6 +197,10 @@ def _operate(
             manager.pre_op(tensors)
         try:
             out = func(*args, **kwargs)
+        except RuntimeError as refusal:
+            if not manager.mixes_types:
+                raise
+            out = run_in_one_type(func, args, kwargs, operands, refusal)
         finally:
             written = silent or [operand._version for operand in operands] != versions
             if written:

@@ -1,4 +1,4 @@
-"""What ``GeminiDDP.stats()`` says: usage per tier, traffic per link."""
+"""What ``GeminiDDP.stats()`` and ``timeline()`` say: usage per tier, traffic per link."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
         "pending_updates": len(manager.pending.all()),
         "withheld_bytes": manager.shortage.withheld_bytes,
     }
+
+
+def fill_of_tiers(manager: GeminiManager) -> list[dict[str, Any]]:
+    """Return what each tier held at every moment of the last step, as plain dicts."""
+    reserve = manager.trace.non_model_bytes if manager.trace is not None else ()
+    return [
+        {
+            "moment": moment,
+            "phase": phase,
+            "device_bytes": device,
+            "host_bytes": host,
+            "disk_bytes": disk,
+            "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
+        }
+        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline)
+    ]
 
 
 def _usage(table: _C.ChunkTable, tier: _C.Tier) -> dict[str, int]:

@@ -10,13 +10,14 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
+from gemini.runtime.nested import cast_floating, map_tensors
+from gemini.wrapper import Wrapper
 
 from .collectives import Collectives
 from .optimizer import LowLevelZeroOptimizer
 
 
-class LowLevelZeroModel(nn.Module):
+class LowLevelZeroModel(Wrapper):
     """Run ``module`` in the precision of its optimizer.
 
     Floating-point buffers, and parameters that the optimizer has not cast, get ``dtype`` here, in place. The
@@ -82,4 +83,6 @@ def _cast_rest(module: nn.Module, dtype: torch.dtype) -> None:
     for param in module.parameters():
         if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
-    place_buffers(module, None, dtype)
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, cast_floating(buffer, dtype))

@@ -19,7 +19,18 @@ PYTHON_LAYERS = [
     {"placement"},
     {"runtime", "zero", "foreign_classes"},
     {"timeline"},
-    {"ddp", "weights", "state_loading", "state_as_part", "rank", "retry", "collectives", "messages"}
+    {
+        "ddp",
+        "wrapper",
+        "model_parts",
+        "weights",
+        "state_loading",
+        "state_as_part",
+        "rank",
+        "retry",
+        "collectives",
+        "messages",
+    }
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},

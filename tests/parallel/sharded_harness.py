@@ -104,7 +104,7 @@ def wrap(build: Callable[[], nn.Module], recipe: Recipe, **options: Any) -> tupl
 
 def train_step(model: GeminiDDP, optimizer: GeminiOptimizer, recipe: Recipe, step: int) -> list[float]:
     """Train one step on this rank's part; return the losses averaged over the ranks."""
-    losses, device = [], model.device.torch_device
+    losses, device = [], model.device
     for micro in range(recipe.accumulate):
         last = micro == recipe.accumulate - 1
         with model.no_sync() if recipe.no_sync and not last else nullcontext():

@@ -257,7 +257,7 @@ def test_loss_scale_reaches_the_managed_optimizer(plugin: Plugin, mixed_precisio
 def test_bf16_object_is_bf16() -> None:
     _, model, _ = boosted(GeminiPlugin(), mlp(), BF16MixedPrecision())
     assert isinstance(model, GeminiDDP)
-    assert model.config.precision == torch.bfloat16
+    assert model._gemini.config.precision == torch.bfloat16
 
 
 def test_unknown_option_is_a_type_error() -> None:

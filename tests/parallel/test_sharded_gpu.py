@@ -76,7 +76,7 @@ def wrap(
 def weights_of(model: GpuModel) -> dict[str, Tensor]:
     """Return the weights with their values there, in host memory."""
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    model.device.synchronize()
+    model._gemini.device.synchronize()
     return state
 
 

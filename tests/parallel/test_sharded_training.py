@@ -67,7 +67,7 @@ def _train_precisions(ways: Budgets) -> dict[str, Any]:
     for precision in ("bf16", "fp16"):
         for name, options in ways.items():
             results[f"{precision} {name}"] = train_sharded(
-                mlp, Recipe(clip=0.1), mixed_precision=precision, **options
+                mlp, Recipe(clip=0.1), mixed_precision=precision, keep_fp32=["3"], **options
             )
     return results
 

@@ -83,7 +83,7 @@ def step_of(model: GeminiDDP, optimizer: GeminiOptimizer, index: int) -> Callabl
     """Return a whole training step on batch ``index``, which returns its loss."""
 
     def step() -> float:
-        loss = network_loss(model, index, model.device.torch_device)
+        loss = network_loss(model, index, model.device)
         optimizer.backward(loss)
         value = loss.item()
         optimizer.step()
@@ -95,7 +95,7 @@ def step_of(model: GeminiDDP, optimizer: GeminiOptimizer, index: int) -> Callabl
 def state_of(model: GeminiDDP) -> dict[str, Tensor]:
     """Return weights and buffers, in host memory."""
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    model.device.synchronize()
+    model._gemini.device.synchronize()
     return state
 
 

@@ -92,7 +92,7 @@ def test_updates_in_backward_and_several_ranks_are_refused() -> None:
             model.retry_step(step)
         del optimizer
     with small() as model:
-        model.peers = object()  # type: ignore[assignment]
+        model._gemini.peers = object()  # type: ignore[assignment]
         with pytest.raises(ConfigError, match="over several ranks"):
             model.retry_step(step)
     assert step.num_calls == 0

@@ -335,6 +335,13 @@ def test_a_copy_of_the_module_has_its_own_forward(tmp_path: Path) -> None:
         torch.testing.assert_close(again(x), want, rtol=0, atol=0)
 
 
+def test_all_that_keeps_from_offloading_and_recomputing_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        GeminiDDP(nn.Linear(4, 4), activation_offload=True, activation_recompute=True, non_model_bytes=0)
+    for way_out in ("activation_offload='auto'", "disk_dir", "no non_model_bytes"):
+        assert way_out in str(refusal.value)
+
+
 def test_recompute_needs_activation_offload_auto(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="activation_offload='auto'"):
         GeminiDDP(nn.Linear(4, 4), **{**options(tmp_path), "activation_offload": True})

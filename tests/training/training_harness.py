@@ -180,7 +180,10 @@ def _clip(params: Sequence[nn.Parameter], recipe: Recipe) -> None:
 def _train_bf16(model: nn.Module, loss_fn: LossFn, recipe: Recipe) -> Outcome:
     """Train with bf16 weights and, for those that train, fp32 masters made from the original weights."""
     masters = {param: param.detach().clone() for param in model.parameters() if param.requires_grad}
-    model.to(torch.bfloat16)
+    for owner in model.modules():
+        if not isinstance(owner, nn.BatchNorm1d | nn.BatchNorm2d):  # takes one type with its statistics
+            for param in owner.parameters(recurse=False):
+                param.data = param.data.to(torch.bfloat16)
     optimizer = CPUAdam(masters.values(), **recipe.adam)
     losses = []
     for step in range(recipe.steps):

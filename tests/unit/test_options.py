@@ -73,7 +73,7 @@ def test_a_norm_that_would_clip_nothing_in_silence_is_refused(max_norm: float) -
 def test_a_config_alone_is_what_the_model_is_built_with() -> None:
     config = GeminiConfig(precision=torch.bfloat16, device_bytes=2**20)
     with GeminiDDP(nn.Linear(4, 4), "cpu", config=config) as model:
-        assert model.config is config
+        assert model._gemini.config is config
         assert model.stats()["device"]["budget_bytes"] == 2**20
 
 

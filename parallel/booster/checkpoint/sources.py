@@ -75,20 +75,20 @@ def model_contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _managed_contents(model: GeminiDDP) -> ModelContents:
-    model.manager.lock.refuse_all()
-    model.storage.mixture.refuse("save_model")
-    model.manager.run_pending()
-    model.manager.recover()  # an operator that raised may have left chunks pinned
+    model._gemini.manager.lock.refuse_all()
+    model._gemini.storage.mixture.refuse("save_model")
+    model._gemini.manager.run_pending()
+    model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
     buffers = contents.buffers(model)
     aliases = {**contents.aliases(model), **tied_names(buffers)}
-    sources = [_weight_source(model, slot) for slot in model.storage.slots.values()]
+    sources = [_weight_source(model, slot) for slot in model._gemini.storage.slots.values()]
     sources += [copied_source(name, value) for name, value in buffers.items() if name not in aliases]
     return ModelContents(sources, aliases, contents.extra_states(model))
 
 
 def _weight_source(model: GeminiDDP, slot: ManagedSlot) -> TensorSource:
     """Return the source of a managed weight: of its fp32 master if it has one. All ranks must run it."""
-    read = partial(read_values, slot, model.manager)
+    read = partial(read_values, slot, model._gemini.manager)
     return whole_source(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape), read)
 
 

@@ -1,0 +1,186 @@
+"""Under mixed precision buffers keep their type and what needs fp32 keeps it; what met 16 bits still runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_harness import KIB, Recipe, assert_trains_alike, random_batch, seeded, tight
+from training_models import square_loss
+
+from gemini import ConfigError, GeminiAdamOptimizer, GeminiDDP
+
+HALVES = pytest.mark.parametrize("precision", ["bf16", "fp16"])
+
+
+class Rotary(nn.Module):
+    """Turns its input by angles that are far positions times a frequency."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 32) / 32), persistent=False)
+        self.register_buffer("count", torch.tensor(300.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes of angles in fp32."""
+        self.angles = 8191.0 * self.inv_freq
+        return self.linear(x * self.angles.cos().to(x.dtype))
+
+
+@HALVES
+def test_buffers_keep_type_and_bits(precision: str) -> None:
+    module = Rotary()
+    want = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with GeminiDDP(module, mixed_precision=precision) as model:
+        model(torch.ones(2, 32))
+        for name, buffer in module.named_buffers():
+            assert buffer.dtype == want[name].dtype
+            assert torch.equal(buffer, want[name])
+
+
+class Positions(nn.Module):
+    """Adds a buffer in fp32 to what an embedding gives: everything behind it gets fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 32)
+        self.register_buffer("positions", torch.randn(8, 32))
+        self.register_buffer("weights", torch.ones(32, dtype=torch.float64))
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return four numbers for each token."""
+        return self.last(self.layers(self.tokens(x) + self.positions) * self.weights)
+
+
+class Derived(nn.Module):
+    """Has buffers that operators take beside the parameter that they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.utils.spectral_norm(nn.Linear(32, 16)),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return four numbers for each row."""
+        return self.layers(x)
+
+
+@HALVES
+@pytest.mark.parametrize(
+    ("build", "inputs"), [(Positions, torch.arange(16).view(2, 8)), (Derived, random_batch(0, 4, 32))]
+)
+def test_what_meets_a_buffer_in_fp32_runs_with_the_same_bits_under_any_budget(
+    build: Any, inputs: Tensor, precision: str, tmp_path: Path
+) -> None:
+    losses = []
+    for options in ({}, tight(tmp_path, 80 * KIB)):
+        with GeminiDDP(seeded(build), mixed_precision=precision, **options) as model:
+            optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+            for _ in range(3):
+                loss = model(inputs).float().square().mean()
+                optimizer.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+            with torch.no_grad():
+                losses.append(float(model.eval()(inputs).sum()))
+    assert losses[:4] == losses[4:]
+    assert all(map(math.isfinite, losses))
+
+
+def test_batch_norm_trains_as_with_fp32_parameters_and_statistics(tmp_path: Path) -> None:
+    assert_trains_alike(
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)),
+        square_loss,
+        tight(tmp_path, 40 * KIB),
+        Recipe(steps=5, precision="bf16", clip=("norm", 0.1)),
+    )
+
+
+class Router(nn.Module):
+    """Casts its own parameters in forward, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(32, 4, bias=False)
+        self.dtype = torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return probabilities in the type of ``x``."""
+        self.classifier = self.classifier.to(self.dtype)
+        return self.classifier(x.to(self.dtype)).softmax(-1).to(x.dtype)
+
+
+class Experts(nn.Module):
+    """A router, a part that the model keeps in fp32, and layers that compute in 16 bits."""
+
+    _keep_in_fp32_modules = ("wo", "scale")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.wi, self.wo, self.worn = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(4, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many numbers as there came."""
+        return self.wo(self.wi(x) + self.worn(self.router(x))) * self.scale
+
+
+@HALVES
+def test_what_says_that_it_needs_fp32_keeps_it_in_chunks_of_its_own(precision: str, tmp_path: Path) -> None:
+    losses = []
+    for options in ({}, tight(tmp_path, 64 * KIB)):
+        with GeminiDDP(seeded(Experts), mixed_precision=precision, **options) as model:
+            kept = {name for name, param in model.module.named_parameters() if param.dtype == torch.float32}
+            assert kept == {"router.classifier.weight", "wo.weight", "wo.bias", "scale"}
+            optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+            for step in range(4):
+                loss = (model(random_batch(step, 4, 32)).float() - 1).square().mean()
+                optimizer.backward(loss)
+                optimizer.clip_grad_by_norm(1.0)
+                optimizer.step()
+                losses.append(loss.item())
+            assert "exp_avg" in optimizer.state_dict()["state"][0]
+    assert losses[:4] == losses[4:]
+
+
+def test_keep_fp32_names_whole_parts_of_names() -> None:
+    module = nn.ModuleDict({"head": nn.Linear(4, 4), "head2": nn.Linear(4, 4), "body": nn.Linear(4, 4)})
+    with GeminiDDP(module, mixed_precision="bf16", keep_fp32=["head", "body.bias"]):
+        kept = {name for name, param in module.named_parameters() if param.dtype == torch.float32}
+        assert kept == {"head.weight", "head.bias", "body.bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mixed_precision": "bf16", "keep_fp32": ["heads"]}, "'heads'"),
+        ({"mixed_precision": "bf16", "keep_fp32": "head"}, "list of names"),
+        ({"keep_fp32": ["0"]}, "mixed_precision"),
+    ],
+)
+def test_keep_fp32_without_effect_is_refused(options: dict[str, Any], says: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=says):
+        GeminiDDP(module, **options)
+    assert type(module[0].weight) is nn.Parameter
+
+
+def test_types_that_torch_refuses_stay_refused_without_mixed_precision() -> None:
+    with (
+        GeminiDDP(nn.Linear(4, 4, dtype=torch.bfloat16)) as model,
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        model(torch.ones(2, 4))
