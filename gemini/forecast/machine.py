@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError
+from gemini.files import read_regular
 from gemini.memstats import LinkSpeed
 
 _FORMAT = "gemini-machine-1"
+_LARGEST_BYTES = 1 << 20
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -91,11 +93,13 @@ class MachineSpeeds:
             ConfigError: it is missing, no such file, or describes no machine.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(read_regular(path, _LARGEST_BYTES).decode("utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the machine {path}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{path} describes no machine: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"{path} describes no machine: it is nested too deeply") from None
         if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
             raise ConfigError(
                 f'{path} is no machine description: it needs "format": "{_FORMAT}"; '
