@@ -36,6 +36,7 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. What the numbers mean: docs/plan.md
 
 # What makers of common 1 TB drives promise.
 DEFAULT_TBW = "600TB"
+DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
 EXIT_MISFIT = 1
@@ -66,9 +67,9 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--seq",
         type=_count,
-        default=1024,
         metavar="N",
-        help="tokens per sample, where it has any (default: 1024)",
+        help=f"tokens per sample, where it has any (default: {DEFAULT_SEQ}, or as many as the model has "
+        "positions for)",
     )
     group.add_argument(
         "--accumulation",
@@ -121,7 +122,9 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.plan_output import render
     from gemini.forecast.report import make_report
 
-    source = find_model(options.model, ModelOptions(options.seq, options.checkpointing))
+    seq = DEFAULT_SEQ if options.seq is None else options.seq
+    asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
+    source = find_model(options.model, asked)
     with Console(stderr=True).status("measuring this machine") as status:
         settings = dataclasses.replace(settings_from(options), tell=status.update)
         if options.save_machine is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.cli.plan_hugging_face import hugging_face
 from gemini.errors import ConfigError
-from gemini.files import parse_json, read_regular
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.runtime import init_on
@@ -41,6 +41,7 @@ class ModelOptions:
 
     seq: int
     checkpointing: bool
+    seq_is_asked: bool = True
 
 
 def find_model(name: str, options: ModelOptions) -> ModelSource:
@@ -54,14 +55,26 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
     if name_or_shape.startswith("gpt:"):
         return _gpt(name, name_or_shape.removeprefix("gpt:"), options)
     path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
-        return _hugging_face(path / "config.json" if path.is_dir() else path, options)
+    if _is_directory(path) or path.suffix == ".json":
+        return hugging_face(
+            path / "config.json" if _is_directory(path) else path,
+            options.seq,
+            seq_is_asked=options.seq_is_asked,
+            checkpointing=options.checkpointing,
+        )
     if ":" in name:
         return _factory(name, options)
     raise ConfigError(
         f"{name!r} is no model: give a preset ({', '.join(PRESETS)}), gpt:layers=..,hidden=..,heads=.., "
         "module:function, or the path of a Hugging Face config.json"
     )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a directory that may not be looked into
+        return False
 
 
 def _gpt(name: str, shape: str, options: ModelOptions) -> ModelSource:
@@ -93,14 +106,15 @@ def _tokens(batch: int, seq: int) -> torch.Tensor:
 def _factory(name: str, options: ModelOptions) -> ModelSource:
     function = _import(name)
     accepted = inspect.signature(function).parameters
-    given: dict[str, Any] = {"seq": options.seq} if "seq" in accepted else {}
+    given: dict[str, Any] = {}
     if "checkpointing" in accepted:
         given["checkpointing"] = options.checkpointing
     elif options.checkpointing:
         raise ConfigError(f"--checkpointing: {name} has no parameter 'checkpointing' to pass it to")
 
-    def made(batch: int) -> tuple[Any, ...]:
-        made = function(**given, **({"batch": batch} if "batch" in accepted else {}))
+    def made(batch: int, seq: int) -> tuple[Any, ...]:
+        sizes = {"batch": batch, "seq": seq}
+        made = function(**given, **{key: size for key, size in sizes.items() if key in accepted})
         made = made if isinstance(made, tuple) else (made,)
         if not 1 <= len(made) <= 3 or not isinstance(made[0], nn.Module):
             raise ConfigError(
@@ -109,20 +123,29 @@ def _factory(name: str, options: ModelOptions) -> ModelSource:
             )
         return made
 
-    def build(batch: int) -> Example:
-        module, *rest = made(batch)
+    def build(batch: int, seq: int) -> Example:
+        module, *rest = made(batch, seq)
         if not rest:
-            return Example(module, (_tokens(batch, options.seq),))
+            return Example(module, (_tokens(batch, seq),))
         inputs = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
         return Example(module, inputs if "batch" in accepted else _with_batch(inputs, batch))
 
     with init_on("meta"):
-        first = made(1)
+        first = made(1, options.seq)
     loss: LossFunction = first[2] if len(first) == 3 else mean_of_outputs
     sequences = len(first) == 1 or "seq" in accepted
-    return ModelSource(
-        name, build, loss, options.seq if sequences else 1, "tokens" if sequences else "samples"
-    )
+
+    def source(seq: int) -> ModelSource:
+        return ModelSource(
+            name,
+            lambda batch: build(batch, seq),
+            loss,
+            seq if sequences else 1,
+            "tokens" if sequences else "samples",
+            resized=source if sequences else None,
+        )
+
+    return source(options.seq)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -154,83 +177,3 @@ def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
 
     changed: tuple[Any, ...] = map_tensors(inputs, resized)
     return changed
-
-
-# -- Hugging Face ---------------------------------------------------------------------------------
-
-
-def _hugging_face(path: Path, options: ModelOptions) -> ModelSource:
-    try:
-        fields = parse_json(read_regular(path, _MAX_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the model config {path}: {error}") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ConfigError(f'{path} is no Hugging Face model config: it has no "model_type"')
-    try:
-        import transformers  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} describes a {fields['model_type']!r} model, which the package transformers builds: "
-            f"pip install transformers ({error})"
-        ) from error
-    for name in ("dtype", "torch_dtype"):  # --dtype says what to compute in; masters are fp32
-        fields.pop(name, None)
-    try:
-        config = transformers.AutoConfig.for_model(**fields)
-    except Exception as error:  # of as many classes as transformers has checks
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"transformers takes {path} for no {fields['model_type']!r} model: {reason:.300}; correct it, or "
-            "install the version of transformers that it was written by"
-        ) from error
-    wanted = list(fields.get("architectures") or ())
-    classes: list[Any] = [getattr(transformers, each) for each in wanted if hasattr(transformers, each)]
-    if wanted and not classes:
-        raise ConfigError(
-            f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: correct the "
-            "name, install a version of transformers that has it, or take the entry out, for a model "
-            "without a head"
-        )
-
-    def build(batch: int) -> Example:
-        module = classes[0]._from_config(config) if classes else transformers.AutoModel.from_config(config)
-        if options.checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return Example(_Keywords(module), (_hugging_face_inputs(module, config, batch, options.seq),))
-
-    images = hasattr(config, "image_size")
-    return ModelSource(
-        f"{Path(path.parent.name, path.name)} ({fields['model_type']})",
-        build,
-        mean_of_outputs,
-        1 if images else options.seq,
-        "samples" if images else "tokens",
-    )
-
-
-class _Keywords(nn.Module):
-    """A model that is called with a dict of its keyword arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, arguments: dict[str, Any]) -> Any:
-        """Call the model."""
-        return self.model(**arguments)
-
-
-def _hugging_face_inputs(module: nn.Module, config: Any, batch: int, seq: int) -> dict[str, Any]:
-    accepted = inspect.signature(module.forward).parameters
-    if "pixel_values" in accepted and "input_ids" not in accepted:
-        size, channels = config.image_size, getattr(config, "num_channels", 3)
-        inputs = {"pixel_values": torch.empty(batch, channels, size, size, device="meta")}
-        return inputs | (
-            {"labels": torch.empty(batch, dtype=torch.int64, device="meta")} if "labels" in accepted else {}
-        )
-    inputs = {"input_ids": _tokens(batch, seq)}
-    if getattr(config, "is_encoder_decoder", False) and "labels" not in accepted:
-        inputs["decoder_input_ids"] = _tokens(batch, seq)
-    if "labels" in accepted:
-        inputs["labels"] = _tokens(batch, seq)
-    return inputs

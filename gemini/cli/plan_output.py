@@ -48,6 +48,8 @@ def _verdict(report: Report) -> Panel:
             lines.append(f"\n- {obstacle}")
         if not report.largest_batch:
             lines.append("\nNo batch size fits these budgets.")
+    for note in report.notes:
+        lines.append(f"\n{note}")
     return Panel(lines, title=what, title_align="left", expand=False)
 
 

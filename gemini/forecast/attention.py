@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-_Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 class AttentionOfCpu(TorchFunctionMode):
@@ -55,11 +55,12 @@ def _attention(
 
 
 def _geometry(tensor: torch.Tensor | None) -> _Geometry | None:
-    """Return shape, stride and dtype for a batch of one: the choice does not depend on its size."""
+    """Return shape, stride, dtype, and whether it has a gradient (no fused kernel makes that of a mask), for
+    a batch of one: the choice does not depend on its size."""
     if tensor is None:
         return None
     shape = (min(tensor.shape[0], 1), *tensor.shape[1:]) if tensor.ndim == 4 else tuple(tensor.shape)
-    return shape, tuple(tensor.stride()), tensor.dtype
+    return shape, tuple(tensor.stride()), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled()
 
 
 @lru_cache(maxsize=64)
@@ -68,9 +69,11 @@ def _choice(
 ) -> int:
     """Return which attention torch would take for such tensors on the CPU; their memory is not touched."""
     with _disable_current_modes():
-        tensors: list[Any] = [
-            None if geometry is None else torch.empty_strided(*geometry[:2], dtype=geometry[2], device="cpu")
-            for geometry in operands
-        ]
+        tensors: list[Any] = [None if geometry is None else _like(geometry) for geometry in operands]
         choose: Any = torch._fused_sdp_choice
         return int(choose(*tensors, dropout_p, is_causal, enable_gqa=enable_gqa))
+
+
+def _like(geometry: _Geometry) -> torch.Tensor:
+    shape, stride, dtype, requires_grad = geometry
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", requires_grad=requires_grad)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from gemini.device import free_memory_bytes
+from gemini.forecast.grouped import GROUPED_MM
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Operation, Period, TensorSpec
 
@@ -101,6 +102,8 @@ def sample(
 
 def prepare(operation: Operation) -> Callable[[], object] | None:
     """Return a call of the operation that has been made once, or None where it cannot be called like this."""
+    if operation.function is GROUPED_MM:  # rows of no group are not computed, and offsets of zeros name none
+        return None
     args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
     kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
 

@@ -12,8 +12,10 @@ from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.cost import OperationCosts, sample
 from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.meter import TooManyCalls
 from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
 from gemini.forecast.source import ModelSource
+from gemini.forecast.stretch import Stretch, spans
 from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
@@ -45,12 +47,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outlook:
-    """One batch size: what it needs, and why it does not fit, if so."""
+    """One batch size: what it needs, and why it does not fit, if so. ``source``: how it was rehearsed;
+    ``stretch``: where that was with fewer tokens."""
 
+    source: ModelSource
     batch: int
     rehearsal: Rehearsal
     blueprint: Blueprint
     obstacles: tuple[str, ...]
+    stretch: Stretch | None = None
 
     @property
     def non_model_bytes(self) -> int:
@@ -74,6 +79,9 @@ class StepTime:
 # Chunks become as fine as DEVICE is small, and a rehearsal as long. Of one that is refused in any case, it is
 # that of a DEVICE with at least this part of the model data.
 _FINEST = 256
+# Some seconds. A pass of more is one of many layers, or of a loop over tokens: then fewer tokens do.
+_MOST_CALLS = 16_000
+_FEW_TOKENS = 16
 
 
 def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
@@ -83,16 +91,49 @@ def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
         ConfigError: the model cannot be managed.
     """
     settings.tell(f"rehearsing a step of batch {batch}")
+    source, blueprint, rehearsal, stretch = _rehearsed_in_bounds(source, settings, batch)
+    obstacles = [*_lacking_space(blueprint, settings), *_obstacles(blueprint, rehearsal.trace, batch)]
+    return Outlook(source, batch, rehearsal, blueprint, tuple(obstacles), stretch)
+
+
+def _rehearsed_in_bounds(
+    source: ModelSource, settings: Settings, batch: int
+) -> tuple[ModelSource, Blueprint, Rehearsal, Stretch | None]:
+    """Rehearse a step, one of fewer tokens where it runs token by token; return how that was done, too."""
+    if source.spans is None:
+        try:
+            most_calls = None if source.resized is None else _MOST_CALLS
+            return source, *_rehearsed(source, settings, batch, most_calls=most_calls), None
+        except TooManyCalls:
+            source = _with_spans(source, settings, batch)
+    if source.spans is None or source.resized is None:
+        return source, *_rehearsed(source, settings, batch), None
+    shorter = tuple(_rehearsed(source.resized(tokens), settings, batch)[1] for tokens in source.spans)
+    stretch = Stretch(shorter, source.spans, source.tokens)
+    blueprint = draw_blueprint(source.example(batch).module, settings.config)
+    return source, blueprint, stretch.rehearsal(), stretch
+
+
+def _with_spans(source: ModelSource, settings: Settings, batch: int) -> ModelSource:
+    """Return the source with what to rehearse instead, if it runs token by token."""
+    assert source.resized is not None
+    few, more = (_rehearsed(source.resized(n * _FEW_TOKENS), settings, batch)[1] for n in (1, 2))
+    most_calls = _MOST_CALLS // 2 * settings.accumulation
+    found = spans(_FEW_TOKENS, few.num_calls, more.num_calls, most_calls)
+    return replace(source, spans=found, resized=source.resized if found else None)
+
+
+def _rehearsed(
+    source: ModelSource, settings: Settings, batch: int, *, most_calls: int | None = None
+) -> tuple[Blueprint, Rehearsal]:
     example, config = source.example(batch), settings.config
     blueprint = rehearsed = draw_blueprint(example.module, config)
     least_bytes = blueprint.context.size.total_bytes // _FINEST
     if _misfit(blueprint) is not None and blueprint.context.capacity.device_bytes < least_bytes:
         config = replace(config, device_bytes=least_bytes)
         rehearsed = draw_blueprint(example.module, config)
-    recipe = Recipe(source.loss, settings.accumulation, settings.clips_norm)
-    rehearsal = rehearse(example.module, example.inputs, recipe, config, rehearsed)
-    obstacles = [*_lacking_space(blueprint, settings), *_obstacles(blueprint, rehearsal.trace, batch)]
-    return Outlook(batch, rehearsal, blueprint, tuple(obstacles))
+    recipe = Recipe(source.loss, settings.accumulation, settings.clips_norm, most_calls)
+    return blueprint, rehearse(example.module, example.inputs, recipe, config, rehearsed)
 
 
 def time_step(outlook: Outlook, settings: Settings) -> StepTime:
@@ -107,11 +148,11 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
         settings.tell(f"timing operators for {settings.sample_seconds:g} s")
         samples = sample(rehearsal.periods, machine, limit_seconds=settings.sample_seconds)
     costs = OperationCosts(machine, samples)
-    trace = replace(
-        rehearsal.trace,
-        seconds=tuple(costs.period_seconds(period) for period in rehearsal.periods),
-        links=machine.links,
-    )
+    seconds = [costs.period_seconds(period) for period in rehearsal.periods]
+    if outlook.stretch is not None:
+        growth = outlook.stretch.growth(OperationCosts(machine).period_seconds)
+        seconds = [each * factor for each, factor in zip(seconds, growth, strict=True)]
+    trace = replace(rehearsal.trace, seconds=tuple(seconds), links=machine.links)
     budgets = _budgets(outlook, machine)
     settings.tell("planning what stays on DEVICE")
     plan = choose_plan(Iteration.of_trace(trace, overlap=True), budgets)

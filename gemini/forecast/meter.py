@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gemini.errors import GeminiError
+from gemini.forecast.grouped import GROUPED_MM, grouped_mm, grouped_mm_flops
+
 _aten = torch.ops.aten
 
 
@@ -61,8 +64,14 @@ class Period:
     peak_bytes: int = 0
 
 
+class TooManyCalls(GeminiError):
+    """A step makes more operator calls than were allowed."""
+
+
 class Meter(TorchDispatchMode):
     """Counts every operator, and every storage that one of them makes for as long as somebody holds it.
+
+    It raises TooManyCalls at the operator call behind the last of ``most_calls``.
 
     Storages that exist before are no non-model data of the step: inputs, buffers, chunks. Periods begin with
     :meth:`open_period`; what comes before the first belongs to the last, because the iteration repeats.
@@ -71,8 +80,10 @@ class Meter(TorchDispatchMode):
     counted in ``num_guesses``; any other value cannot be had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_calls: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.num_calls = 0
+        self._most_calls = most_calls
         self.periods: list[Period] = []
         self.num_guesses = 0
         self._prelude = Period()
@@ -104,19 +115,35 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.num_calls += 1
+        if self._most_calls is not None and self.num_calls > self._most_calls:
+            raise TooManyCalls(f"the step makes more than {self._most_calls} operator calls")
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             self.num_guesses += 1
             return True
+        if func is _aten.index.Tensor and _in_backward():
+            args = (args[0], self._chosen(args[1]))
         for tensor in chain(_tensors(args), _tensors(kwargs)):
             self._know(tensor, new=False)
         # Some kernels for meta are Python: what they do with a managed tensor is no operator of the step.
         with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
+            out = (grouped_mm if func is GROUPED_MM else func)(*args, **kwargs)
         for tensor in _tensors(out):
             self._know(tensor, new=True)
         if not func.is_view and func not in _FREE and func.namespace == "aten":
             self._period.operations[self._operation(func, args, kwargs, out)] += 1
         return out
+
+    def _chosen(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return indices without masks: the gradient of what a mask chose is taken to be that of all."""
+        chosen: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                chosen.append(index)
+                continue
+            self.num_guesses += 1
+            chosen += index.ndim * [index.new_empty(index.numel(), dtype=torch.int64)]
+        return chosen
 
     def _know(self, tensor: torch.Tensor, *, new: bool) -> None:
         """Count the storage of ``tensor`` from its first sight to its end; an old one counts nothing."""
@@ -150,6 +177,10 @@ class Meter(TorchDispatchMode):
         return operation
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 # Make memory known and touch none of it.
 _FREE = {
     _aten.detach.default,
@@ -176,6 +207,7 @@ def _cpu_attention_backward_flops(args: tuple[Any, ...], _out: Any) -> int:
 _MORE_FLOPS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward_flops,
+    _aten._grouped_mm: grouped_mm_flops,
 }
 
 

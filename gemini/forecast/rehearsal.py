@@ -53,21 +53,25 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step trains. ``accumulation``: forward and backward passes per update."""
+    """How a step trains. ``accumulation``: forward and backward passes per update. ``most_calls``: of
+    operators in one pass."""
 
     loss: LossFunction
     accumulation: int = 1
     clips_norm: bool = True
+    most_calls: int | None = None
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """What one step does. ``trace`` has no compute times; ``periods`` say what there is to compute.
-    ``num_guesses``: how often the model looked at a value, which was not there."""
+    ``num_guesses``: how often the model looked at a value, which was not there.
+    ``num_calls``: of operators."""
 
     trace: Trace
     periods: tuple[Period, ...]
     num_guesses: int
+    num_calls: int
 
 
 def rehearse(
@@ -77,8 +81,9 @@ def rehearse(
 
     Raises:
         ConfigError: the module cannot be managed, or looks at values, which are not there.
+        TooManyCalls: as the recipe has it.
     """
-    meter = Meter()
+    meter = Meter(None if recipe.most_calls is None else recipe.most_calls * recipe.accumulation)
     model = _RehearsedModel(module, config, blueprint, meter)
     optimizer = _RehearsedOptimizer(model, meter, recipe.clips_norm)
     with torch.device("meta"), AttentionOfCpu(), meter:
@@ -92,7 +97,7 @@ def rehearse(
     assert recorded is not None
     periods = tuple(meter.finish())
     trace = replace(recorded, non_model_bytes=tuple(period.peak_bytes for period in periods))
-    return Rehearsal(trace, periods, meter.num_guesses)
+    return Rehearsal(trace, periods, meter.num_guesses, meter.num_calls)
 
 
 @contextmanager

@@ -67,6 +67,18 @@ class Report:
         """Elements of all parameters, tied ones once."""
         return sum(spec.layout.used_numel for spec in self.outlook.blueprint.groups)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided in the user's place, a line each."""
+        if self.source.spans is None:
+            return self.source.notes
+        few, more, most = self.source.spans
+        return (
+            *self.source.notes,
+            f"It runs token by token: steps of {few}, {more} and {most} {self.source.unit} were rehearsed, "
+            f"and memory and times extrapolated to {self.source.tokens:,}.",
+        )
+
     def code(self) -> str:
         """Return the Python lines that build what was forecast."""
         config, accumulation = self.settings.config, self.settings.accumulation
@@ -115,6 +127,8 @@ class Report:
             },
             "moments": trace.num_moments,
             "chunks": len(trace.chunk_bytes),
+            "notes": list(self.notes),
+            "extrapolated_from": None if self.source.spans is None else list(self.source.spans),
             "guessed_values": self.outlook.rehearsal.num_guesses,
             "step": _step_dict(self.step),
             "units_to_compute_bound": self.units_to_compute_bound,
@@ -136,6 +150,7 @@ def make_report(source: ModelSource, settings: Settings, *, tbw_bytes: int) -> R
             step = time_step(outlook, settings)
         except OutOfBudgetError as error:
             obstacles.append(str(error))
+    source = outlook.source
     largest = largest_batch(source, settings, outlook)
     if obstacles and largest:
         obstacles[-1] += f"; batch {largest} fits"

@@ -26,13 +26,21 @@ class Example:
 @dataclass(frozen=True)
 class ModelSource:
     """``build(batch)`` makes the model anew, with inputs of that batch size; it runs while torch makes
-    everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``."""
+    everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``.
+
+    ``notes``: lines for the report, on what was decided in the user's place. ``resized(tokens)`` is the same
+    with another number of tokens per sample, where that can be had; ``spans``: the numbers that are rehearsed
+    instead of ``tokens``.
+    """
 
     name: str
     build: Callable[[int], Example]
     loss: LossFunction
     tokens: int = 1
     unit: str = "samples"
+    notes: tuple[str, ...] = ()
+    resized: Callable[[int], ModelSource] | None = None
+    spans: tuple[int, int, int] | None = None
 
     def example(self, batch: int) -> Example:
         """Return the model and inputs for ``batch``.

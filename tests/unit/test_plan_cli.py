@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import shutil
 import sys
@@ -194,85 +193,6 @@ def test_presets_have_the_published_sizes() -> None:
         module = find_model(name, ModelOptions(1024, checkpointing=False)).example(1).module
         assert sum(each.numel() for each in module.parameters()) == pytest.approx(parameters, rel=0.02)
     assert published.keys() < PRESETS.keys()
-
-
-def test_a_hugging_face_config_needs_transformers_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    real_import = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "transformers":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match="pip install transformers"):
-        find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
-
-
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
-
-
-def test_a_config_that_transformers_refuses_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class AutoConfig:
-        @staticmethod
-        def for_model(**_fields: Any) -> None:
-            raise ValueError("no heads\nto speak of" + 1000 * "!")
-
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=AutoConfig))
-    with pytest.raises(ConfigError, match="no 'llama' model: no heads to speak of") as refusal:
-        find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
-    assert len(str(refusal.value).replace(str(tmp_path), "")) < 500
-
-
-@pytest.mark.parametrize(
-    ("path", "name"), [("own.json", "own.json (llama)"), ("dir", "dir/config.json (llama)")]
-)
-def test_a_hugging_face_model_has_the_name_of_its_file(
-    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SimpleNamespace(for_model=lambda **_fields: SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=config))
-    monkeypatch.chdir(tmp_path)
-    Path("dir").mkdir()
-    for file in (Path("own.json"), Path("dir", "config.json")):
-        file.write_text('{"model_type": "llama"}')
-    assert find_model(path, ModelOptions(32, checkpointing=False)).name == name
-
-
-def test_an_architecture_that_transformers_lacks_is_no_other_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SimpleNamespace(for_model=lambda **_fields: SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=config))
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLN"]}))
-    with pytest.raises(ConfigError, match=r"no 'LlamaForCausalLN'.*correct the name"):
-        find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
-
-
-@pytest.mark.parametrize("options", [[], ["--checkpointing"]])
-def test_a_hugging_face_config_is_built_and_rehearsed(
-    options: list[str], tmp_path: Path, described: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers", reason="optional: builds models from a config.json")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    code, found = plan([str(tmp_path), *described, *options, "--device-bytes", "8MiB"], capsys)
-    assert code == 0
-    assert found["units_per_step"] == 32
 
 
 def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
