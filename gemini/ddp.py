@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -393,8 +393,8 @@ class GeminiDDP(LoadsAsPart):
         )
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GeminiDDP:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a GeminiDDP cannot be copied: its memory is under one budget; copy.deepcopy(model.module) "
-            "gives an ordinary, unmanaged model"
+            "a GeminiDDP cannot be copied or pickled: its memory is under one budget; model.module can, and "
+            "copy.deepcopy(model.module) gives an ordinary, unmanaged model"
         )

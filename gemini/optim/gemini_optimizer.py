@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
 from gemini.optim.managed_groups import ManagedGroups
-from gemini.optim.state_exchange import checked_state, export_state, import_together
+from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.host_states import choose_host_updates
@@ -39,8 +40,8 @@ from gemini.runtime.phases import OPTIMIZER
 class GeminiOptimizer(ManagedGroups):
     """Run the Adam of ``optim`` on the chunks of ``model``.
 
-    Shares the parameter groups of ``optim``, so schedulers may hold either. :meth:`step` consumes the
-    gradients: their memory is given back and ``param.grad`` is None afterwards.
+    Shares the parameter groups and hooks of ``optim``, so schedulers may hold either. :meth:`step` consumes
+    the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
         optim: a CPUAdam or HybridAdam over parameters of ``model`` (made before or after wrapping).
@@ -88,6 +89,7 @@ class GeminiOptimizer(ManagedGroups):
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
         super().__init__(optim.param_groups, optim.defaults)
+        self.share_hooks(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
@@ -112,6 +114,7 @@ class GeminiOptimizer(ManagedGroups):
             )
         model.manager.watcher = self._in_backward
         model.manager.order.updates_in_backward = self._in_backward is not None
+        take_over_state(self, optim)
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -215,11 +218,7 @@ class GeminiOptimizer(ManagedGroups):
 
         Streamed as :meth:`GeminiDDP.state_dict`.
         """
-        self.require_complete("state_dict")
-        state = export_state(self)
-        if self.loss_scale is not None:
-            state["loss_scale"] = self.loss_scale.state_dict()
-        return state
+        return self._hooked_state(partial(export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way
@@ -231,12 +230,13 @@ class GeminiOptimizer(ManagedGroups):
         """
         self.model.manager.lock.refuse_all()
         rank = rank_of(self.model)
-        loaded = rank.together(lambda: checked_state(self, state_dict))
+        loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
         with self._completeness.load_states():
             import_together(self, loaded, rank)
         self._forget_scale()
-        if self.loss_scale is not None and "loss_scale" in state_dict:
-            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        if self.loss_scale is not None and loaded.loss_scale is not None:
+            self.loss_scale.load_state_dict(loaded.loss_scale)
+        self._after_load()
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from gemini.ddp import GeminiDDP
+from gemini.errors import StateError
 from gemini.optim.arguments import check_parameters
+from gemini.optim.managed_states import ManagedStates
+from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ManagedSlot
 
+if TYPE_CHECKING:
+    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
-class ManagedGroups(torch.optim.Optimizer):
+
+class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
     model: GeminiDDP
@@ -28,6 +34,16 @@ class ManagedGroups(torch.optim.Optimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
+
+    @property  # type: ignore[override]
+    def state(self) -> ManagedStates:
+        """The state of each parameter, to be read."""
+        return ManagedStates(cast("GeminiOptimizer", self))
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if states:  # torch begins with none
+            raise StateError("states live in the model's chunks; load_state_dict() replaces them")
 
     @property
     def slots(self) -> set[ManagedSlot]:

@@ -12,9 +12,11 @@ import torch
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
+from gemini.optim.wrapped import hooks_set_aside
 from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
 
@@ -59,7 +61,9 @@ def write_state_range(
 
 
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
-    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does."""
+    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does, and the loss
+    scale where there is one. Runs pending updates."""
+    optimizer.require_complete("state_dict")
     slots = _slots_in_order(optimizer)
     directory = optimizer.model.manager.chunks.budgets.disk_dir
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
@@ -79,16 +83,20 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         count = len(group["params"])
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
-    return {"state": state, "param_groups": groups}
+    exported: dict[str, Any] = {"state": state, "param_groups": groups}
+    if optimizer.loss_scale is not None:
+        exported["loss_scale"] = optimizer.loss_scale.state_dict()
+    return exported
 
 
 @dataclass(frozen=True)
 class CheckedState:
-    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, and what there
-    is of each parameter."""
+    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, what there is
+    of each parameter, and the loss scale that may come along."""
 
     groups: list[dict[str, Any]]
     states: dict[ManagedSlot, dict[str, Any]]
+    loss_scale: dict[str, float] | None
 
 
 def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> CheckedState:
@@ -108,7 +116,7 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
     }
     for slot, entry in states.items():
         _check_entry(slot, entry)
-    return CheckedState(groups, states)
+    return CheckedState(groups, states, state_dict.get("loss_scale"))
 
 
 def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
@@ -121,6 +129,16 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
                 write_state(optimizer, slot, kind, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def take_over_state(optimizer: GeminiOptimizer, optim: KernelAdam) -> None:
+    """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
+    if not optim.state:
+        return
+    with hooks_set_aside(optim):
+        earlier = checked_state(optimizer, optim.state_dict())
+    import_state(optimizer, earlier)
+    optim.state.clear()
 
 
 def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:

@@ -25,6 +25,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._unscaled = False  # since the last step, by clipping
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Not Optimizer's: that has groups and state alone, and its counterpart puts hooks around step(),
+        # within which those of ``optim`` run.
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: the object is being copied or unpickled
             raise AttributeError(name)

@@ -11,12 +11,13 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
+from gemini.state_as_part import NamedAsWrapped
 
 from .collectives import Collectives
 from .optimizer import LowLevelZeroOptimizer
 
 
-class LowLevelZeroModel(nn.Module):
+class LowLevelZeroModel(NamedAsWrapped):
     """Run ``module`` in the precision of its optimizer.
 
     Floating-point buffers, and parameters that the optimizer has not cast, get ``dtype`` here, in place. The

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.wrapped import WrappedOptimizer, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
@@ -19,16 +21,18 @@ from .params import ShardedParams
 from .reducer import GradientReducer
 from .shards import ParamShard
 from .state import StateShard, export_state, exported_groups, import_state, state_shards
+from .states_by_param import StatesByParam
 
 
-class LowLevelZeroOptimizer(torch.optim.Optimizer):
+class LowLevelZeroOptimizer(WrappedOptimizer):
     """Cut optimizer states (and with stage 2 gradients) over data-parallel ranks.
 
     Wraps ``optimizer``, whose parameters become this rank's parts of the masters. To be made on all ranks in
     the same way, before the optimizer's first step or after; every rank starts with the weights of the first.
-    Shares the parameter groups of ``optimizer``, so schedulers may hold either. :meth:`step` consumes the
-    gradients. ``param.grad`` is None after backward. Methods are called by all ranks together, but for
-    :meth:`no_sync`, :meth:`state_shards` and the properties, which tell nobody anything.
+    Shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either. Gradients are here,
+    not in ``param.grad``, which raises between backward and :meth:`step`, which consumes them. Methods are
+    called by all ranks together, but for :meth:`no_sync`, :meth:`state_shards` and the properties, which tell
+    nobody anything.
 
     Args:
         optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...).
@@ -83,7 +87,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         check_options(clip_grad_norm, norm_type, reduce_bucket_size, communication_dtype)
-        if isinstance(optimizer, LowLevelZeroOptimizer):
+        if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
         check_optimizer(optimizer)
         self.stage = stage
@@ -99,6 +103,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optim = optimizer
         self.share_groups()
+        self.share_hooks(optimizer)
         halves = any(shard.param.dtype == torch.float16 for shard in self.sharded.shards)
         self.loss_scale = LossScale(scale) if halves else None
         self._reducer = GradientReducer(
@@ -108,7 +113,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             wire_dtype=communication_dtype,
             overlap=overlap_communication,
             partition=stage == 2,
-            check_scaled=self._check_scaled,
+            scaled=halves,
         )
         self._forget_scale()
         earlier = self.sharded.take_earlier_state()
@@ -209,7 +214,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         are ``"masters"``, the fp32 weights behind 16-bit parameters by parameter number, and ``"loss_scale"``
         under fp16. Takes the memory of the whole state; :meth:`state_shards` does not.
         """
-        return export_state(self)
+        return self._hooked_state(partial(export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of the wrapped optimizer's. With masters, weights are set too.
@@ -217,7 +222,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: groups or shapes do not match; nothing has changed.
         """
-        import_state(self, state_dict)
+        import_state(self, self._before_load(state_dict))
+        self._after_load()
 
     def state_shards(self) -> Iterator[StateShard]:
         """Yield this rank's part of the state, one parameter at a time; tensors are the optimizer's own."""
@@ -266,12 +272,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
     def _run_backward(
         self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool
     ) -> None:
-        self._in_backward = True
-        try:
-            with self._reducer.backward():
-                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-        finally:
-            self._in_backward = False
+        with self._reducer.backward():
+            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
 
     def _hold_scale(self, loss_scale: LossScale) -> float:
         """Remember the scale of these gradients: by the time of step() it may be another."""
@@ -282,13 +284,6 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             )
         self._scale = loss_scale.scale
         return self._scale
-
-    def _check_scaled(self) -> None:
-        if self.loss_scale is not None and not self._in_backward:
-            raise StateError(
-                "a gradient under fp16 did not come from optimizer.backward(loss), so its loss was not "
-                "scaled; call that instead of loss.backward()"
-            )
 
     def _settle(self) -> None:
         """Complete the gradients; once, see whether they overflowed and take the loss scale out."""
@@ -323,7 +318,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             for shard, grad in self._gradients():
                 if shard.master is not None:
                     shard.master.grad = grad
-            self.optim.step()
+            step_within(self.optim)
         finally:
             for shard in self.sharded.shards:
                 if shard.master is not None:
@@ -334,7 +329,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
 
     def _forget_scale(self) -> None:
         self._scale = self._settled_at = None
-        self._clipped = self._overflowed = self._in_backward = False
+        self._clipped = self._overflowed = False
 
     def gather_all(self) -> None:
         """Set all parameters from the masters."""
@@ -343,4 +338,4 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
     def share_groups(self) -> None:
         """Have the groups and states of the wrapped optimizer as one's own."""
         self.param_groups = self.optim.param_groups
-        self.state = self.optim.state
+        self.state = StatesByParam(self.optim.state, self.sharded.shards)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError, StateError
+from gemini.optim.wrapped import hooks_set_aside
 
 from .bucket import Bucket
 from .collectives import Collectives, Flight
@@ -37,7 +38,8 @@ class ShardedParams:
         self._collectives = collectives
         labels = _checked_labels(optimizer)
         _check_alike(optimizer, collectives)
-        self._earlier_state = optimizer.state_dict() if optimizer.state else None
+        with hooks_set_aside(optimizer):
+            self._earlier_state = optimizer.state_dict() if optimizer.state else None
         optimizer.state.clear()
         self.groups: list[list[ParamShard]] = []
         self.names: list[list[str] | None] = []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini.errors import ConfigError
+from gemini.optim.wrapped import hooks_set_aside
 
 from .shards import ParamShard
 
@@ -38,7 +39,8 @@ class StateShard:
 
 def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
     """Yield this rank's part of the state; see LowLevelZeroOptimizer.state_shards."""
-    states = optimizer.optim.state_dict()["state"]
+    with hooks_set_aside(optimizer.optim):
+        states = optimizer.optim.state_dict()["state"]
     place = 0
     for index, shard in enumerate(optimizer.sharded.shards):
         if shard.master is None:
@@ -61,7 +63,7 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
             for index, part in own.items()
         }
     )
-    state: dict[int, _Entry] = {}
+    state: dict[Any, Any] = {}
     masters: dict[int, torch.Tensor] = {}
     for index, shard in enumerate(optimizer.sharded.shards):
         names, values = described.get(index, ({}, {}))
@@ -74,6 +76,7 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
         if shard.has_master and shard.numel:
             mine = None if part is None else part.master
             masters[index] = _whole(optimizer, shard, mine, shard.master_dtype)
+    state |= _beside(optimizer.optim)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if masters:
         exported["masters"] = masters
@@ -85,7 +88,8 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
 def exported_groups(optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
     """Return the groups as a state dict has them, with the numbers of all parameters."""
     groups, first = [], 0
-    settings = optimizer.optim.state_dict()["param_groups"]
+    with hooks_set_aside(optimizer.optim):
+        settings = optimizer.optim.state_dict()["param_groups"]
     for group, shards, names in zip(settings, optimizer.sharded.groups, optimizer.sharded.names, strict=True):
         group = {**group, "params": list(range(first, first + len(shards)))}
         if names is not None:
@@ -116,7 +120,8 @@ def import_state(
             parts[saved.index].take(saved)
     for part in parts.values():
         part.check()
-    _load_own(optimizer, groups, list(parts.values()))
+    beside = {key: value for key, value in state_dict.get("state", {}).items() if key not in numbers}
+    _load_own(optimizer, groups, list(parts.values()), beside)
     restored = _restore_masters(list(parts.values()))
     if optimizer.collectives.maximum([int(restored)]) == [1]:
         optimizer.gather_all()
@@ -187,8 +192,18 @@ def _whole_shards(
         yield StateShard(index, shape, 0, shard.numel, flat, values, flat_master)
 
 
-def _load_own(optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], parts: list[_OwnPart]) -> None:
-    """Give the wrapped optimizer its state; it checks before it changes anything."""
+def _beside(optim: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return what a user keeps in the state beside that of parameters."""
+    return {key: value for key, value in optim.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _load_own(
+    optimizer: LowLevelZeroOptimizer,
+    groups: list[dict[str, Any]],
+    parts: list[_OwnPart],
+    beside: dict[Any, Any],
+) -> None:
+    """Give the wrapped optimizer its state, and what is beside it; it checks before it changes anything."""
     state = {place: {**part.values, **part.tensors} for place, part in enumerate(parts)}
     own_groups, first = [], 0
     for number, (group, shards) in enumerate(zip(groups, optimizer.sharded.groups, strict=True)):
@@ -199,8 +214,9 @@ def _load_own(optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], pa
             own["param_names"] = optimizer.sharded.own_names(number)
         own_groups.append(own)
         first += count
-    present = {place: entry for place, entry in state.items() if entry}
-    optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
+    present = {**{place: entry for place, entry in state.items() if entry}, **beside}
+    with hooks_set_aside(optimizer.optim):
+        optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
     optimizer.share_groups()
 
 
