@@ -23,8 +23,17 @@ from gemini.optim.arguments import (
 )
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
+from gemini.optim.clipping import Clipping
 from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
+from gemini.optim.gradients import (
+    all_finite,
+    scaled,
+    then_clamp,
+    then_multiply,
+    total_norm,
+    visit_gradients,
+    whole_gradient,
+)
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig
@@ -102,10 +111,7 @@ class GeminiOptimizer(ManagedGroups):
         )
         self.loss_scale = LossScale(scale) if fp16 else None
         self._orders = {id(group): order for order, group in enumerate(model.storage.trainable_groups())}
-        self._scale = GradScale()
-        self._clipped = False
-        self._clipped_at = model.gradient_state()
-        self._overflowed = False  # seen before a clamp hid it
+        self._clipping = Clipping(model, self.loss_scale)
         self._completeness = Completeness(model.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
         if overlap == "backward":
@@ -152,7 +158,8 @@ class GeminiOptimizer(ManagedGroups):
         self._start_clipping()
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._note_clipped(then_multiply(self._unscaled(), float(factor)))
+        self._clipping.measured = float(norm)
+        self._clipping.note(then_multiply(self._clipping.scale, float(factor)))
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -161,8 +168,8 @@ class GeminiOptimizer(ManagedGroups):
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
         self._start_clipping()
         if self.loss_scale is not None:
-            self._overflowed |= not self._all_finite()
-        before = self._unscaled()
+            self._clipping.overflowed |= not self._all_finite()
+        before = self._clipping.scale
         after = then_clamp(before, clip_value)
         if after is None:
             visit_gradients(
@@ -172,7 +179,19 @@ class GeminiOptimizer(ManagedGroups):
                 writes=True,
             )
             after = GradScale(1.0, clip_value, 1.0)
-        self._note_clipped(after)
+        self._clipping.note(after)
+
+    def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy, fp32 in CPU memory, of the gradient of ``param`` as the update will see it: the mean
+        over all ranks, without loss scale, clipped if it was. None where there is none. Over ranks all call
+        it, after their backward passes.
+
+        Raises:
+            ConfigError: the optimizer does not update ``param``, or updates run in backward.
+        """
+        slot = self.slot_of(param)
+        self._start_clipping()
+        return whole_gradient(slot, self.model.manager, self._clipping.scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
@@ -197,14 +216,15 @@ class GeminiOptimizer(ManagedGroups):
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
         self._finish_gradients()
-        self._check_clipping()
-        if self.max_norm > 0 and not self._clipped:
+        self._clipping.check()
+        if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
-        overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
+        overflowed = self.loss_scale is not None and (self._clipping.overflowed or not self._all_finite())
         if self._in_backward is not None:
             self._in_backward.finish(self._update, self._hypers())
         elif not overflowed:
             self._update()
+        self._grad_norm = self._clipping.measured
         self.give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
@@ -233,7 +253,7 @@ class GeminiOptimizer(ManagedGroups):
         loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
         with self._completeness.load_states():
             import_together(self, loaded, rank)
-        self._forget_scale()
+        self._clipping.forget()
         if self.loss_scale is not None and loaded.loss_scale is not None:
             self.loss_scale.load_state_dict(loaded.loss_scale)
         self._after_load()
@@ -272,7 +292,7 @@ class GeminiOptimizer(ManagedGroups):
     def mark_complete(self) -> None:
         """Say that weights and states have been loaded since an update or a load failed."""
         self._completeness.clear()
-        self._forget_scale()
+        self._clipping.forget()
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
@@ -294,45 +314,22 @@ class GeminiOptimizer(ManagedGroups):
         others -= self.slots
         slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
-        self._forget_scale()
+        self._clipping.forget()
 
     def _start_clipping(self) -> None:
-        """Have all gradients there, or raise where they cannot be clipped."""
+        """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
             raise ConfigError(
-                "with overlap='backward' there is nothing left to clip: gradients are used up while backward "
-                "goes on; choose overlap=True"
+                "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
+                "while backward goes on; choose overlap=True"
             )
         self._finish_gradients()
-        self._check_clipping()
-
-    def _note_clipped(self, scale: GradScale) -> None:
-        """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
-        self._scale, self._clipped, self._clipped_at = scale, True, self.model.gradient_state()
+        self._clipping.check()
 
     def _finish_gradients(self) -> None:
         sharding = self.model.manager.sharding
         if sharding is not None:
             sharding.finish_gradients()
-
-    def _check_clipping(self) -> None:
-        """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
-        if not self._clipped or self._clipped_at == self.model.gradient_state():
-            return
-        (given_up, _), (given_up_then, _) = self.model.gradient_state(), self._clipped_at
-        if given_up == given_up_then:
-            raise StateError("gradients arrived after they were clipped; clip once, right before step()")
-        self._forget_scale()
-
-    def _unscaled(self) -> GradScale:
-        """Return the pending transform, with the loss scale taken out first."""
-        if self.loss_scale is None or self._clipped:
-            return self._scale
-        return GradScale(pre_scale=1.0 / self.loss_scale.scale)
-
-    def _forget_scale(self) -> None:
-        self._scale = GradScale()
-        self._clipped = self._overflowed = False
 
     def _all_finite(self) -> bool:
         model = self.model
@@ -341,7 +338,7 @@ class GeminiOptimizer(ManagedGroups):
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
         order = [param._slot for param in params if isinstance(param, ManagedParameter)]
-        storage, manager, scale = self.model.storage, self.model.manager, self._unscaled()
+        storage, manager, scale = self.model.storage, self.model.manager, self._clipping.scale
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self) -> None:
@@ -385,7 +382,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
-        scale, hypers = self._unscaled(), self._hypers()
+        scale, hypers = self._clipping.scale, self._hypers()
         updates = []
         for group in groups:
             steps = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from gemini.ddp import GeminiDDP
-from gemini.errors import StateError
+from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import check_parameters
 from gemini.optim.managed_states import ManagedStates
 from gemini.optim.wrapped import WrappedOptimizer
@@ -44,6 +44,16 @@ class ManagedGroups(WrappedOptimizer):
     def state(self, states: Any) -> None:
         if states:  # torch begins with none
             raise StateError("states live in the model's chunks; load_state_dict() replaces them")
+
+    def slot_of(self, param: torch.Tensor) -> ManagedSlot:
+        """Return what the model has of a parameter; raise ConfigError where it is not in a group."""
+        slot: ManagedSlot | None = getattr(param, "_slot", None)
+        if slot is None or slot not in self.slots:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is none of this optimizer's; give one of the "
+                "model's that is in its param_groups"
+            )
+        return slot
 
     @property
     def slots(self) -> set[ManagedSlot]:

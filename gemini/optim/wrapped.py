@@ -28,6 +28,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
     wrapper. There is one wrapper of a model's parameters: it is neither copied nor pickled.
     """
 
+    _grad_norm: float | None = None
+
+    def get_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients, without loss scale, before clipping; None where that
+        step did not clip by norm, which measures it. A limit of ``math.inf`` does, and changes nothing."""
+        return self._grad_norm
+
     def share_hooks(self, optim: torch.optim.Optimizer) -> None:
         """Have the hooks of the wrapped optimizer, those registered later included, as one's own."""
         for name in _HOOKS:

@@ -20,7 +20,7 @@ from .options import check_norm, check_optimizer, check_options, choose_stage, d
 from .params import ShardedParams
 from .reducer import GradientReducer
 from .shards import ParamShard
-from .state import StateShard, export_state, exported_groups, import_state, state_shards
+from .state import StateShard, export_state, exported_groups, import_state, state_shards, whole_tensor
 from .states_by_param import StatesByParam
 
 
@@ -56,9 +56,11 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             the parameters they have.
     """
 
-    # Of the gradients there are: the scale of their losses, and how many had arrived when they were clipped.
+    # Of the gradients there are: the scale of their losses, how many had arrived when they were clipped, and
+    # their norm before.
     _scale: float | None
     _settled_at: int | None
+    _measured: float | None
 
     def __init__(
         self,
@@ -159,6 +161,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
         )
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._measured = float(norm)
         for bucket in self._reducer.buckets:
             if bucket.mean is not None:
                 bucket.mean.mul_(factor)
@@ -172,6 +175,26 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             if bucket.mean is not None:
                 bucket.mean.clamp_(-clip_value, clip_value)
         self._clipped = True
+
+    def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of ``param``, whole, as the update will see it: the mean over all
+        ranks in the master's type, without loss scale, clipped if it was. None where no rank has one. What
+        waits for the end of :meth:`no_sync` is sent now.
+
+        Raises:
+            ConfigError: the optimizer does not update ``param``.
+        """
+        shard = self.sharded.shard_of(param)
+        if self._settled_at is None:
+            self._reducer.reduce_rest()
+        else:
+            self._settle()
+        own = {each: grad for each, grad in self._gradients()}
+        if shard not in own:
+            return None
+        whole = whole_tensor(shard, own[shard], shard.master_dtype, self.collectives)
+        scale = self._scale if self._settled_at is None else None
+        return whole if scale is None else whole.div_(scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
@@ -191,7 +214,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.clip_grad_norm)
-        overflowed = self._overflowed
+        overflowed, self._grad_norm = self._overflowed, self._measured
         if not overflowed:
             self._update()
         self.zero_grad()
@@ -330,6 +353,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def _forget_scale(self) -> None:
         self._scale = self._settled_at = None
         self._clipped = self._overflowed = False
+        self._measured = None
 
     def gather_all(self) -> None:
         """Set all parameters from the masters."""

@@ -72,6 +72,16 @@ class ShardedParams:
             name for name, shard in zip(names, self.groups[group], strict=False) if shard.master is not None
         ]
 
+    def shard_of(self, param: torch.Tensor) -> ParamShard:
+        """Return what belongs to a parameter of the model, or to its master. Raises ConfigError."""
+        for shard in self.shards:
+            if shard.param is param or shard.master is param:
+                return shard
+        raise ConfigError(
+            f"a parameter of shape {tuple(param.shape)} is none of this optimizer's; give one of the model's "
+            "that it was made with"
+        )
+
     def take_earlier_state(self) -> dict[str, Any] | None:
         """Return, once, the state the optimizer had before its parameters were cut."""
         state, self._earlier_state = self._earlier_state, None

@@ -11,6 +11,7 @@ import torch
 from gemini.errors import ConfigError
 from gemini.optim.wrapped import hooks_set_aside
 
+from .collectives import Collectives
 from .shards import ParamShard
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
             state[index] = dict(values if part is None else part.values)
         for name, dtype in names.items():
             mine = None if part is None else part.tensors[name]
-            state[index][name] = _whole(optimizer, shard, mine, dtype)
+            state[index][name] = whole_tensor(shard, mine, dtype, collectives)
         if shard.has_master and shard.numel:
             mine = None if part is None else part.master
-            masters[index] = _whole(optimizer, shard, mine, shard.master_dtype)
+            masters[index] = whole_tensor(shard, mine, shard.master_dtype, collectives)
     state |= _beside(optimizer.optim)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if masters:
@@ -240,12 +241,12 @@ def _split(state: _Entry, shape: tuple[int, ...]) -> tuple[dict[str, torch.Tenso
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def _whole(
-    optimizer: LowLevelZeroOptimizer, shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype
+def whole_tensor(
+    shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype, collectives: Collectives
 ) -> torch.Tensor:
-    """Return one state of a whole parameter from all ranks' parts."""
+    """Return a copy of what belongs to a whole parameter from all ranks' parts of it."""
     padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
     if own is not None:
         padded[: own.numel()].copy_(own)
-    rows = optimizer.collectives.gather_anywhere(padded)
+    rows = collectives.gather_anywhere(padded)
     return rows.reshape(-1)[: shard.numel].view(shard.shape)
