@@ -75,7 +75,7 @@ class GeminiDDP(LoadsAsPart):
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
             left at their defaults.
-        verbose: print the result of the chunk-size search.
+        verbose: print the result of the chunk-size search, which is logged at INFO in any case.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; nothing was changed.
@@ -148,8 +148,7 @@ class GeminiDDP(LoadsAsPart):
         self._times_given_up = 0
         place_buffers(module, self.device.torch_device, self.config.precision)
         self.manager.expects_scaled_loss = self.config.precision == torch.float16
-        if self.config.verbose:
-            self._search.report()
+        self._search.report(printed=self.config.verbose)
 
     def _build_runtime(self, module: nn.Module) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""

@@ -36,7 +36,7 @@ from gemini.optim.gradients import (
 )
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
-from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.rank import rank_of
@@ -109,7 +109,7 @@ class GeminiOptimizer(ManagedGroups):
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
-        self.loss_scale = LossScale(scale) if fp16 else None
+        self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
         self._orders = {id(group): order for order, group in enumerate(model.storage.trainable_groups())}
         self._clipping = Clipping(model, self.loss_scale)
         self._completeness = Completeness(model.storage.mixture)

@@ -15,7 +15,7 @@ from gemini.errors import ConfigError
 from .state_format import ARRAYS, StateFormat, step_count
 
 # What torch's Adam takes and we do not, with the values that ask for nothing.
-_TORCH_FLAGS = {
+TORCH_FLAGS = {
     "amsgrad": False,
     "foreach": None,
     "maximize": False,
@@ -32,7 +32,7 @@ _OF_THE_OPTIMIZER = (
     "nvme_offload_dir",
     "nvme_offload_checksums",
 )
-_TORCH_ONLY = (*_TORCH_FLAGS, "decoupled_weight_decay")
+_TORCH_ONLY = (*TORCH_FLAGS, "decoupled_weight_decay")
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -47,9 +47,9 @@ def refuse_flags(kind: str, flags: Mapping[str, Any]) -> None:
     """Refuse what ``kind`` was given beside its own arguments: a TypeError where torch has no such, a
     ConfigError for one of torch's that is not at its default."""
     for name in flags:
-        if name not in _TORCH_FLAGS:
+        if name not in TORCH_FLAGS:
             raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
-    for name, default in _TORCH_FLAGS.items():
+    for name, default in TORCH_FLAGS.items():
         if name in flags and flags[name] is not default:
             raise ConfigError(
                 f"{kind}({name}={flags[name]!r}) is not supported, only {name}={default}; leave it out, or "
@@ -59,7 +59,7 @@ def refuse_flags(kind: str, flags: Mapping[str, Any]) -> None:
 
 def torch_flags_in(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group says of torch's own variants."""
-    return {name: group[name] for name in _TORCH_FLAGS if name in group}
+    return {name: group[name] for name in TORCH_FLAGS if name in group}
 
 
 def refuse_unsupported(group: Mapping[str, Any]) -> None:

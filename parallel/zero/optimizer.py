@@ -11,17 +11,27 @@ import torch
 from torch import distributed as dist
 
 from gemini.errors import ConfigError, StateError
-from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
-from .options import check_norm, check_optimizer, check_options, choose_stage, device_of, parse_precision
+from .options import (
+    check_norm,
+    check_optimizer,
+    check_options,
+    check_wire,
+    choose_stage,
+    device_of,
+    parse_precision,
+)
 from .params import ShardedParams
 from .reducer import GradientReducer
 from .shards import ParamShard
 from .state import StateShard, export_state, exported_groups, import_state, state_shards, whole_tensor
 from .states_by_param import StatesByParam
+
+_SCALE_DEFAULTS = LossScaleConfig(growth_interval=2000, max_scale=2**24)
 
 
 class LowLevelZeroOptimizer(WrappedOptimizer):
@@ -89,6 +99,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         check_options(clip_grad_norm, norm_type, reduce_bucket_size, communication_dtype)
+        check_wire(communication_dtype, parse_precision(precision), optimizer)
         if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
         check_optimizer(optimizer)
@@ -107,7 +118,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.share_groups()
         self.share_hooks(optimizer)
         halves = any(shard.param.dtype == torch.float16 for shard in self.sharded.shards)
-        self.loss_scale = LossScale(scale) if halves else None
+        self.loss_scale = loss_scale_for(scale, _SCALE_DEFAULTS, fp16=halves)
         self._reducer = GradientReducer(
             self.sharded.shards,
             self.collectives,

@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.collectives import group_of
+from gemini.config import keyword_names, refuse_unknown
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.plugin.options import keyword_names, refuse_unknown, with_precision
+from gemini.parallel.booster.plugin.options import with_precision
 from gemini.placement import PlacementPolicy
 
 _MODEL = keyword_names(GeminiDDP) - {"module"}
