@@ -39,6 +39,7 @@ from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
 from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
+from gemini.optim.state_shards import export_to_first
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.host_states import choose_host_updates
@@ -233,12 +234,12 @@ class GeminiOptimizer(ManagedGroups):
 
     # -- state -----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
         """Return the state in ``torch.optim.AdamW``'s format, plus the loss scale under fp16.
 
-        Streamed as :meth:`GeminiDDP.state_dict`.
+        Streamed as :meth:`GeminiDDP.state_dict`. ``only_rank_0``: other ranks take part and get ``{}``.
         """
-        return self._hooked_state(partial(export_state, self))
+        return self._hooked_state(partial(export_to_first if only_rank_0 else export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,6 +11,8 @@ from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import check_parameters
 from gemini.optim.managed_states import ManagedStates
+from gemini.optim.state_exchange import exported_groups
+from gemini.optim.state_shards import export_shards
 from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ManagedSlot
 
@@ -44,6 +47,20 @@ class ManagedGroups(WrappedOptimizer):
     def state(self, states: Any) -> None:
         if states:  # torch begins with none
             raise StateError("states live in the model's chunks; load_state_dict() replaces them")
+
+    def state_dict_shard(
+        self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
+    ) -> Iterator[tuple[dict[int, dict[str, Any]], int]]:
+        """Yield what is in ``state_dict()["state"]`` in shards of at most so many bytes (a larger parameter
+        comes alone), each with its bytes; the rest is in :meth:`exported_groups` and its ``loss_scale``.
+
+        Over ranks all of them go through it, and with ``only_rank_0`` others get no shard. No hooks run.
+        """
+        return export_shards(cast("GeminiOptimizer", self), max_shard_size, only_rank_0)
+
+    def exported_groups(self) -> list[dict[str, Any]]:
+        """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
+        return exported_groups(cast("GeminiOptimizer", self))
 
     def slot_of(self, param: torch.Tensor) -> ManagedSlot:
         """Return what the model has of a parameter; raise ConfigError where it is not in a group."""

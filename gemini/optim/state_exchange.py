@@ -64,7 +64,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does, and the loss
     scale where there is one. Runs pending updates."""
     optimizer.require_complete("state_dict")
-    slots = _slots_in_order(optimizer)
+    slots = slots_in_order(optimizer)
     directory = optimizer.model.manager.chunks.budgets.disk_dir
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
     export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
@@ -76,6 +76,14 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         for name, kind in MOMENTS.items():
             value = read_state(slot, kind, optimizer.model.manager)
             state[index][name] = export.copy(value) if export is not None else value
+    exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
+    if optimizer.loss_scale is not None:
+        exported["loss_scale"] = optimizer.loss_scale.state_dict()
+    return exported
+
+
+def exported_groups(optimizer: GeminiOptimizer) -> list[dict[str, Any]]:
+    """Return the groups as a state dict has them, with the numbers of parameters."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -83,10 +91,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         count = len(group["params"])
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
-    exported: dict[str, Any] = {"state": state, "param_groups": groups}
-    if optimizer.loss_scale is not None:
-        exported["loss_scale"] = optimizer.loss_scale.state_dict()
-    return exported
+    return groups
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
             f"the state has no {' and no '.join(missing)}; give what optimizer.state_dict() returned"
         )
     groups = _checked_groups(optimizer, state_dict["param_groups"])
-    slots = _slots_in_order(optimizer)
+    slots = slots_in_order(optimizer)
     keys = [key for group in groups for key in group["params"]]
     states = {
         slot: state_dict["state"][key]
@@ -177,5 +182,6 @@ def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
             )
 
 
-def _slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+def slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+    """Return what the model has of each parameter, in the order of a state dict's numbers."""
     return [param._slot for group in optimizer.param_groups for param in group["params"]]
