@@ -230,6 +230,7 @@ class GeminiOptimizer(ManagedGroups):
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self.model.manager.end_step()
+        self.tell_schedulers()
         return loss
 
     # -- state -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Have the hooks of the wrapped optimizer, those registered later included, as one's own."""
         for name in _HOOKS:
             setattr(self, name, getattr(optim, name))
+        self._driven = weakref.ref(optim)  # whose hooks may lead here
+
+    def tell_schedulers(self) -> None:
+        """Have those that were made for the wrapped optimizer know that it has stepped: they warn where its
+        own ``step`` was not called first."""
+        optim = self._driven()
+        if optim is not None:
+            optim._opt_called = True  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
@@ -86,16 +95,14 @@ def hooks_set_aside(optim: torch.optim.Optimizer) -> Iterator[None]:
 def step_within(optim: torch.optim.Optimizer) -> None:
     """Run the step of ``optim`` as a part of its wrapper's, around which all hooks run.
 
-    A scheduler of ``optim`` sees that it was called. What others have put in place of its ``step`` runs as it
-    is, with torch's hooks for all optimizers where it calls the original.
+    What others have put in place of its ``step`` runs as it is, with torch's hooks for all optimizers where
+    it calls the original; that of a scheduler only counts.
     """
     replaced = vars(optim).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         with hooks_set_aside(optim):
             replaced()
         return
-    if replaced is not None:
-        optim._opt_called = True  # type: ignore[attr-defined]
     step = type(optim).step
     hooked = getattr(step, "hooked", False)  # set by torch on what it wraps to run hooks
     (step.__wrapped__ if hooked else step)(optim)  # type: ignore[attr-defined]

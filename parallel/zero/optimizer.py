@@ -231,6 +231,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
+        self.tell_schedulers()
         return loss
 
     # -- weights and state -----------------------------------------------------------------------

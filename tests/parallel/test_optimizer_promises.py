@@ -122,14 +122,17 @@ def test_state_dict_hooks_run_once_and_what_they_return_counts(
     assert saved["param_groups"][0]["lr"] == 0.01
 
 
+@BOTH
 @pytest.mark.parametrize("wrapped_first", [True, False])
-def test_a_scheduler_of_either_optimizer_sees_the_steps(wrapped_first: bool) -> None:
+def test_a_scheduler_of_either_optimizer_sees_the_steps(
+    wrap: Callable[..., Any], wrapped_first: bool
+) -> None:
     module = net()
     adam = CPUAdam(module.parameters(), lr=0.01)
     schedulers = [] if wrapped_first else [torch.optim.lr_scheduler.StepLR(adam, 1)]
-    optimizer = LowLevelZeroOptimizer(adam)
+    model, optimizer = wrap(module, adam)
     schedulers += [torch.optim.lr_scheduler.StepLR(each, 1) for each in (adam, optimizer)]
-    one_step(module, optimizer)
+    one_step(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for scheduler in schedulers:

@@ -78,7 +78,6 @@ class GeminiPlugin(Plugin):
         if optimizer is None:
             return Boosted(managed, None, criterion)
         boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
-        boosted.register_step_post_hook(lambda *_: _note_step(optimizer))
         return Boosted(managed, boosted, criterion)
 
     def no_sync(
@@ -87,9 +86,3 @@ class GeminiPlugin(Plugin):
         """See :class:`Plugin`; the optimizer is not needed."""
         assert isinstance(model, GeminiDDP)
         return model.no_sync()
-
-
-def _note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the schedulers that were made for ``optimizer`` that it has stepped: they warn when its own
-    ``step`` is not called first, and here the boosted one's is."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
