@@ -1,9 +1,12 @@
-"""Byte sizes as users write them: ``512MiB``, ``1.5GB``, ``4096``."""
+"""What users give: byte sizes as they write them (``512MiB``, ``1.5GB``, ``4096``), and keywords."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from decimal import Decimal
+from typing import Any
 
 from gemini.errors import ConfigError
 
@@ -54,3 +57,18 @@ def format_bytes(nbytes: int) -> str:
         if abs(round(scaled, 1)) < 1024:
             return f"{scaled:.1f} {unit}"
     return f"{scaled:.1f} {_UNITS[-1]}"
+
+
+def keyword_names(owner: type) -> frozenset[str]:
+    """Return the names of the arguments that ``owner`` takes by keyword."""
+    parameters = inspect.signature(owner).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise TypeError, in the name of what was ``called``, for an option that nothing would read."""
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise TypeError(
+            f"{called} has no argument {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}"
+        )

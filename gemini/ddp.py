@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class GeminiDDP(LoadsAsPart):
             warmup is skipped when it was recorded with this layout.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
             left at their defaults.
-        verbose: print the result of the chunk-size search.
+        verbose: print the result of the chunk-size search, which is logged at INFO in any case.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; nothing was changed.
@@ -146,8 +146,7 @@ class GeminiDDP(LoadsAsPart):
         self._gemini = ModelParts.of(module, chosen, computing, peers, built)
         self.module = module
         intercept_foreign_classes()
-        if chosen.verbose:
-            self._gemini.search.report()
+        self._gemini.search.report(printed=chosen.verbose)
 
     def _build_runtime(
         self, module: nn.Module, config: GeminiConfig, peers: Peers | None, device: ComputeDevice
@@ -391,8 +390,8 @@ class GeminiDDP(LoadsAsPart):
         )
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GeminiDDP:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a GeminiDDP cannot be copied: its memory is under one budget; copy.deepcopy(model.module) "
-            "gives an ordinary, unmanaged model"
+            "a GeminiDDP cannot be copied or pickled: its memory is under one budget; model.module can, and "
+            "copy.deepcopy(model.module) gives an ordinary, unmanaged model"
         )

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from gemini.ddp import GeminiDDP
 
 
-class LoadsAsPart(Wrapper):
+class NamedAsWrapped(Wrapper):
+    """A wrapper whose state has the names of the module that it wraps, its ``module``."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch.distributed.checkpoint that ``module`` is no part of names; where each begins there."""
+        inner = cast("nn.Module", self.module)
+        return dict.fromkeys(("", *inner._modules, *inner._parameters, *inner._buffers), "module")
+
+
+class LoadsAsPart(NamedAsWrapped):
     """A wrapper whose state has the names of the module that it wraps, and is loaded under them."""
 
     def __init__(self) -> None:

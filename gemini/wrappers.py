@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.config import keyword_names, refuse_unknown
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim import CPUAdam, GeminiOptimizer, HybridAdam
 
 if TYPE_CHECKING:
     from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+
+_MODEL = keyword_names(GeminiDDP) - {"module"}
+_NAMED = {"optim", "optimizer", "model", "stage", "clip_grad_norm"}  # said otherwise, or by the model
 
 
 def zero_model_wrapper(
@@ -26,6 +30,7 @@ def zero_model_wrapper(
     Raises:
         ConfigError: another stage, or ``gemini_config`` with stages 1 and 2.
     """
+    refuse_unknown("zero_model_wrapper's gemini_config", gemini_config or {}, _MODEL)
     if zero_stage == 3:
         return GeminiDDP(model, **(gemini_config or {}))
     if zero_stage not in (1, 2):
@@ -51,9 +56,11 @@ def zero_optim_wrapper(
     if isinstance(model, GeminiDDP):
         if not isinstance(optimizer, (CPUAdam, HybridAdam)):
             raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optimizer).__name__}")
+        refuse_unknown("zero_optim_wrapper", options, keyword_names(GeminiOptimizer) - _NAMED)
         return GeminiOptimizer(optimizer, model, max_norm=max_norm, **options)
     from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
     if not isinstance(model, LowLevelZeroModel):
         raise ConfigError(f"a {type(model).__name__} does not come from zero_model_wrapper")
+    refuse_unknown("zero_optim_wrapper", options, keyword_names(LowLevelZeroOptimizer) - _NAMED)
     return LowLevelZeroOptimizer(optimizer, stage=model.stage, clip_grad_norm=max_norm, **options)

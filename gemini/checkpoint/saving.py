@@ -140,7 +140,7 @@ def _check_tensors(model: GeminiDDP) -> None:
     """Raise CheckpointError for what no file can hold, before anything is written."""
     tensors = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
-        for slot in model.storage.slots.values()
+        for slot in model._gemini.storage.slots.values()
     ]
     for name, value in contents.buffers(model).items():
         require_strided(name, value)

@@ -25,7 +25,7 @@ def init_chunk_manager(
     copied.
 
     The parameters must have one dtype. ``budgets`` defaults to DEVICE alone, with the memory that is free.
-    ``verbose`` prints the result of the search. The caller closes the manager.
+    ``verbose`` prints the result of the search, which is logged in any case. The caller closes the manager.
 
     Raises:
         ConfigError: a size allows no chunk; see :func:`search_chunk_size`.
@@ -39,8 +39,7 @@ def init_chunk_manager(
         hidden_dim=hidden_dim,
         itemsize=dtype.itemsize,
     )
-    if verbose:
-        found.report()
+    found.report(printed=verbose)
     layout = ChunkLayout.build(named, found.chunk_numel, itemsize=dtype.itemsize)
     specs = [ChunkSpec(ChunkKind.PARAM, numel, dtype) for numel in layout.chunk_numels]
     return ChunkManager(specs, budgets or TierBudgets(default_budget_bytes())), layout

@@ -43,9 +43,12 @@ class SearchResult:
     used_numel: int
     seconds: float
 
-    def report(self) -> None:
-        """Write the three lines to standard output, as ``GeminiDDP(verbose=True)`` does."""
-        sys.stdout.write("\n".join(self.lines()) + "\n")
+    def report(self, *, printed: bool = True) -> None:
+        """Log the three lines at INFO; where ``printed``, write them to standard output, too."""
+        for line in self.lines():
+            logger.info("%s", line)
+        if printed:
+            sys.stdout.write("\n".join(self.lines()) + "\n")
 
     def lines(self) -> tuple[str, str, str]:
         """Return the three lines of the report; ``MB`` there means 2**20 elements, as in the seeds."""

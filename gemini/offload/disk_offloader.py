@@ -88,7 +88,7 @@ class DiskOffloader:
         self,
         dir_name: Directories,
         n_entries: int = 16,
-        backend: Backend | Literal["tensornvme"] | None = None,
+        backend: Backend | Literal["aio", "pthread", "tensornvme"] | None = None,
         *,
         checksums: bool = False,
     ) -> None:
@@ -97,8 +97,8 @@ class DiskOffloader:
         Args:
             dir_name: an existing, writable directory, or several: large tensors are striped over them.
             n_entries: most transfers under way; one more waits for the oldest first.
-            backend: "uring", "threads", or None, which chooses as ``AsyncFile`` does; "tensornvme" uses that
-                package, for comparison.
+            backend: "uring", "threads" (as "aio" and "pthread", too, call it), or None, which chooses as
+                ``AsyncFile`` does; "tensornvme" uses that package, for comparison.
             checksums: verify with CRC32C what is read, 5 bytes of memory per 4096 on disk.
 
         Raises:
@@ -111,8 +111,9 @@ class DiskOffloader:
         if backend == "tensornvme":
             self._file = TensorNvmeFile(directories, num_entries=n_entries, checksums=checksums)
         else:
-            chosen_backend(backend)  # refuses now, not at the first write
-            self._file = TensorFile(directories, backend=backend, checksums=checksums)
+            own: Backend | None = "threads" if backend == "aio" or backend == "pthread" else backend
+            chosen_backend(own)  # refuses now, not at the first write
+            self._file = TensorFile(directories, backend=own, checksums=checksums)
         self._n_entries = n_entries
         self._entries = WeakTensorKeyDictionary()
         self._requests: deque[_Request] = deque()

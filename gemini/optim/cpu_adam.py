@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -32,6 +34,7 @@ class CPUAdam(KernelAdam):
         state_dtype: str = "fp32",
         master_remainders: bool = False,
         nvme_offload_checksums: bool = False,
+        **torch_flags: Any,
     ) -> None:
         """Prepare; states are made by the first step.
 
@@ -56,6 +59,8 @@ class CPUAdam(KernelAdam):
                 nearest, ties away from zero.
             nvme_offload_checksums: keep a CRC32C of every 4 KiB in the file, in memory, and verify what is
                 read: a ``ChecksumError`` instead of training on with what a disk has made of it.
+            torch_flags: ``amsgrad``, ``maximize``, ``foreach``, ``capturable``, ``differentiable`` and
+                ``fused`` as torch's AdamW has them by default, for programs that say so; nothing else.
 
         Raises:
             ConfigError: a value out of range, a directory that cannot be used, a parameter on another
@@ -76,4 +81,5 @@ class CPUAdam(KernelAdam):
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
             nvme_offload_checksums=nvme_offload_checksums,
+            torch_flags=torch_flags,
         )

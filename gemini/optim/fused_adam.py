@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -27,6 +29,7 @@ class FusedAdam(KernelAdam):
         *,
         state_dtype: str = "fp32",
         master_remainders: bool = False,
+        **torch_flags: Any,
     ) -> None:
         """Prepare; states are made by the first step. Arguments: as :class:`CPUAdam`'s of the same names.
 
@@ -41,4 +44,6 @@ class FusedAdam(KernelAdam):
             "weight_decay": weight_decay,
             "adamw_mode": adamw_mode,
         }
-        super().__init__(params, defaults, StateFormat(state_dtype, master_remainders))
+        super().__init__(
+            params, defaults, StateFormat(state_dtype, master_remainders), torch_flags=torch_flags
+        )

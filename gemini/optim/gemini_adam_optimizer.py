@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from gemini.config import keyword_names, refuse_unknown
 from gemini.ddp import GeminiDDP
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.hybrid_adam import HybridAdam
+from gemini.optim.state_import import TORCH_FLAGS
 
-_OWN = frozenset(
-    name
-    for name, parameter in inspect.signature(GeminiOptimizer).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+_OWN = keyword_names(GeminiOptimizer) - {"optim", "model"}
+_ADAM = keyword_names(HybridAdam) - {"params"} | TORCH_FLAGS.keys()
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):
@@ -22,6 +20,7 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
         """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
+        refuse_unknown(type(self).__name__, defaults, _OWN | _ADAM)
         own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}
         params = [param for param in model.parameters() if param.requires_grad]
         super().__init__(HybridAdam(params, **defaults), model, **own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,13 +23,23 @@ from gemini.optim.arguments import (
 )
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
+from gemini.optim.clipping import Clipping
 from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.gradients import all_finite, scaled, then_clamp, then_multiply, total_norm, visit_gradients
+from gemini.optim.gradients import (
+    all_finite,
+    scaled,
+    then_clamp,
+    then_multiply,
+    total_norm,
+    visit_gradients,
+    whole_gradient,
+)
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
-from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
-from gemini.optim.state_exchange import checked_state, export_state, import_together
+from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
+from gemini.optim.state_shards import export_to_first
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.host_states import choose_host_updates
@@ -39,8 +50,8 @@ from gemini.runtime.phases import OPTIMIZER
 class GeminiOptimizer(ManagedGroups):
     """Run the Adam of ``optim`` on the chunks of ``model``.
 
-    Shares the parameter groups of ``optim``, so schedulers may hold either. :meth:`step` consumes the
-    gradients: their memory is given back and ``param.grad`` is None afterwards.
+    Shares the parameter groups and hooks of ``optim``, so schedulers may hold either. :meth:`step` consumes
+    the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
         optim: a CPUAdam or HybridAdam over parameters of ``model`` (made before or after wrapping).
@@ -88,6 +99,7 @@ class GeminiOptimizer(ManagedGroups):
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model._gemini.peers is not None)
         self.model = model
         super().__init__(optim.param_groups, optim.defaults)
+        self.share_hooks(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
@@ -98,13 +110,10 @@ class GeminiOptimizer(ManagedGroups):
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
-        self.loss_scale = LossScale(scale) if fp16 else None
+        self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
         groups = model._gemini.storage.trainable_groups()
         self._orders = {id(group): order for order, group in enumerate(groups)}
-        self._scale = GradScale()
-        self._clipped = False
-        self._clipped_at = model.gradient_state()
-        self._overflowed = False  # seen before a clamp hid it
+        self._clipping = Clipping(model, self.loss_scale)
         self._completeness = Completeness(model._gemini.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
         if overlap == "backward":
@@ -113,6 +122,7 @@ class GeminiOptimizer(ManagedGroups):
             )
         model._gemini.manager.watcher = self._in_backward
         model._gemini.manager.order.updates_in_backward = self._in_backward is not None
+        take_over_state(self, optim)
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -150,7 +160,8 @@ class GeminiOptimizer(ManagedGroups):
         self._start_clipping()
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._note_clipped(then_multiply(self._unscaled(), float(factor)))
+        self._clipping.measured = float(norm)
+        self._clipping.note(then_multiply(self._clipping.scale, float(factor)))
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -159,13 +170,25 @@ class GeminiOptimizer(ManagedGroups):
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
         self._start_clipping()
         if self.loss_scale is not None:
-            self._overflowed |= not self._all_finite()
-        before = self._unscaled()
+            self._clipping.overflowed |= not self._all_finite()
+        before = self._clipping.scale
         after = then_clamp(before, clip_value)
         if after is None:
             visit_gradients(*self._chunks, lambda _slot, grad: grad.copy_(scaled(grad, before)), writes=True)
             after = GradScale(1.0, clip_value, 1.0)
-        self._note_clipped(after)
+        self._clipping.note(after)
+
+    def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy, fp32 in CPU memory, of the gradient of ``param`` as the update will see it: the mean
+        over all ranks, without loss scale, clipped if it was. None where there is none. Over ranks all call
+        it, after their backward passes.
+
+        Raises:
+            ConfigError: the optimizer does not update ``param``, or updates run in backward.
+        """
+        slot = self.slot_of(param)
+        self._start_clipping()
+        return whole_gradient(slot, self.model._gemini.manager, self._clipping.scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
@@ -190,32 +213,30 @@ class GeminiOptimizer(ManagedGroups):
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
         self._finish_gradients()
-        self._check_clipping()
-        if self.max_norm > 0 and not self._clipped:
+        self._clipping.check()
+        if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
-        overflowed = self.loss_scale is not None and (self._overflowed or not self._all_finite())
+        overflowed = self.loss_scale is not None and (self._clipping.overflowed or not self._all_finite())
         if self._in_backward is not None:
             self._in_backward.finish(self._update, self._hypers())
         elif not overflowed:
             self._update()
+        self._grad_norm = self._clipping.measured
         self.give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self.model._gemini.manager.end_step()
+        self.tell_schedulers()
         return loss
 
     # -- state -----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
         """Return the state in ``torch.optim.AdamW``'s format, plus the loss scale under fp16.
 
-        Streamed as :meth:`GeminiDDP.state_dict`.
+        Streamed as :meth:`GeminiDDP.state_dict`. ``only_rank_0``: other ranks take part and get ``{}``.
         """
-        self.require_complete("state_dict")
-        state = export_state(self)
-        if self.loss_scale is not None:
-            state["loss_scale"] = self.loss_scale.state_dict()
-        return state
+        return self._hooked_state(partial(export_to_first if only_rank_0 else export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way
@@ -227,12 +248,13 @@ class GeminiOptimizer(ManagedGroups):
         """
         self.model._gemini.manager.lock.refuse_all()
         rank = rank_of(self.model)
-        loaded = rank.together(lambda: checked_state(self, state_dict))
+        loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
         with self._completeness.load_states():
             import_together(self, loaded, rank)
-        self._forget_scale()
-        if self.loss_scale is not None and "loss_scale" in state_dict:
-            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self._clipping.forget()
+        if self.loss_scale is not None and loaded.loss_scale is not None:
+            self.loss_scale.load_state_dict(loaded.loss_scale)
+        self._after_load()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -268,7 +290,7 @@ class GeminiOptimizer(ManagedGroups):
     def mark_complete(self) -> None:
         """Say that weights and states have been loaded since an update or a load failed."""
         self._completeness.clear()
-        self._forget_scale()
+        self._clipping.forget()
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
@@ -290,49 +312,26 @@ class GeminiOptimizer(ManagedGroups):
         others -= self.slots
         slots = [slot for slot in self.model._gemini.storage.slots.values() if slot not in others]
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
-        self._forget_scale()
+        self._clipping.forget()
 
     def _start_clipping(self) -> None:
-        """Have all gradients there, or raise where they cannot be clipped."""
+        """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
             raise ConfigError(
-                "with overlap='backward' there is nothing left to clip: gradients are used up while backward "
-                "goes on; choose overlap=True"
+                "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
+                "while backward goes on; choose overlap=True"
             )
         self._finish_gradients()
-        self._check_clipping()
-
-    def _note_clipped(self, scale: GradScale) -> None:
-        """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
-        self._scale, self._clipped, self._clipped_at = scale, True, self.model.gradient_state()
+        self._clipping.check()
 
     def _finish_gradients(self) -> None:
         sharding = self.model._gemini.manager.sharding
         if sharding is not None:
             sharding.finish_gradients()
 
-    def _check_clipping(self) -> None:
-        """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
-        if not self._clipped or self._clipped_at == self.model.gradient_state():
-            return
-        (given_up, _), (given_up_then, _) = self.model.gradient_state(), self._clipped_at
-        if given_up == given_up_then:
-            raise StateError("gradients arrived after they were clipped; clip once, right before step()")
-        self._forget_scale()
-
-    def _unscaled(self) -> GradScale:
-        """Return the pending transform, with the loss scale taken out first."""
-        if self.loss_scale is None or self._clipped:
-            return self._scale
-        return GradScale(pre_scale=1.0 / self.loss_scale.scale)
-
     @property
     def _chunks(self) -> tuple[ModelStorage, GeminiManager]:
         return self.model._gemini.storage, self.model._gemini.manager
-
-    def _forget_scale(self) -> None:
-        self._scale = GradScale()
-        self._clipped = self._overflowed = False
 
     def _all_finite(self) -> bool:
         storage, manager = self._chunks
@@ -341,7 +340,7 @@ class GeminiOptimizer(ManagedGroups):
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
         order = [param._slot for param in params if isinstance(param, ManagedParameter)]
-        (storage, manager), scale = self._chunks, self._unscaled()
+        (storage, manager), scale = self._chunks, self._clipping.scale
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self) -> None:
@@ -385,7 +384,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
-        scale, hypers = self._unscaled(), self._hypers()
+        scale, hypers = self._clipping.scale, self._hypers()
         updates = []
         for group in groups:
             steps = {

@@ -53,6 +53,26 @@ def visit_gradients(
                 visit(slot, slot.trainable_grad.value)
 
 
+def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) -> torch.Tensor | None:
+    """Return a copy of a gradient, scaled, whole, fp32 in CPU memory, in the parameter's memory layout; None
+    where there is none. Over several ranks all of them call it, after the exchange."""
+    if not slot.has_grad:
+        return None
+    grad, view = slot.trainable_grad, slot.param_view
+    full = torch.empty_strided(view.shape, view.stride(), dtype=torch.float32, device="cpu")
+    shard = slot.group.shard
+    into = full
+    if shard is not None:
+        start, stop = shard.clip(slot.start, slot.stop)
+        flat = torch.as_strided(full, (full.numel(),), (1,)).zero_()
+        into = flat[start - slot.start : stop - slot.start]
+    with manager.operator(grad.tensors), torch.no_grad():
+        into.copy_(scaled(grad.value, scale))
+    if manager.sharding is not None and shard is not None:
+        manager.sharding.assemble(flat)
+    return full
+
+
 def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
     """Say whether every element of every gradient is finite; each is read once."""
     finite = True

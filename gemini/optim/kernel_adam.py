@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 import torch
@@ -19,7 +20,15 @@ from .disk_states import DiskRows, DiskStates, Update
 from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
 from .state_file import Source
 from .state_format import StateFormat, step_count
-from .state_import import boxed_state_dict, complete_groups, refuse_unsupported, unboxed_state
+from .state_import import (
+    boxed_state_dict,
+    complete_groups,
+    numbers_of,
+    refuse_flags,
+    refuse_unsupported,
+    torch_flags_in,
+    unboxed_state,
+)
 from .state_ring import Extent
 from .step_rows import Member, StepRows
 
@@ -51,8 +60,10 @@ class KernelAdam(Optimizer):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Directories | None = None,
         nvme_offload_checksums: bool = False,
+        torch_flags: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Prepare; states are made by the first step. Arguments: see the subclasses."""
+        refuse_flags(type(self).__name__, torch_flags)
         AdamHyper.from_group(defaults)
         if not 0.0 <= nvme_offload_fraction <= 1.0:
             raise ConfigError(f"nvme_offload_fraction is {nvme_offload_fraction}; it must be in [0, 1]")
@@ -119,6 +130,9 @@ class KernelAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; on a ConfigError for one of its parameters nothing has changed."""
+        refuse_flags(type(self).__name__, torch_flags_in(param_group))
+        if "decoupled_weight_decay" in param_group:  # a group of torch's
+            param_group.setdefault("adamw_mode", param_group["decoupled_weight_decay"])
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -142,7 +156,8 @@ class KernelAdam(Optimizer):
         self._require_usable()
         with self._all_states_in_memory():
             exported = super().state_dict()
-        exported["state"] = {key: self._format.exported(state) for key, state in exported["state"].items()}
+        for key in exported["state"].keys() & numbers_of(exported):
+            exported["state"][key] = self._format.exported(exported["state"][key])
         for group in exported["param_groups"]:
             group["decoupled_weight_decay"] = group["adamw_mode"]
         return exported

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, fields
 
 from gemini.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,22 @@ class LossScaleConfig:
                 "loss scale: growth_factor must exceed 1, backoff_factor lie in (0, 1), growth_interval and "
                 "hysteresis be at least 1"
             )
+
+
+def loss_scale_for(config: LossScaleConfig, defaults: LossScaleConfig, *, fp16: bool) -> LossScale | None:
+    """Return what scales losses under ``fp16``, else None; say then what of ``config`` has no effect."""
+    if fp16:
+        return LossScale(config)
+    given = [
+        field.name for field in fields(config) if getattr(config, field.name) != getattr(defaults, field.name)
+    ]
+    if given:
+        logger.warning(
+            "%s of the loss scale %s no effect: losses are scaled under fp16 alone",
+            ", ".join(given),
+            "has" if len(given) == 1 else "have",
+        )
+    return None
 
 
 class LossScale:

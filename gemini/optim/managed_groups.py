@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from gemini.ddp import GeminiDDP
+from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import check_parameters
+from gemini.optim.managed_states import ManagedStates
+from gemini.optim.state_exchange import exported_groups
+from gemini.optim.state_shards import export_shards
+from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ManagedSlot
 
+if TYPE_CHECKING:
+    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
-class ManagedGroups(torch.optim.Optimizer):
+
+class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
     model: GeminiDDP
@@ -28,6 +37,40 @@ class ManagedGroups(torch.optim.Optimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
+
+    @property  # type: ignore[override]
+    def state(self) -> ManagedStates:
+        """The state of each parameter, to be read."""
+        return ManagedStates(cast("GeminiOptimizer", self))
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if states:  # torch begins with none
+            raise StateError("states live in the model's chunks; load_state_dict() replaces them")
+
+    def state_dict_shard(
+        self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
+    ) -> Iterator[tuple[dict[int, dict[str, Any]], int]]:
+        """Yield what is in ``state_dict()["state"]`` in shards of at most so many bytes (a larger parameter
+        comes alone), each with its bytes; the rest is in :meth:`exported_groups` and its ``loss_scale``.
+
+        Over ranks all of them go through it, and with ``only_rank_0`` others get no shard. No hooks run.
+        """
+        return export_shards(cast("GeminiOptimizer", self), max_shard_size, only_rank_0)
+
+    def exported_groups(self) -> list[dict[str, Any]]:
+        """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
+        return exported_groups(cast("GeminiOptimizer", self))
+
+    def slot_of(self, param: torch.Tensor) -> ManagedSlot:
+        """Return what the model has of a parameter; raise ConfigError where it is not in a group."""
+        slot: ManagedSlot | None = getattr(param, "_slot", None)
+        if slot is None or slot not in self.slots:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is none of this optimizer's; give one of the "
+                "model's that is in its param_groups"
+            )
+        return slot
 
     @property
     def slots(self) -> set[ManagedSlot]:

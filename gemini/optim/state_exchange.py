@@ -12,9 +12,11 @@ import torch
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
+from gemini.optim.wrapped import hooks_set_aside
 from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
 
@@ -59,8 +61,10 @@ def write_state_range(
 
 
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
-    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does."""
-    slots = _slots_in_order(optimizer)
+    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does, and the loss
+    scale where there is one. Runs pending updates."""
+    optimizer.require_complete("state_dict")
+    slots = slots_in_order(optimizer)
     directory = optimizer.model._gemini.manager.chunks.budgets.disk_dir
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
     export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
@@ -72,6 +76,14 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         for name, kind in MOMENTS.items():
             value = read_state(slot, kind, optimizer.model._gemini.manager)
             state[index][name] = export.copy(value) if export is not None else value
+    exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
+    if optimizer.loss_scale is not None:
+        exported["loss_scale"] = optimizer.loss_scale.state_dict()
+    return exported
+
+
+def exported_groups(optimizer: GeminiOptimizer) -> list[dict[str, Any]]:
+    """Return the groups as a state dict has them, with the numbers of parameters."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -79,16 +91,17 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         count = len(group["params"])
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
 @dataclass(frozen=True)
 class CheckedState:
-    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, and what there
-    is of each parameter."""
+    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, what there is
+    of each parameter, and the loss scale that may come along."""
 
     groups: list[dict[str, Any]]
     states: dict[ManagedSlot, dict[str, Any]]
+    loss_scale: dict[str, float] | None
 
 
 def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> CheckedState:
@@ -99,7 +112,7 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
             f"the state has no {' and no '.join(missing)}; give what optimizer.state_dict() returned"
         )
     groups = _checked_groups(optimizer, state_dict["param_groups"])
-    slots = _slots_in_order(optimizer)
+    slots = slots_in_order(optimizer)
     keys = [key for group in groups for key in group["params"]]
     states = {
         slot: state_dict["state"][key]
@@ -108,7 +121,7 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
     }
     for slot, entry in states.items():
         _check_entry(slot, entry)
-    return CheckedState(groups, states)
+    return CheckedState(groups, states, state_dict.get("loss_scale"))
 
 
 def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
@@ -121,6 +134,16 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
                 write_state(optimizer, slot, kind, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def take_over_state(optimizer: GeminiOptimizer, optim: KernelAdam) -> None:
+    """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
+    if not optim.state:
+        return
+    with hooks_set_aside(optim):
+        earlier = checked_state(optimizer, optim.state_dict())
+    import_state(optimizer, earlier)
+    optim.state.clear()
 
 
 def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:
@@ -167,5 +190,6 @@ def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
             )
 
 
-def _slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+def slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+    """Return what the model has of each parameter, in the order of a state dict's numbers."""
     return [param._slot for group in optimizer.param_groups for param in group["params"]]

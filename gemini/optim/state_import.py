@@ -14,6 +14,15 @@ from gemini.errors import ConfigError
 
 from .state_format import ARRAYS, StateFormat, step_count
 
+# What torch's Adam takes and we do not, with the values that ask for nothing.
+TORCH_FLAGS = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
 # Keys of torch's groups that mean nothing here once the two that change results are known to be off.
 _UNSUPPORTED = ("amsgrad", "maximize")
 _OF_THE_OPTIMIZER = (
@@ -23,7 +32,7 @@ _OF_THE_OPTIMIZER = (
     "nvme_offload_dir",
     "nvme_offload_checksums",
 )
-_TORCH_ONLY = (*_UNSUPPORTED, "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_TORCH_ONLY = (*TORCH_FLAGS, "decoupled_weight_decay")
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -32,6 +41,25 @@ class _Box:
     """Hides a value from ``Optimizer.load_state_dict``, which casts every tensor it sees."""
 
     value: Any
+
+
+def refuse_flags(kind: str, flags: Mapping[str, Any]) -> None:
+    """Refuse what ``kind`` was given beside its own arguments: a TypeError where torch has no such, a
+    ConfigError for one of torch's that is not at its default."""
+    for name in flags:
+        if name not in TORCH_FLAGS:
+            raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
+    for name, default in TORCH_FLAGS.items():
+        if name in flags and flags[name] is not default:
+            raise ConfigError(
+                f"{kind}({name}={flags[name]!r}) is not supported, only {name}={default}; leave it out, or "
+                "use torch.optim.AdamW for it"
+            )
+
+
+def torch_flags_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group says of torch's own variants."""
+    return {name: group[name] for name in TORCH_FLAGS if name in group}
 
 
 def refuse_unsupported(group: Mapping[str, Any]) -> None:
@@ -55,19 +83,27 @@ def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Check a state dict and box its values (a load_state_dict pre-hook)."""
     for group in state_dict["param_groups"]:
         refuse_unsupported(group)
-    boxed = {}
-    for key, state in state_dict["state"].items():
-        require_complete(state, str(key))
-        boxed[key] = {name: _Box(value) for name, value in state.items()}
+    numbers = numbers_of(state_dict)
+    boxed = dict(state_dict["state"])
+    for key in boxed.keys() & numbers:
+        require_complete(boxed[key], str(key))
+        boxed[key] = {name: _Box(value) for name, value in boxed[key].items()}
     return {**state_dict, "state": boxed}
+
+
+def numbers_of(state_dict: StateDict) -> set[Any]:
+    """Return the numbers of the parameters of a state dict; other keys of its state are the user's."""
+    return {number for group in state_dict["param_groups"] for number in group["params"]}
 
 
 def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaultdict[Any, Any]:
     """Return the states in our format; boxed ones, which have fp32 moments, are converted and copied."""
     result: defaultdict[Any, Any] = defaultdict(dict)
     for param, values in state.items():
-        boxed = any(isinstance(value, _Box) for value in values.values())
-        if not boxed or not isinstance(param, torch.Tensor):
+        if not isinstance(param, torch.Tensor):
+            result[param] = values
+            continue
+        if not any(isinstance(value, _Box) for value in values.values()):
             result[param] = dict(values)
             continue
         plain = {name: box.value for name, box in values.items()}

@@ -177,7 +177,6 @@ def draw_blueprint(
         itemsize=itemsize,
         max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
         align_bytes=device.align_bytes,
-        verbose=config.verbose,
     )
     groups = _group(params, types, config, found.chunk_numel, itemsize, device.align_bytes)
     sizes = model_data_sizes(groups, found.chunk_numel, share, device.block_bytes)

@@ -60,8 +60,10 @@ class _Shared:
         raise ConfigError(
             f"the gradient of parameter {self._name!r} is exchanged among the ranks: each holds a part of "
             "their mean and none the whole, so what goes through param.grad, as torch.nn.utils."
-            "clip_grad_norm_ does, cannot see it; clip with optimizer.clip_grad_by_norm(max_norm), "
-            "clip_grad_by_value() or GeminiOptimizer(max_norm=...). What this rank alone has made can be "
+            "clip_grad_norm_ and torch.amp.GradScaler do, cannot see it; clip with "
+            "optimizer.clip_grad_by_norm(max_norm), clip_grad_by_value() or GeminiOptimizer(max_norm=...), "
+            "scale losses by mixed_precision='fp16' and optimizer.backward(loss), read "
+            "optimizer.get_param_grad(param). What this rank alone has made can be "
             "read under model.no_sync(), and param.grad = values replaces a gradient"
         )
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gemini.state_as_part import NamedAsWrapped
+
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return a context in which torch chooses between fp32 and ``dtype``; None is fp32 throughout."""
@@ -36,7 +38,7 @@ class _OwnNames:
         return self.module.load_state_dict(state_dict, strict, assign)
 
 
-class SingleProcess(_OwnNames, nn.Module):
+class SingleProcess(_OwnNames, NamedAsWrapped):
     """A model that no other process shares."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

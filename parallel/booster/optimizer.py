@@ -24,6 +24,16 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.optim = optim
         self._scaler = scaler
         self._unscaled = False  # since the last step, by clipping
+        self._measured: float | None = None  # the norm of gradients that were clipped since
+        self._grad_norm: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Not Optimizer's: that has groups and state alone, and its counterpart puts hooks around step(),
+        # within which those of ``optim`` run.
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: the object is being copied or unpickled
@@ -67,17 +77,33 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients."""
         self.optim.zero_grad(set_to_none)
+        self._measured = None
         self._finish_scaling()
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before."""
         self._unscale()
-        return torch.nn.utils.clip_grad_norm_(list(self._parameters()), max_norm, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(list(self._parameters()), max_norm, norm_type)
+        self._measured = float(norm)
+        return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         self._unscale()
         torch.nn.utils.clip_grad_value_(list(self._parameters()), clip_value)
+
+    def get_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients, before they were clipped by it; None where they were
+        not."""
+        return self._grad_norm
+
+    def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of ``param``, without loss scale; None where there is none."""
+        if param.grad is None:
+            return None
+        if self._scaler is None or self._unscaled:
+            return param.grad.clone()
+        return param.grad / self._scaler.get_scale()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; under fp16 skip the update if a gradient overflowed, and adapt the scale.
@@ -85,6 +111,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure under fp16, whose gradients nobody could unscale.
         """
+        self._grad_norm, self._measured = self._measured, None
         if self._scaler is None:
             return self.optim.step(closure) if closure is not None else self.optim.step()
         if closure is not None:

@@ -11,13 +11,13 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.runtime.nested import cast_floating, map_tensors
-from gemini.wrapper import Wrapper
+from gemini.state_as_part import NamedAsWrapped
 
 from .collectives import Collectives
 from .optimizer import LowLevelZeroOptimizer
 
 
-class LowLevelZeroModel(Wrapper):
+class LowLevelZeroModel(NamedAsWrapped):
     """Run ``module`` in the precision of its optimizer.
 
     Floating-point buffers, and parameters that the optimizer has not cast, get ``dtype`` here, in place. The

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from gemini.errors import ConfigError, StateError
-from gemini.optim.loss_scale import LossScale, LossScaleConfig
+from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
+from gemini.optim.wrapped import WrappedOptimizer, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
-from .options import check_norm, check_optimizer, check_options, choose_stage, device_of, parse_precision
+from .options import (
+    check_norm,
+    check_optimizer,
+    check_options,
+    check_wire,
+    choose_stage,
+    device_of,
+    parse_precision,
+)
 from .params import ShardedParams
 from .reducer import GradientReducer
 from .shards import ParamShard
-from .state import StateShard, export_state, exported_groups, import_state, state_shards
+from .state import StateShard, export_state, exported_groups, import_state, state_shards, whole_tensor
+from .states_by_param import StatesByParam
+
+_SCALE_DEFAULTS = LossScaleConfig(growth_interval=2000, max_scale=2**24)
 
 
-class LowLevelZeroOptimizer(torch.optim.Optimizer):
+class LowLevelZeroOptimizer(WrappedOptimizer):
     """Cut optimizer states (and with stage 2 gradients) over data-parallel ranks.
 
     Wraps ``optimizer``, whose parameters become this rank's parts of the masters. To be made on all ranks in
     the same way, before the optimizer's first step or after; every rank starts with the weights of the first.
-    Shares the parameter groups of ``optimizer``, so schedulers may hold either. :meth:`step` consumes the
-    gradients. ``param.grad`` is None after backward. Methods are called by all ranks together, but for
-    :meth:`no_sync`, :meth:`state_shards` and the properties, which tell nobody anything.
+    Shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either. Gradients are here,
+    not in ``param.grad``, which raises between backward and :meth:`step`, which consumes them. Methods are
+    called by all ranks together, but for :meth:`no_sync`, :meth:`state_shards` and the properties, which tell
+    nobody anything.
 
     Args:
         optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...).
@@ -52,9 +66,11 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             the parameters they have.
     """
 
-    # Of the gradients there are: the scale of their losses, and how many had arrived when they were clipped.
+    # Of the gradients there are: the scale of their losses, how many had arrived when they were clipped, and
+    # their norm before.
     _scale: float | None
     _settled_at: int | None
+    _measured: float | None
 
     def __init__(
         self,
@@ -83,7 +99,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         check_options(clip_grad_norm, norm_type, reduce_bucket_size, communication_dtype)
-        if isinstance(optimizer, LowLevelZeroOptimizer):
+        check_wire(communication_dtype, parse_precision(precision), optimizer)
+        if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
         check_optimizer(optimizer)
         self.stage = stage
@@ -99,8 +116,9 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optim = optimizer
         self.share_groups()
+        self.share_hooks(optimizer)
         halves = any(shard.param.dtype == torch.float16 for shard in self.sharded.shards)
-        self.loss_scale = LossScale(scale) if halves else None
+        self.loss_scale = loss_scale_for(scale, _SCALE_DEFAULTS, fp16=halves)
         self._reducer = GradientReducer(
             self.sharded.shards,
             self.collectives,
@@ -108,7 +126,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             wire_dtype=communication_dtype,
             overlap=overlap_communication,
             partition=stage == 2,
-            check_scaled=self._check_scaled,
+            scaled=halves,
         )
         self._forget_scale()
         earlier = self.sharded.take_earlier_state()
@@ -154,6 +172,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
         )
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._measured = float(norm)
         for bucket in self._reducer.buckets:
             if bucket.mean is not None:
                 bucket.mean.mul_(factor)
@@ -167,6 +186,26 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             if bucket.mean is not None:
                 bucket.mean.clamp_(-clip_value, clip_value)
         self._clipped = True
+
+    def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of ``param``, whole, as the update will see it: the mean over all
+        ranks in the master's type, without loss scale, clipped if it was. None where no rank has one. What
+        waits for the end of :meth:`no_sync` is sent now.
+
+        Raises:
+            ConfigError: the optimizer does not update ``param``.
+        """
+        shard = self.sharded.shard_of(param)
+        if self._settled_at is None:
+            self._reducer.reduce_rest()
+        else:
+            self._settle()
+        own = {each: grad for each, grad in self._gradients()}
+        if shard not in own:
+            return None
+        whole = whole_tensor(shard, own[shard], shard.master_dtype, self.collectives)
+        scale = self._scale if self._settled_at is None else None
+        return whole if scale is None else whole.div_(scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
@@ -186,12 +225,13 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.clip_grad_norm)
-        overflowed = self._overflowed
+        overflowed, self._grad_norm = self._overflowed, self._measured
         if not overflowed:
             self._update()
         self.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
+        self.tell_schedulers()
         return loss
 
     # -- weights and state -----------------------------------------------------------------------
@@ -209,7 +249,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         are ``"masters"``, the fp32 weights behind 16-bit parameters by parameter number, and ``"loss_scale"``
         under fp16. Takes the memory of the whole state; :meth:`state_shards` does not.
         """
-        return export_state(self)
+        return self._hooked_state(partial(export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of the wrapped optimizer's. With masters, weights are set too.
@@ -217,7 +257,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: groups or shapes do not match; nothing has changed.
         """
-        import_state(self, state_dict)
+        import_state(self, self._before_load(state_dict))
+        self._after_load()
 
     def state_shards(self) -> Iterator[StateShard]:
         """Yield this rank's part of the state, one parameter at a time; tensors are the optimizer's own."""
@@ -266,12 +307,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
     def _run_backward(
         self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool
     ) -> None:
-        self._in_backward = True
-        try:
-            with self._reducer.backward():
-                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-        finally:
-            self._in_backward = False
+        with self._reducer.backward():
+            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
 
     def _hold_scale(self, loss_scale: LossScale) -> float:
         """Remember the scale of these gradients: by the time of step() it may be another."""
@@ -282,13 +319,6 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             )
         self._scale = loss_scale.scale
         return self._scale
-
-    def _check_scaled(self) -> None:
-        if self.loss_scale is not None and not self._in_backward:
-            raise StateError(
-                "a gradient under fp16 did not come from optimizer.backward(loss), so its loss was not "
-                "scaled; call that instead of loss.backward()"
-            )
 
     def _settle(self) -> None:
         """Complete the gradients; once, see whether they overflowed and take the loss scale out."""
@@ -323,7 +353,7 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
             for shard, grad in self._gradients():
                 if shard.master is not None:
                     shard.master.grad = grad
-            self.optim.step()
+            step_within(self.optim)
         finally:
             for shard in self.sharded.shards:
                 if shard.master is not None:
@@ -334,7 +364,8 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
 
     def _forget_scale(self) -> None:
         self._scale = self._settled_at = None
-        self._clipped = self._overflowed = self._in_backward = False
+        self._clipped = self._overflowed = False
+        self._measured = None
 
     def gather_all(self) -> None:
         """Set all parameters from the masters."""
@@ -343,4 +374,4 @@ class LowLevelZeroOptimizer(torch.optim.Optimizer):
     def share_groups(self) -> None:
         """Have the groups and states of the wrapped optimizer as one's own."""
         self.param_groups = self.optim.param_groups
-        self.state = self.optim.state
+        self.state = StatesByParam(self.optim.state, self.sharded.shards)  # type: ignore[assignment]

@@ -37,6 +37,19 @@ def check_options(
         raise ConfigError(f"communication_dtype is {communication_dtype}; gradients are floating-point")
 
 
+def check_wire(
+    communication_dtype: torch.dtype | None, precision: torch.dtype | None, optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise ConfigError where gradients would be sent in fp16 that no loss scale keeps within its range."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    computed = {param.dtype for param in params} if precision is None else {precision}
+    if communication_dtype == torch.float16 and computed - {torch.float16}:
+        raise ConfigError(
+            "communication_dtype=torch.float16 needs the loss scale of fp16 parameters (precision='fp16'): "
+            "without one small gradients become zero; choose torch.bfloat16"
+        )
+
+
 def check_norm(max_norm: float, norm_type: float) -> None:
     """Raise ConfigError for a clipping that means nothing."""
     if not max_norm > 0 or not norm_type > 0:

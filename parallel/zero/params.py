@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError, StateError
+from gemini.optim.wrapped import hooks_set_aside
 
 from .bucket import Bucket
 from .collectives import Collectives, Flight
@@ -37,7 +38,8 @@ class ShardedParams:
         self._collectives = collectives
         labels = _checked_labels(optimizer)
         _check_alike(optimizer, collectives)
-        self._earlier_state = optimizer.state_dict() if optimizer.state else None
+        with hooks_set_aside(optimizer):
+            self._earlier_state = optimizer.state_dict() if optimizer.state else None
         optimizer.state.clear()
         self.groups: list[list[ParamShard]] = []
         self.names: list[list[str] | None] = []
@@ -69,6 +71,16 @@ class ShardedParams:
         return [
             name for name, shard in zip(names, self.groups[group], strict=False) if shard.master is not None
         ]
+
+    def shard_of(self, param: torch.Tensor) -> ParamShard:
+        """Return what belongs to a parameter of the model, or to its master. Raises ConfigError."""
+        for shard in self.shards:
+            if shard.param is param or shard.master is param:
+                return shard
+        raise ConfigError(
+            f"a parameter of shape {tuple(param.shape)} is none of this optimizer's; give one of the model's "
+            "that it was made with"
+        )
 
     def take_earlier_state(self) -> dict[str, Any] | None:
         """Return, once, the state the optimizer had before its parameters were cut."""

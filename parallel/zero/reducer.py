@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 
 from .bucket import Bucket, make_buckets
 from .collectives import Collectives, Flight
+from .sharded_parameter import raw_grad, unwatch, watch
 from .shards import ParamShard
 
 # Messages under way in stage 2: the memory of more would be that of the gradients it does without.
@@ -34,7 +35,7 @@ class GradientReducer:
         wire_dtype: what gradients are sent as; ``None``: as they are, and as fp32 sums after accumulation.
         overlap: send a bucket as soon as it is complete, while backward goes on.
         partition: give up the memory of a bucket once it is sent (stage 2).
-        check_scaled: called when a gradient arrives; raises where backward was not ours.
+        scaled: refuse a gradient that did not come from :meth:`backward`: its loss was not scaled.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class GradientReducer:
         wire_dtype: torch.dtype | None,
         overlap: bool,
         partition: bool,
-        check_scaled: Callable[[], None],
+        scaled: bool,
     ) -> None:
         self.shards = [shard for shard in shards if shard.numel]
         self.buckets = make_buckets(self.shards, collectives.size, bucket_numel)
@@ -56,7 +57,8 @@ class GradientReducer:
         self._wire_dtype = wire_dtype
         self._overlap = overlap
         self._partition = partition
-        self._check_scaled = check_scaled
+        self._scaled = scaled
+        self._in_backward = False
         self._bucket_of = {shard: bucket for bucket in self.buckets for shard in bucket.shards}
         # Frozen at the start: nobody waits for their gradients.
         self._eager = [bucket for bucket in self.buckets if bucket.shards[0].param.requires_grad]
@@ -64,7 +66,9 @@ class GradientReducer:
         self._local: set[ParamShard] = set()
         self._syncing = True
         self._start_over()
-        self._hooks = [self._hook(shard) for shard in self.shards]
+        hooks = [self._hook(number) for number in range(len(self.shards))]
+        self._let_go = weakref.finalize(self, _let_go, hooks, [weakref.ref(s.param) for s in self.shards])
+        self._let_go.atexit = False
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -72,10 +76,14 @@ class GradientReducer:
     def backward(self) -> Iterator[None]:
         """Run a backward pass inside; at the end all its gradients are reduced, unless within
         :meth:`no_sync`."""
-        self._eager_open = self._overlap and self._syncing
-        yield
-        if self._syncing:
-            self.reduce()
+        self._in_backward = True
+        try:
+            self._eager_open = self._overlap and self._syncing
+            yield
+            if self._syncing:
+                self.reduce()
+        finally:
+            self._in_backward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,10 +95,14 @@ class GradientReducer:
             self._syncing = before
 
     def _arrive(self, shard: ParamShard) -> None:
-        grad = shard.param.grad
+        grad = raw_grad(shard.param)
         if grad is None:
             return
-        self._check_scaled()
+        if self._scaled and not self._in_backward:
+            raise StateError(
+                "a gradient under fp16 did not come from optimizer.backward(loss), so its loss was not "
+                "scaled; call that instead of loss.backward()"
+            )
         if grad.layout != torch.strided:
             raise ConfigError(
                 f"the gradient of {shard.label} is {grad.layout}; ZeRO cuts gradients into equal parts: "
@@ -143,7 +155,7 @@ class GradientReducer:
     def _take_strays(self) -> None:
         """Take gradients that no hook has seen: set by hand, or older than this object."""
         for shard in self.shards:
-            if shard.param.grad is not None:
+            if raw_grad(shard.param) is not None:
                 self._arrive(shard)
 
     def _send(self, bucket: Bucket) -> None:
@@ -182,21 +194,41 @@ class GradientReducer:
         self._start_over()
 
     def close(self) -> None:
-        """Take the hooks off the parameters. Idempotent."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        """Take the hooks off the parameters; also done when this object goes. Idempotent."""
+        self._let_go()
 
-    def _hook(self, shard: ParamShard) -> Any:
-        param = shard.param
+    def holds(self, shard: ParamShard) -> bool:
+        """Say whether a gradient has arrived, here or on another rank that has said so."""
+        return shard in self._local or shard in self.used
+
+    def _hook(self, number: int) -> Any:
+        param, reducer = self.shards[number].param, weakref.ref(self)
         trained = param.requires_grad
         param.requires_grad_(True)  # a frozen parameter may be thawed later
-        hook = param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), shard))
+        hook = param.register_post_accumulate_grad_hook(partial(_tell, reducer, number))
         param.requires_grad_(trained)
+        watch(param, partial(_held_name, reducer, number))
         return hook
 
 
-def _tell(reducer: weakref.ref[GradientReducer], shard: ParamShard, _param: torch.Tensor) -> None:
-    # Weak: a parameter that outlives its optimizer is an ordinary one again.
+# Weak, and by number: what a parameter leads to must not lead back to it.
+def _tell(reducer: weakref.ref[GradientReducer], number: int, _param: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
-        alive._arrive(shard)
+        alive._arrive(alive.shards[number])
+
+
+def _held_name(reducer: weakref.ref[GradientReducer], number: int) -> str:
+    alive = reducer()
+    shard = None if alive is None else alive.shards[number]
+    return shard.label if alive is not None and shard is not None and alive.holds(shard) else ""
+
+
+def _let_go(hooks: list[Any], params: list[weakref.ref[torch.Tensor]]) -> None:
+    """Make parameters ordinary ones again."""
+    for hook in hooks:
+        hook.remove()
+    for alive in params:
+        param = alive()
+        if param is not None:
+            unwatch(param)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini.errors import ConfigError
+from gemini.optim.wrapped import hooks_set_aside
 
+from .collectives import Collectives
 from .shards import ParamShard
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class StateShard:
 
 def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
     """Yield this rank's part of the state; see LowLevelZeroOptimizer.state_shards."""
-    states = optimizer.optim.state_dict()["state"]
+    with hooks_set_aside(optimizer.optim):
+        states = optimizer.optim.state_dict()["state"]
     place = 0
     for index, shard in enumerate(optimizer.sharded.shards):
         if shard.master is None:
@@ -61,7 +64,7 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
             for index, part in own.items()
         }
     )
-    state: dict[int, _Entry] = {}
+    state: dict[Any, Any] = {}
     masters: dict[int, torch.Tensor] = {}
     for index, shard in enumerate(optimizer.sharded.shards):
         names, values = described.get(index, ({}, {}))
@@ -70,10 +73,11 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
             state[index] = dict(values if part is None else part.values)
         for name, dtype in names.items():
             mine = None if part is None else part.tensors[name]
-            state[index][name] = _whole(optimizer, shard, mine, dtype)
+            state[index][name] = whole_tensor(shard, mine, dtype, collectives)
         if shard.has_master and shard.numel:
             mine = None if part is None else part.master
-            masters[index] = _whole(optimizer, shard, mine, shard.master_dtype)
+            masters[index] = whole_tensor(shard, mine, shard.master_dtype, collectives)
+    state |= _beside(optimizer.optim)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if masters:
         exported["masters"] = masters
@@ -85,7 +89,8 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
 def exported_groups(optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
     """Return the groups as a state dict has them, with the numbers of all parameters."""
     groups, first = [], 0
-    settings = optimizer.optim.state_dict()["param_groups"]
+    with hooks_set_aside(optimizer.optim):
+        settings = optimizer.optim.state_dict()["param_groups"]
     for group, shards, names in zip(settings, optimizer.sharded.groups, optimizer.sharded.names, strict=True):
         group = {**group, "params": list(range(first, first + len(shards)))}
         if names is not None:
@@ -116,7 +121,8 @@ def import_state(
             parts[saved.index].take(saved)
     for part in parts.values():
         part.check()
-    _load_own(optimizer, groups, list(parts.values()))
+    beside = {key: value for key, value in state_dict.get("state", {}).items() if key not in numbers}
+    _load_own(optimizer, groups, list(parts.values()), beside)
     restored = _restore_masters(list(parts.values()))
     if optimizer.collectives.maximum([int(restored)]) == [1]:
         optimizer.gather_all()
@@ -187,8 +193,18 @@ def _whole_shards(
         yield StateShard(index, shape, 0, shard.numel, flat, values, flat_master)
 
 
-def _load_own(optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], parts: list[_OwnPart]) -> None:
-    """Give the wrapped optimizer its state; it checks before it changes anything."""
+def _beside(optim: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return what a user keeps in the state beside that of parameters."""
+    return {key: value for key, value in optim.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _load_own(
+    optimizer: LowLevelZeroOptimizer,
+    groups: list[dict[str, Any]],
+    parts: list[_OwnPart],
+    beside: dict[Any, Any],
+) -> None:
+    """Give the wrapped optimizer its state, and what is beside it; it checks before it changes anything."""
     state = {place: {**part.values, **part.tensors} for place, part in enumerate(parts)}
     own_groups, first = [], 0
     for number, (group, shards) in enumerate(zip(groups, optimizer.sharded.groups, strict=True)):
@@ -199,8 +215,9 @@ def _load_own(optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], pa
             own["param_names"] = optimizer.sharded.own_names(number)
         own_groups.append(own)
         first += count
-    present = {place: entry for place, entry in state.items() if entry}
-    optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
+    present = {**{place: entry for place, entry in state.items() if entry}, **beside}
+    with hooks_set_aside(optimizer.optim):
+        optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
     optimizer.share_groups()
 
 
@@ -224,12 +241,12 @@ def _split(state: _Entry, shape: tuple[int, ...]) -> tuple[dict[str, torch.Tenso
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def _whole(
-    optimizer: LowLevelZeroOptimizer, shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype
+def whole_tensor(
+    shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype, collectives: Collectives
 ) -> torch.Tensor:
-    """Return one state of a whole parameter from all ranks' parts."""
+    """Return a copy of what belongs to a whole parameter from all ranks' parts of it."""
     padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
     if own is not None:
         padded[: own.numel()].copy_(own)
-    rows = optimizer.collectives.gather_anywhere(padded)
+    rows = collectives.gather_anywhere(padded)
     return rows.reshape(-1)[: shard.numel].view(shard.shape)

@@ -232,6 +232,8 @@ def test_group_of_some_ranks_trains_on_its_own() -> None:
         ({"clip_grad_norm": -1.0}, "max_norm"),
         ({"precision": "fp8"}, "choose from"),
         ({"communication_dtype": torch.int8}, "communication_dtype"),
+        ({"communication_dtype": torch.float16}, "loss scale of fp16"),
+        ({"communication_dtype": torch.float16, "precision": "bf16"}, "loss scale of fp16"),
         ({"initial_scale": 0.5}, "min_scale"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -130,11 +131,13 @@ def test_memstats_of_another_layout_give_its_order_and_warm_up_again(tmp_path: P
     assert set(names) == set(dict(Backwards().named_parameters()))
 
 
-def test_the_search_report_is_printed_only_when_verbose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_search_report_is_logged_and_printed_only_when_verbose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with GeminiDDP(seeded(TinyGPT), **tight(tmp_path)):
+    with caplog.at_level(logging.INFO, "gemini.chunk"), GeminiDDP(seeded(TinyGPT), **tight(tmp_path)):
         assert capsys.readouterr().out == ""
+        assert "used number:" in caplog.messages[1]
+        assert len(caplog.messages) == 3
     with GeminiDDP(seeded(TinyGPT), verbose=True, **tight(tmp_path)):
         out = capsys.readouterr().out
     assert "searching chunk configuration is completed in" in out

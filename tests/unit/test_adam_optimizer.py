@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from typing import Any
@@ -291,7 +292,34 @@ def test_refused_group_is_not_added() -> None:
 
 def test_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        CPUAdam([torch.zeros(3)], amsgrad=False)  # type: ignore[call-arg]
+        CPUAdam([torch.zeros(3)], weight_decy=0.1)
+
+
+def test_flags_of_torch_are_taken_at_their_defaults_and_refused_by_name_otherwise() -> None:
+    flags = {
+        name: parameter.default
+        for name, parameter in inspect.signature(torch.optim.AdamW).parameters.items()
+        if name in ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+    }
+    assert len(flags) == 6
+    CPUAdam([torch.zeros(3)], **flags)
+    HybridAdam([torch.zeros(3)], **flags)
+    for name in flags:
+        with pytest.raises(ConfigError, match=f"HybridAdam.{name}=True"):
+            HybridAdam([torch.zeros(3)], **{name: True})
+        with pytest.raises(ConfigError, match=f"CPUAdam.{name}=True"):
+            CPUAdam([{"params": [torch.zeros(3)], name: True}])
+
+
+def test_groups_of_torchs_adam_keep_its_kind_of_decay() -> None:
+    model, like = small_model(), small_model()
+    theirs = torch.optim.Adam(like.parameters(), lr=0.01, weight_decay=0.5)
+    ours = CPUAdam(torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.5).param_groups)
+    train(model, ours)
+    train(like, theirs)
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), like.parameters(), strict=True)
+    )
 
 
 def test_unusable_gradient_is_refused_and_nothing_changes() -> None:

@@ -183,3 +183,17 @@ def test_foreign_or_misfit_state_is_refused_and_nothing_changes() -> None:
     after = optimizer.state_dict()
     for key, state in before["state"].items():
         assert all(torch.equal(after["state"][key][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_what_a_user_keeps_beside_the_states_is_saved_and_loaded_as_in_torch(state_dtype: str) -> None:
+    model = small_model()
+    optimizer = ours(model, state_dtype=state_dtype)
+    for value in (1, {"exp_avg": "mine"}, torch.ones(2)):
+        optimizer.state["mine"] = value
+        train(model, optimizer, 0, 2)
+        saved = optimizer.state_dict()
+        assert saved["state"]["mine"] is value
+        for successor in (ours(model), torch.optim.AdamW(model.parameters()), copy.deepcopy(optimizer)):
+            successor.load_state_dict(saved)
+            assert successor.state["mine"] is value

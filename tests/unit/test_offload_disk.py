@@ -183,7 +183,7 @@ def test_tensor_that_does_not_own_its_memory_is_refused(tensor: torch.Tensor, tm
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    for arguments in ({"backend": "aio"}, {"n_entries": 0}):
+    for arguments in ({"backend": "libaio"}, {"n_entries": 0}):
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             DiskOffloader(tmp_path, **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="missing"):

@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.collectives import group_of
+from gemini.config import keyword_names, refuse_unknown
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.plugin.options import keyword_names, refuse_unknown, with_precision
+from gemini.parallel.booster.plugin.options import with_precision
 from gemini.placement import PlacementPolicy
 
 _MODEL = keyword_names(GeminiDDP) - {"module"}
@@ -77,7 +78,6 @@ class GeminiPlugin(Plugin):
         if optimizer is None:
             return Boosted(managed, None, criterion)
         boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
-        boosted.register_step_post_hook(lambda *_: _note_step(optimizer))
         return Boosted(managed, boosted, criterion)
 
     def no_sync(
@@ -86,9 +86,3 @@ class GeminiPlugin(Plugin):
         """See :class:`Plugin`; the optimizer is not needed."""
         assert isinstance(model, GeminiDDP)
         return model.no_sync()
-
-
-def _note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the schedulers that were made for ``optimizer`` that it has stepped: they warn when its own
-    ``step`` is not called first, and here the boosted one's is."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]

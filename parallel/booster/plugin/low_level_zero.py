@@ -9,11 +9,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from gemini.config import keyword_names, refuse_unknown
 from gemini.device import current_device
 from gemini.errors import ConfigError
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.plugin.options import keyword_names, refuse_unknown, with_precision
+from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.options import choose_stage, parse_precision
 
@@ -23,12 +24,8 @@ _OWN = frozenset(
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
 _OPTIONS = keyword_names(LowLevelZeroOptimizer) - _OWN - _RENAMED
 # Where this name has always had other defaults than the optimizer: the first steps find the right scale.
-_DEFAULTS = {
-    "initial_scale": 2**32,
-    "growth_interval": 1000,
-    "max_scale": 2**32,
-    "overlap_communication": True,
-}
+_DEFAULTS = {"overlap_communication": True}
+_FP16_DEFAULTS = {"initial_scale": 2**32, "growth_interval": 1000, "max_scale": 2**32}
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -102,7 +99,7 @@ class LowLevelZeroPlugin(Plugin):
                 optimizer,
                 precision=dtype,
                 **self._own,
-                **{**_DEFAULTS, **options},
+                **{**_DEFAULTS, **(_FP16_DEFAULTS if dtype == torch.float16 else {}), **options},
             )
         spread_rest(model, cut, self.process_group)
         ready = LowLevelZeroModel(model, dtype, cast_inputs=self._cast_inputs, stage=self._own["stage"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from gemini.errors import ConfigError
@@ -23,21 +22,6 @@ _SCALER = frozenset(
         "max_scale",
     )
 )
-
-
-def keyword_names(owner: type) -> frozenset[str]:
-    """Return the names of the arguments that ``owner`` takes by keyword."""
-    parameters = inspect.signature(owner).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def refuse_unknown(plugin: str, options: dict[str, Any], known: frozenset[str]) -> None:
-    """Raise TypeError for an option that nothing would read."""
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise TypeError(
-            f"{plugin} has no argument {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}"
-        )
 
 
 def with_precision(

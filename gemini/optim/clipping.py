@@ -1,0 +1,44 @@
+"""Clipping: what is to be done to the gradients that are there, on their way into the update."""
+
+from __future__ import annotations
+
+from gemini.ddp import GeminiDDP
+from gemini.errors import StateError
+from gemini.optim.kernels import GradScale
+from gemini.optim.loss_scale import LossScale
+
+
+class Clipping:
+    """The loss scale to take out of a model's gradients, and how they were clipped; of these ones alone."""
+
+    def __init__(self, model: GeminiDDP, loss_scale: LossScale | None) -> None:
+        self._model, self._loss_scale = model, loss_scale
+        self._seen = model.gradient_state()
+        self.forget()
+
+    @property
+    def scale(self) -> GradScale:
+        """The pending transform, with the loss scale taken out first."""
+        if self._loss_scale is None or self.done:
+            return self._scale
+        return GradScale(pre_scale=1.0 / self._loss_scale.scale)
+
+    def note(self, scale: GradScale) -> None:
+        """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
+        self._scale, self.done, self._seen = scale, True, self._model.gradient_state()
+
+    def check(self) -> None:
+        """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
+        if not self.done or self._seen == self._model.gradient_state():
+            return
+        (given_up, _), (given_up_then, _) = self._model.gradient_state(), self._seen
+        if given_up == given_up_then:
+            raise StateError("gradients arrived after they were clipped; clip once, right before step()")
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with gradients to come."""
+        self._scale = GradScale()
+        self.measured: float | None = None  # their norm, before they were clipped by it
+        self.done = False
+        self.overflowed = False  # seen before a clamp hid it

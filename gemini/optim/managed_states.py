@@ -1,0 +1,69 @@
+"""ManagedStates: optimizer states that live in chunks, as ``optimizer.state`` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini.optim.state_exchange import MOMENTS
+from gemini.optim.state_format import step_count
+from gemini.runtime import ManagedSlot, read_state
+
+if TYPE_CHECKING:
+    from gemini.optim.gemini_optimizer import GeminiOptimizer
+
+
+class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
+    """The state of each parameter that has one; of others of the optimizer it is empty, as in torch.
+
+    To be read: ``load_state_dict()`` is what changes states. Reading moments copies them out of their chunks,
+    one at a time; over ranks all of them read together.
+    """
+
+    def __init__(self, optimizer: GeminiOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: Any) -> Mapping[str, torch.Tensor]:
+        slot = getattr(param, "_slot", None)
+        if slot in self._optimizer.steps:
+            return ManagedState(self._optimizer, slot)
+        if slot not in self._optimizer.slots:
+            raise KeyError(param)
+        return {}
+
+    def __contains__(self, param: object) -> bool:
+        return getattr(param, "_slot", None) in self._optimizer.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return (p for group in self._optimizer.param_groups for p in group["params"] if p in self)
+
+    def __len__(self) -> int:
+        return len(self._optimizer.steps)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} parameters)"
+
+
+class ManagedState(Mapping[str, torch.Tensor]):
+    """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for."""
+
+    def __init__(self, optimizer: GeminiOptimizer, slot: ManagedSlot) -> None:
+        self._optimizer, self._slot = optimizer, slot
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == "step":
+            return step_count(self._optimizer.steps[self._slot])
+        kind = MOMENTS[name]
+        self._optimizer.require_complete("state")
+        return read_state(self._slot, kind, self._optimizer.model._gemini.manager)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("step", *MOMENTS))
+
+    def __len__(self) -> int:
+        return 1 + len(MOMENTS)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self)})"

@@ -1,0 +1,68 @@
+"""Optimizer states a few at a time, and on the first rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemini.config import parse_bytes
+from gemini.errors import ConfigError, StateError
+from gemini.optim.state_exchange import MOMENTS, export_state, slots_in_order
+from gemini.optim.state_format import step_count
+from gemini.rank import rank_of
+from gemini.runtime import read_state
+
+if TYPE_CHECKING:
+    from gemini.optim.gemini_optimizer import GeminiOptimizer
+
+Entries = dict[int, dict[str, Any]]
+
+
+def export_to_first(optimizer: GeminiOptimizer) -> dict[str, Any]:
+    """Return what :func:`export_state` does on the first rank, nothing on others, which give their part."""
+    if rank_of(optimizer.model).index == 0:
+        return export_state(optimizer)
+    optimizer.require_complete("state_dict")
+    for _ in _entries(optimizer):
+        pass
+    return {}
+
+
+def export_shards(
+    optimizer: GeminiOptimizer, max_shard_size: int | str, only_rank_0: bool
+) -> Iterator[tuple[Entries, int]]:
+    """Yield what :meth:`GeminiOptimizer.state_dict_shard` does."""
+    most = parse_bytes(max_shard_size, name="max_shard_size")
+    if not most or most < 0:
+        raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
+    keeps = not only_rank_0 or rank_of(optimizer.model).index == 0
+    optimizer.require_complete("state_dict_shard")
+    return _shards(optimizer, most, keeps)
+
+
+def _shards(optimizer: GeminiOptimizer, most: int, keeps: bool) -> Iterator[tuple[Entries, int]]:
+    shard: Entries = {}
+    held = 0
+    for number, entry in _entries(optimizer):
+        nbytes = sum(tensor.nbytes for tensor in entry.values())
+        if shard and held + nbytes > most:
+            yield shard, held
+            shard, held = {}, 0
+        if keeps:
+            shard[number] = entry
+            held += nbytes
+    if shard:
+        yield shard, held
+
+
+def _entries(optimizer: GeminiOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the state of each parameter that has one; over ranks all read them together."""
+    manager = optimizer.model._gemini.manager
+    begun, steps = manager.step, dict(optimizer.steps)
+    for number, slot in enumerate(slots_in_order(optimizer)):
+        if slot not in steps:
+            continue
+        if (manager.step, optimizer.steps.get(slot)) != (begun, steps[slot]):
+            raise StateError("states were changed while they were read in shards; begin again after the step")
+        moments = {name: read_state(slot, kind, manager) for name, kind in MOMENTS.items()}
+        yield number, {"step": step_count(steps[slot]), **moments}
