@@ -151,7 +151,8 @@ class SaveHandle:
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
         # Whether the thread may read chunks where they are.
-        self._in_place = manager.resident and not manager.chunks.device.has_own_memory
+        chunks = manager.chunks
+        self._in_place = manager.resident and chunks.stow is None and not chunks.device.has_own_memory
         self._reading: int | None = None  # what it reads there now
         self._copying = False
         self._filling: _Buffer | None = None  # while _copying, of the thread that trains alone
