@@ -178,6 +178,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
         for piece in _master_pieces(slot):
             start, stop = slot.overlapping(piece)
             master = piece.tensors[ChunkKind.MASTER]
+            manager.snapshot.before_change((master,))
             with manager.operator((*values, master), (master,)), torch.no_grad():
                 piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.values(start, stop))
     except BaseException:

@@ -21,7 +21,9 @@ from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.nested import map_tensors
+from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL
+from gemini.runtime.writers import possibly_written
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -175,6 +177,9 @@ def _operate(
         if given is not None and pinned:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
         first_node = next_node_number()
+        if manager.snapshot is not NO_SNAPSHOT:
+            _copy_before(func, args, kwargs, operands)
+        unsaved = manager.snapshot.unsaved(tensors)
         if pinned:
             manager.pre_op(tensors)
         try:
@@ -182,7 +187,7 @@ def _operate(
         finally:
             written = [operand._version for operand in operands] != versions
             if written:
-                manager.written.note(_written(operands, versions))
+                _note(manager, _written(operands, versions), unsaved)
                 if not pinned:
                     manager.pre_op(tensors)
             if pinned or written:
@@ -200,6 +205,7 @@ def _operate_across(
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
     with PlainTensors():
+        _copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
             for manager, share in shares.items():
@@ -245,13 +251,31 @@ def pinned(manager: GeminiManager, operands: list[Any]) -> Iterator[None]:
     """Pin the operands, all of one model, for the block; those it writes to count as written."""
     tensors = [operand._ref.tensors[0] for operand in operands]
     versions = [operand._version for operand in operands]
+    unsaved = manager.snapshot.unsaved(tensors)
     manager.pre_op(tensors)
     try:
         yield
     finally:
         written = _written(operands, versions)
-        manager.written.note(written)
+        _note(manager, written, unsaved)
         manager.post_op(tensors, bool(written))
+
+
+def _copy_before(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> None:
+    """Have copied what snapshots still want of the operands that ``func`` may write to."""
+    if any(each._ref.manager.snapshot.unsaved(each._ref.tensors) for each in operands):
+        for each in operands_of(possibly_written(func, args, kwargs), {}):
+            each._ref.manager.snapshot.before_change(each._ref.tensors)
+
+
+def _note(manager: GeminiManager, written: list[int], unsaved: frozenset[int]) -> None:
+    """Remember that user code has written to the tensors, of which those ``unsaved`` were to be copied."""
+    manager.written.note(written)
+    lost = unsaved.intersection(written)
+    if lost:
+        manager.snapshot.spoil(lost)
 
 
 def _written(operands: list[Any], versions: list[int]) -> list[int]:
