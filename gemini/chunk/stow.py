@@ -44,6 +44,7 @@ class Stow:
         self._stowed: dict[int, _Stowed] = {}  # by tensor
         self._by_chunk: dict[int, _Stowed] = {}
         self._files: list[BufferedFile] = []
+        self.directory: str | None = None  # where the files are
         self._latest: _Stowed | None = None  # of those that were read
         self._peak_bytes = 0
 
@@ -82,6 +83,7 @@ class Stow:
             return
         file = BufferedFile(directories, sum(chunk.spec.nbytes for chunk, _ in new), checksums=checksums)
         self._files.append(file)
+        self.directory = file.directory
         offset = 0
         for chunk, tensor in new:
             self._stowed[tensor] = self._by_chunk[chunk.id] = _Stowed(chunk, tensor, file, offset)

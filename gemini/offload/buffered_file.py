@@ -47,7 +47,9 @@ class BufferedFile:
         """
         share = round_to_block(nbytes // (_SHARE * _NUM_BUFFERS))
         self._buffer_bytes = min(max(share, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
-        self._file = AsyncFile(directories or tempfile.gettempdir(), nbytes, checksums=checksums)
+        directories = directories or [tempfile.gettempdir()]
+        self.directory = directories[0]
+        self._file = AsyncFile(directories, nbytes, checksums=checksums)
         memory = direct_memory(_NUM_BUFFERS * self._buffer_bytes)
         self._file.register(memory.data_ptr(), memory.numel())
         self._free = [_Buffer(part) for part in memory.split(self._buffer_bytes)]

@@ -11,7 +11,7 @@ import torch
 
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
@@ -61,17 +61,21 @@ def write_state_range(
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does."""
     slots = _slots_in_order(optimizer)
-    directory = optimizer.model.manager.chunks.budgets.disk_dir
+    chunks = optimizer.model.manager.chunks
+    directory = chunks.budgets.disk_dir
+    if directory is None and chunks.stow is not None:
+        directory = chunks.stow.directory
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
-    export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
+    place: Place = IN_MEMORY
+    if directory is not None:
+        place = MappedTensors(directory, capacity, 2 * len(optimizer.steps))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, slot in enumerate(slots):
         if slot not in optimizer.steps:
             continue
         state[index] = {"step": step_count(optimizer.steps[slot])}
         for name, kind in MOMENTS.items():
-            value = read_state(slot, kind, optimizer.model.manager)
-            state[index][name] = export.copy(value) if export is not None else value
+            state[index][name] = read_state(slot, kind, optimizer.model.manager, place)
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
