@@ -54,7 +54,8 @@ class Stow:
     @property
     def bytes(self) -> int:
         """What the file has of chunks now."""
-        return sum(each.range[1] for each in self._stowed.values() if each.has_place)
+        stowed = list(self._stowed.values())  # at once: another thread may ask
+        return sum(each.range[1] for each in stowed if each.has_place)
 
     def usage(self) -> dict[str, int]:
         """Return bytes as ``stats()`` does those of a tier."""
@@ -107,6 +108,8 @@ class Stow:
         """Give the files back; what they have is lost. Idempotent."""
         for file in self._files:
             file.close()
+        for stowed in self._stowed.values():
+            stowed.has_place = False
 
     # -- what the manager tells ------------------------------------------------------------------
 

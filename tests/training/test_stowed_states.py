@@ -88,6 +88,7 @@ def test_the_share_is_on_disk_between_steps(
             for tier in ("device", "host"):
                 assert stats[tier]["bytes"] <= stats["model_data_bytes"] - on_disk(model)
         assert list(tmp_path.iterdir()) == []
+    assert on_disk(model) == 0
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
