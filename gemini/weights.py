@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.rank import rank_of
 from gemini.runtime import ManagedParameter, ManagedTensor, read_values, write_values
 from gemini.runtime.param import plain_copy
@@ -30,7 +30,7 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
     directory = model._gemini.manager.chunks.budgets.disk_dir
     capacity = sum(p.numel() * max(4, p.element_size()) for p in managed.values())
-    export = MappedTensors(directory, capacity, len(managed)) if directory is not None else None
+    export = MappedTensors(directory, capacity, len(managed)) if directory is not None else IN_MEMORY
     full: dict[int, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, ManagedParameter):
@@ -137,8 +137,7 @@ def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
     return MappedTensors(directory, value.numel() * value.element_size(), 1).copy(value)
 
 
-def _full_value(model: GeminiDDP, param: ManagedParameter, export: MappedTensors | None) -> torch.Tensor:
+def _full_value(model: GeminiDDP, param: ManagedParameter, export: Place) -> torch.Tensor:
     """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
-    value = read_values(param._slot, model._gemini.manager)
-    value = (value.float() if value.dtype.itemsize < 4 else value).cpu()
-    return export.copy(value) if export else value
+    dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
+    return read_values(param._slot, model._gemini.manager, export, dtype)

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 ROOT=$PWD
 BIN=$ROOT/.venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
-MAX_LINES=400
+MAX_LINES=500
 MAX_WORKERS=4  # each takes up to 1 GiB, and so does what it starts
 
 say() { printf '[check] %s\n' "$*" >&2; }

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,24 +20,22 @@ import torch
 
 from gemini import rng
 from gemini.checkpoint.arguments import check_managed
-from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent
+from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent, blocks_of_tensors
 from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.copy_buffer import BUFFER_BYTES, CopyBuffer
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
-from gemini.checkpoint.staging import MEMORY_ALIGN
-from gemini.checkpoint.tensor_file import settled
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
+from gemini.chunk import TensorIds
 from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
-from gemini.offload.direct_memory import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import rank_of
-from gemini.runtime import NO_SNAPSHOT, GeminiManager, ManagedSlot, StatePiece
+from gemini.runtime import NO_SNAPSHOT, ManagedSlot, StatePiece
 from gemini.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 4 * 2**20
 _MEETING_SECONDS = 10.0  # what a save that ends early waits for the other ranks to hear of it
 
 
@@ -57,9 +56,9 @@ def save_async(
     The checkpoint is what the model is now. Each piece of it is copied to staging right before the
     optimizer changes it; where staging is full, that update waits. A model that is wholly in host memory is
     written from where it is. The checkpoint is complete once ``wait()`` of what is returned has returned;
-    the next save and ``model.close()`` wait, too. Until then change weights through ``optimizer.step()`` or
-    ``load_state_dict`` alone: other writes may get into the checkpoint. Buffers are written before this
-    returns. Over several ranks all of them call this, and ``wait()``.
+    the next save and ``model.close()`` wait, too. Writes to weights in place copy what is still to be saved
+    of them first, as updates do. Buffers and parameters that are not managed are written before this returns.
+    Over several ranks all of them call this, and ``wait()``.
 
     Args:
         staging_bytes: the most memory that copies take, on top of the budgets and of the 16 MiB that every
@@ -71,9 +70,9 @@ def save_async(
             that failed and that nobody waited for.
     """
     check_managed(model, optimizer)
-    num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // _BUFFER_BYTES
+    num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // BUFFER_BYTES
     if num_buffers < 1:
-        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {_BUFFER_BYTES} bytes or more")
+        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {BUFFER_BYTES} bytes or more")
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model, aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
@@ -82,7 +81,7 @@ def save_async(
     try:
         writer.manifest, writer.rng = manifest, rng.capture()
         blocks = CheckpointFiles(writer, model, optimizer, shard).blocks()
-        handle = SaveHandle(model._gemini.manager, context, writer, blocks, num_buffers)
+        handle = SaveHandle(model, context, writer, blocks, num_buffers)
         model._gemini.manager.snapshot = handle
         handle.start()
     except BaseException as error:
@@ -90,35 +89,6 @@ def save_async(
         context.__exit__(type(error), error, error.__traceback__)
         raise
     return handle
-
-
-class _Buffer:
-    """Values on their way to files, one after the other, placed so that they need not be copied again."""
-
-    def __init__(self) -> None:
-        self._memory = direct_memory(_BUFFER_BYTES)
-        self._used = 0
-        self._parts: list[tuple[Extent, int, torch.Tensor]] = []
-
-    def add(self, extent: Extent, first: int, values: torch.Tensor) -> int:
-        """Copy as many of ``values``, element ``first`` on, as fit; return how many."""
-        begin = self._used + (extent.file.offset(extent.tensor, first) - self._used) % MEMORY_ALIGN
-        size = values.dtype.itemsize
-        count = min(values.numel(), (_BUFFER_BYTES - begin) // size)
-        if count > 0:
-            copy = self._memory[begin : begin + count * size].view(values.dtype)
-            copy.copy_(values[:count])
-            self._parts.append((extent, first, copy))
-            self._used = begin + count * size
-        return max(count, 0)
-
-    def write(self) -> None:
-        """Write everything to its file, and be empty again."""
-        with settled(extent.file for extent, _first, _values in self._parts):
-            for extent, first, values in self._parts:
-                extent.file.lend(extent.tensor, first, values)
-        self._parts.clear()
-        self._used = 0
 
 
 class _Ended(Exception):
@@ -133,13 +103,13 @@ class SaveHandle:
 
     def __init__(
         self,
-        manager: GeminiManager,
+        model: GeminiDDP,
         context: AbstractContextManager[CheckpointWriter],
         writer: CheckpointWriter,
         blocks: list[Block],
         num_buffers: int,
     ) -> None:
-        self._manager = manager
+        self._manager = manager = model.manager
         self._context = context
         self._writer = writer
         self._pid = os.getpid()
@@ -148,15 +118,18 @@ class SaveHandle:
         self._shown = False  # the error, to whoever waited
         self._changed = threading.Condition()
         self._num_buffers = num_buffers
+        self._blocks_of = blocks_of_tensors(model, blocks)
+        self._names = model.storage.parameter_names()
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
         # Whether the thread may read chunks where they are.
-        self._in_place = manager.resident and not manager.chunks.device.has_own_memory
+        chunks = manager.chunks
+        self._in_place = manager.resident and chunks.stow is None and not chunks.device.has_own_memory
         self._reading: int | None = None  # what it reads there now
         self._copying = False
-        self._filling: _Buffer | None = None  # while _copying, of the thread that trains alone
-        self._copied: deque[_Buffer] = deque()
-        self._free: list[_Buffer] = []
+        self._filling: CopyBuffer | None = None  # while _copying, of the thread that trains alone
+        self._copied: deque[CopyBuffer] = deque()
+        self._free: list[CopyBuffer] = []
         self._unmade = num_buffers  # of them, those that nobody needed yet
         self._error: BaseException | None = None
         self._over = False
@@ -175,7 +148,7 @@ class SaveHandle:
     @property
     def peak_staging_bytes(self) -> int:
         """Return the most memory that copies have taken."""
-        return (self._num_buffers - self._unmade) * _BUFFER_BYTES
+        return (self._num_buffers - self._unmade) * BUFFER_BYTES
 
     def wait(self) -> Path:
         """Write what is left and return the checkpoint's directory. Call it between steps.
@@ -219,6 +192,29 @@ class SaveHandle:
         for block in list(self._left.values()):
             self._fetch_and_copy(block)
 
+    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
+        """Return those of which something is still to be saved."""
+        return frozenset(
+            tensor for tensor in tensors if any(map(self._is_left, self._blocks_of.get(tensor, ())))
+        )
+
+    def before_change(self, tensors: TensorIds) -> None:
+        """Copy what is still to be saved of ``tensors``; wait for staging if it is full."""
+        for tensor in tensors:
+            for block in self._blocks_of.get(tensor, ()):
+                if self._is_left(block):
+                    self._fetch_and_copy(block)
+
+    def spoil(self, tensors: Iterable[int]) -> None:
+        """Give the save up: values of now are no longer those that it was to have."""
+        name = self._names[min(tensors)]
+        self._end(
+            CheckpointError(
+                f"the save was given up: {name!r} was written to before it was saved, by something that "
+                "did not look as if it would; call wait() before that, or save() in place of save_async()"
+            )
+        )
+
     def residence(self, resident: bool) -> bool:
         """Leave chunks alone once they may leave DEVICE; return ``resident``."""
         if self._in_place and not resident:
@@ -233,7 +229,7 @@ class SaveHandle:
         if self._steps_ended < 2 or self._in_place:
             return
         # After two steps every update that is to come soon has come, also those that were put off.
-        room = self._num_buffers * _BUFFER_BYTES
+        room = self._num_buffers * BUFFER_BYTES
         while self._left and not self._copied and room > 0:
             block = next(iter(self._left.values()))
             self._fetch_and_copy(block)
@@ -248,8 +244,12 @@ class SaveHandle:
 
     # -- inside, on the thread that trains ---------------------------------------------------------
 
+    def _is_left(self, block: Block) -> bool:
+        """Whether the block is neither copied nor written. What is being read where it is counts."""
+        return id(block.owner) in self._left or self._reading == id(block.owner)
+
     def _fetch_and_copy(self, block: Block) -> None:
-        with self._manager.operator(block.tensors):
+        with self._manager.updates.aside(block.tensors):
             self._copy(block.owner)
 
     def _copy(self, owner: StatePiece | ManagedSlot) -> None:
@@ -286,7 +286,7 @@ class SaveHandle:
                     self._filling = None
                     self._changed.notify_all()
 
-    def _take_buffer(self) -> _Buffer:
+    def _take_buffer(self) -> CopyBuffer:
         """Return an empty buffer, once there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._unmade or self._over)
@@ -295,7 +295,7 @@ class SaveHandle:
             if self._free:
                 return self._free.pop()
             self._unmade -= 1
-        return _Buffer()
+        return CopyBuffer()
 
     def _settle(self) -> None:
         """Forget everything that the save held, after the thread has ended."""
@@ -357,7 +357,7 @@ class SaveHandle:
                 self._changed.wait()
         raise self._error or _Ended
 
-    def _write_copied(self, buffer: _Buffer) -> None:
+    def _write_copied(self, buffer: CopyBuffer) -> None:
         buffer.write()
         with self._changed:
             self._free.append(buffer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -146,6 +147,19 @@ class CheckpointFiles:
                     file, first = self._states[name], start - slot.start - contents.owned(slot)[0]
                     extents.append(Extent(file, name, first, 4 * (stop - start), read, self._viewed))
         return Block(piece, tuple(tensors), tuple(extents))
+
+
+def blocks_of_tensors(model: GeminiDDP, blocks: Iterable[Block]) -> Mapping[int, Sequence[Block]]:
+    """Return by tensor of the chunk table the blocks with values of it, for a parameter that is whole at
+    times also those of its shard."""
+    found: defaultdict[int, list[Block]] = defaultdict(list)
+    for block in blocks:
+        for tensor in block.tensors:
+            found[tensor].append(block)
+    for slot in model.storage.slots.values():
+        (whole,) = slot.param_ref.tensors
+        found[whole] = [block for tensor in slot.group.value_tensors([slot]) for block in found[tensor]]
+    return found
 
 
 def _param_values(group: ChunkGroup, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import ComputeDevice
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
+from gemini.chunk.stow import Stow
 from gemini.errors import IoError, StateError
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
@@ -52,6 +53,7 @@ class ChunkManager:
         self._in_flight: dict[int, _C.Action] = {}  # ticket -> action
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
+        self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
         self.park_limit_bytes = budgets.device_bytes
         self.parks_always = False  # not only while memory is short
         self._under_pressure = False
@@ -125,6 +127,8 @@ class ChunkManager:
             actions = self.table.release(tensors, dirty)
             if actions:
                 self._execute(actions)
+            if self.stow is not None:
+                self.stow.released(tensors, dirty=dirty)
         except BaseException:
             self._suspect = True
             raise
@@ -195,6 +199,8 @@ class ChunkManager:
             if actions:
                 self._execute(actions)
             self._forget_unfounded()
+            if self.stow is not None:
+                self.stow.all_released()
         except BaseException:
             self._suspect = True
             raise
@@ -256,6 +262,8 @@ class ChunkManager:
                 self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks], exposed)
             finally:
                 self._disk.close()
+                if self.stow is not None:
+                    self.stow.close()
 
     # -- carrying out actions --------------------------------------------------------------------
 
@@ -290,8 +298,10 @@ class ChunkManager:
             kind = action.kind
             if kind == _C.ActionKind.ALLOCATE and action.to_tier == _C.Tier.HOST:
                 self._memory.map_host(chunk.host)
+                self._fill(chunk, action.to_tier)
             elif kind == _C.ActionKind.ALLOCATE:
                 self._memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+                self._fill(chunk, action.to_tier)
             elif kind == _C.ActionKind.DROP and action.from_tier == _C.Tier.DISK:
                 self._disk.drop(chunk.id)
             elif kind == _C.ActionKind.DROP:
@@ -304,6 +314,11 @@ class ChunkManager:
                 self._under_pressure = True
         if actions:
             self._trim_parked()
+
+    def _fill(self, chunk: Chunk, tier: _C.Tier) -> None:
+        if self.stow is not None:
+            self._under_pressure = True  # the next one takes its memory
+            self.stow.fill(chunk, tier)
 
     def _trim_parked(self) -> None:
         """Keep what is parked within what the period that needs most leaves: fresh pages come on top where

@@ -158,7 +158,7 @@ class _MetaChunks(ChunkManager):
         self.device = CPU
         self._memory = cast(AnyMemory, _Nowhere())
         self._waited_s = 0.0
-        self.observer = None
+        self.observer = self.stow = None
         self.park_limit_bytes = _UNLIMITED
         self.parks_always = False
         self._meter = meter

@@ -7,12 +7,30 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from gemini.errors import IoError, StateError
 
 _ALIGN = 64
+_PART_BYTES = 4 * 2**20  # what is in memory of a tensor that is being copied
+_WRITTEN_BACK_BYTES = 32 * 2**20  # what waits in the page cache for the disk
+
+
+class TensorsInMemory:
+    """Makes tensors as :class:`MappedTensors` does, in memory."""
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of anything."""
+        return torch.empty(count, dtype=dtype, device="cpu")
+
+    def put(self, flat: torch.Tensor, start: int, values: torch.Tensor) -> None:
+        """Copy flat ``values`` into it, from its element ``start`` on."""
+        flat[start : start + values.numel()].copy_(values)
+
+    def release(self, flat: torch.Tensor) -> None:
+        """Do nothing: memory is where it stays."""
 
 
 class MappedTensors:
@@ -40,7 +58,9 @@ class MappedTensors:
                 os.close(descriptor)
         except OSError as error:
             raise _io_error(error, f"cannot export tensors of {size} bytes", directory) from error
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._offset = 0
+        self._written = 0  # as far as pages were written back
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` (contiguous) that lives in the file.
@@ -49,35 +69,56 @@ class MappedTensors:
             StateError: there is not so much room left.
             IoError: the file cannot be written.
         """
-        count, nbytes = tensor.numel(), tensor.numel() * tensor.element_size()
+        flat = self.empty(tensor.numel(), tensor.dtype)
+        self.put(flat, 0, tensor.detach().reshape(-1))
+        return flat.view(tensor.shape)
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor in the file, of zeros. Raises StateError: there is not so much room left."""
+        nbytes = count * dtype.itemsize
         if count == 0:
-            return tensor.detach().clone()
+            return torch.empty(0, dtype=dtype, device="cpu")
         if self._offset + nbytes > len(self._map):
             raise StateError(
                 f"a tensor of {nbytes} bytes exceeds the {len(self._map) - self._offset} bytes left in "
                 "the export"
             )
-        copied = torch.frombuffer(self._map, dtype=tensor.dtype, count=count, offset=self._offset)
-        copied = copied.view(tensor.shape)
-        copied.copy_(tensor.detach())
-        self._release_pages(self._offset, nbytes)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._offset)
         self._offset += (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-        return copied
+        return flat
 
-    def _release_pages(self, offset: int, nbytes: int) -> None:
-        """Write the pages back and unmap them: only the page cache holds them, and it can be reclaimed."""
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    def put(self, flat: torch.Tensor, start: int, values: torch.Tensor) -> None:
+        """Copy flat ``values`` into a tensor of :meth:`empty`, from its element ``start`` on, through a few
+        MiB of memory. Raises IoError: the file cannot be written."""
+        for part in values.split(_PART_BYTES // flat.dtype.itemsize):
+            target = flat[start : start + part.numel()]
+            target.copy_(part)
+            self.release(target)
+            start += part.numel()
+
+    def release(self, flat: torch.Tensor) -> None:
+        """Unmap the pages of what was written: only the page cache holds them, and it can be reclaimed. From
+        time to time write them back. Raises IoError."""
+        begin = flat.data_ptr() - self._address
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = (begin + flat.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if stop <= start:
             return
-        try:
-            self._map.flush(start, stop - start)
-        except OSError as error:
-            raise _io_error(
-                error, f"cannot write {nbytes} exported bytes", self._directory, offset
-            ) from error
         if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        if stop - self._written >= _WRITTEN_BACK_BYTES:
+            try:
+                self._map.flush(self._written, stop - self._written)
+            except OSError as error:
+                nbytes = stop - self._written
+                raise _io_error(
+                    error, f"cannot write {nbytes} exported bytes", self._directory, self._written
+                ) from error
+            self._written = stop
+
+
+Place: TypeAlias = TensorsInMemory | MappedTensors
+IN_MEMORY = TensorsInMemory()
 
 
 def _require_room(descriptor: int, nbytes: int) -> None:

@@ -45,12 +45,6 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
             "nvcc is on PATH (`gemini check` says how)"
         )
-    if optim.disk_fraction > 0 and model._gemini.manager.chunks.budgets.disk_dir is None:
-        raise ConfigError(
-            "the optimizer states of a managed model live in its chunks: pass disk_dir=... (and "
-            "device_bytes=...) to GeminiDDP "
-            "instead of nvme_offload_fraction to the optimizer"
-        )
     if optim.state_format != StateFormat():
         raise ConfigError(
             "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "

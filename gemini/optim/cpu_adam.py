@@ -48,9 +48,11 @@ class CPUAdam(KernelAdam):
             adamw_mode: AdamW, else Adam.
             nvme_offload_fraction: share in [0, 1] of the state bytes kept in a file: those of CPU parameters,
                 in order, until it is reached; the last one's may be cut. No value of it changes a result.
-                ``step`` reads and writes them once, through at most 32 MiB of memory.
+                ``step`` reads and writes them once, through at most 32 MiB of memory. Of a managed model's
+                states, with or without ``disk_dir``, it is at least this share, up to one chunk more.
             nvme_offload_dir: where the file is: a directory, or several on different drives, which then work
-                at the same time; None is the system's directory for temporary files.
+                at the same time; None is a managed model's ``disk_dir``, else the system's directory for
+                temporary files.
             state_dtype: how the moments are kept: ``"fp32"`` (8 bytes per parameter, torch's numbers),
                 ``"bf16"`` (4 bytes) or ``"int8"`` (2 bytes and 8 per 256 parameters). The last two round
                 deterministically and change the numbers a little.

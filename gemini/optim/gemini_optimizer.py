@@ -103,6 +103,7 @@ class GeminiOptimizer(ManagedGroups):
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
+        self.stow_states(optim)
         choose_host_updates(model._gemini.manager, host_updates)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type

@@ -82,6 +82,16 @@ class KernelAdam(Optimizer):
         return self._disk_fraction
 
     @property
+    def disk_directories(self) -> list[str] | None:
+        """Where that file is asked to be; None: nowhere in particular."""
+        return self._disk_dirs
+
+    @property
+    def disk_checksums(self) -> bool:
+        """Whether what is read from it is to be verified."""
+        return self._disk_checksums
+
+    @property
     def disk_extents(self) -> list[Extent]:
         """Where in which files states are, in the order in which a step passes over them."""
         params = {param for group in self.param_groups for param in group["params"]}

@@ -10,9 +10,11 @@ import torch
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import check_parameters
+from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.managed_states import ManagedStates
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
+from gemini.optim.state_share import stow_share
 from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ManagedSlot
 
@@ -24,12 +26,21 @@ class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
     model: GeminiDDP
+    stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
+    _adam: CPUAdam | None = None
+
+    def stow_states(self, adam: CPUAdam) -> None:
+        """Stow the share of the states that ``adam`` asks for, also of groups that come later. Raises as
+        :func:`stow_share`."""
+        self.stowed = stow_share(self, adam)
+        self._adam = adam
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Update more of the model's parameters, with settings of their own.
 
         Raises:
-            ConfigError: the model does not manage one of them; nothing was changed.
+            ConfigError: the model does not manage one of them; IoError: the file for their states cannot be
+                made. Nothing was changed.
         """
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
@@ -37,6 +48,12 @@ class ManagedGroups(WrappedOptimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
+        try:
+            if self._adam is not None:
+                self.stow_states(self._adam)
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     @property  # type: ignore[override]
     def state(self) -> ManagedStates:

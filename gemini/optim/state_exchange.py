@@ -11,7 +11,7 @@ import torch
 
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_format import step_count
@@ -65,17 +65,21 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     scale where there is one. Runs pending updates."""
     optimizer.require_complete("state_dict")
     slots = slots_in_order(optimizer)
-    directory = optimizer.model._gemini.manager.chunks.budgets.disk_dir
+    chunks = optimizer.model._gemini.manager.chunks
+    directory = chunks.budgets.disk_dir
+    if directory is None and chunks.stow is not None:
+        directory = chunks.stow.directory
     capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
-    export = MappedTensors(directory, capacity, 2 * len(optimizer.steps)) if directory is not None else None
+    place: Place = IN_MEMORY
+    if directory is not None:
+        place = MappedTensors(directory, capacity, 2 * len(optimizer.steps))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, slot in enumerate(slots):
         if slot not in optimizer.steps:
             continue
         state[index] = {"step": step_count(optimizer.steps[slot])}
         for name, kind in MOMENTS.items():
-            value = read_state(slot, kind, optimizer.model._gemini.manager)
-            state[index][name] = export.copy(value) if export is not None else value
+            state[index][name] = read_state(slot, kind, optimizer.model._gemini.manager, place)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if optimizer.loss_scale is not None:
         exported["loss_scale"] = optimizer.loss_scale.state_dict()

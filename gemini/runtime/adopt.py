@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
+from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime import addresses
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.initialize import Initialization, children_first, is_unwritten
@@ -205,34 +206,45 @@ def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: 
 
 
 @torch.no_grad()
-def read_values(slot: ManagedSlot, manager: GeminiManager) -> torch.Tensor:
-    """Return a copy of the parameter in host memory, of its fp32 master where it has one, in the parameter's
-    own memory layout."""
+def read_values(
+    slot: ManagedSlot,
+    manager: GeminiManager,
+    place: Place = IN_MEMORY,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return a copy of the parameter in ``place`` on the CPU, of its fp32 master where it has one, in the
+    parameter's own memory layout; where it has none as ``dtype``, None for its own."""
     if not slot.group.has_master:
+        flat = place.empty(slot.stop - slot.start, dtype or slot.param_view.dtype)
         with manager.operator(slot.param_ref.tensors):
-            return slot.param_view.to("cpu", copy=True)
+            place.put(flat, 0, slot.group.param.tensor[slot.start : slot.stop])
+        return _shaped(flat, slot)
     refresh_master(slot, manager)
-    return read_state(slot, ChunkKind.MASTER, manager)
+    return read_state(slot, ChunkKind.MASTER, manager, place)
 
 
 @torch.no_grad()
-def read_state(slot: ManagedSlot, kind: ChunkKind, manager: GeminiManager) -> torch.Tensor:
-    """Return a copy of one optimizer state of a parameter, whole, fp32, in the parameter's own memory
-    layout. Over several ranks all of them call it."""
-    full = torch.empty_strided(
-        slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
-    )
-    flat = torch.as_strided(full, (full.numel(),), (1,))
+def read_state(
+    slot: ManagedSlot, kind: ChunkKind, manager: GeminiManager, place: Place = IN_MEMORY
+) -> torch.Tensor:
+    """Return a copy of one optimizer state of a parameter in ``place``, whole, fp32, in the parameter's own
+    memory layout. Over several ranks all of them call it."""
+    flat = place.empty(slot.stop - slot.start, torch.float32)
     if manager.sharding is not None:
         flat.zero_()
     for piece in slot.group.pieces:
         start, stop = slot.overlapping(piece)
         if start < stop:
             with manager.operator((piece.tensors[kind],)):
-                flat[start - slot.start : stop - slot.start] = piece.flat(kind, start, stop)
+                place.put(flat, start - slot.start, piece.flat(kind, start, stop))
     if manager.sharding is not None:
         manager.sharding.assemble(flat)
-    return full
+        place.release(flat)
+    return _shaped(flat, slot)
+
+
+def _shaped(flat: torch.Tensor, slot: ManagedSlot) -> torch.Tensor:
+    return torch.as_strided(flat, slot.param_view.shape, slot.param_view.stride())
 
 
 def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
@@ -252,6 +264,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
         for piece in _master_pieces(slot):
             start, stop = slot.overlapping(piece)
             master = piece.tensors[ChunkKind.MASTER]
+            manager.snapshot.before_change((master,))
             with manager.operator((*values, master), (master,)), torch.no_grad():
                 piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.values(start, stop))
     except BaseException:

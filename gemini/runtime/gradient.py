@@ -103,7 +103,9 @@ class SlotGradient:
         if self._manager.expects_scaled_loss:
             raise ConfigError(
                 "under mixed_precision='fp16' the gradients of an unscaled loss underflow; "
-                "call optimizer.backward(loss) instead of loss.backward()"
+                "call optimizer.backward(loss) instead of loss.backward(), of this model's optimizer: where "
+                "one loss goes through several managed models, which each have a loss scale of their own, "
+                "wrap a module that holds them all, for one optimizer with a group for each, or choose 'bf16'"
             )
         self._manager.num_gradients += 1
         self._await_update()

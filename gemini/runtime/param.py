@@ -24,7 +24,9 @@ from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.precision import run_in_one_type
+from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL, set_memory
+from gemini.runtime.writers import possibly_written
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
@@ -193,6 +195,10 @@ def _operate(
         if given is not None and pinned:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
         first_node = next_node_number()
+        unsaved: frozenset[int] = frozenset()
+        if manager.snapshot is not NO_SNAPSHOT:
+            _copy_before(func, args, kwargs, operands)
+            unsaved = manager.snapshot.unsaved(tensors)
         if pinned:
             manager.pre_op(tensors)
         try:
@@ -204,7 +210,7 @@ def _operate(
         finally:
             written = silent or [operand._version for operand in operands] != versions
             if written:
-                manager.written.note(_written(operands, versions, silent))
+                _note(manager, _written(operands, versions, silent), unsaved)
                 if not pinned:
                     manager.pre_op(tensors)
             if pinned or written:
@@ -222,6 +228,7 @@ def _operate_across(
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
     with PlainTensors():
+        _copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
             for manager, share in shares.items():
@@ -268,13 +275,31 @@ def pinned(manager: GeminiManager, operands: list[Any], silent: Sequence[Any] = 
     ``silent`` do."""
     tensors = [operand._ref.tensors[0] for operand in operands]
     versions = [operand._version for operand in operands]
+    unsaved = manager.snapshot.unsaved(tensors)
     manager.pre_op(tensors)
     try:
         yield
     finally:
         written = _written(operands, versions, silent)
-        manager.written.note(written)
+        _note(manager, written, unsaved)
         manager.post_op(tensors, bool(written))
+
+
+def _copy_before(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> None:
+    """Have copied what snapshots still want of the operands that ``func`` may write to."""
+    if any(each._ref.manager.snapshot.unsaved(each._ref.tensors) for each in operands):
+        for each in operands_of(possibly_written(func, args, kwargs), {}):
+            each._ref.manager.snapshot.before_change(each._ref.tensors)
+
+
+def _note(manager: GeminiManager, written: list[int], unsaved: frozenset[int]) -> None:
+    """Remember that user code has written to the tensors, of which those ``unsaved`` were to be copied."""
+    manager.written.note(written)
+    lost = unsaved.intersection(written)
+    if lost:
+        manager.snapshot.spoil(lost)
 
 
 def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) -> list[int]:

@@ -57,6 +57,7 @@ class RawAccess:
         manager = self._manager
         if manager.pending and not self.uses:
             manager.run_pending()  # which takes more room than uses may leave
+        manager.snapshot.before_change(tensor._ref.tensors)
         uses, self.uses = self.uses, []  # which a PreOp would end
         try:
             with PlainTensors():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
-from gemini.runtime.storage import StatePiece
+from gemini.chunk import TensorIds
+
+if TYPE_CHECKING:
+    from gemini.runtime.storage import StatePiece
 
 
 class Snapshot(Protocol):
@@ -22,8 +26,17 @@ class Snapshot(Protocol):
         DEVICE."""
 
     def before_write(self) -> None:
-        """Weights or states are about to be changed in another way. May fetch chunks, and raise as that
-        does."""
+        """Weights or states are about to be replaced. May fetch chunks, and raise as that does."""
+
+    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
+        """Return those of ``tensors`` that :meth:`before_change` would copy."""
+        ...
+
+    def before_change(self, tensors: TensorIds) -> None:
+        """``tensors`` are about to be written to. May fetch chunks, and raise as that does."""
+
+    def spoil(self, tensors: Iterable[int]) -> None:
+        """User code has written to ``tensors`` before they were copied: nobody foresaw it."""
 
     def residence(self, resident: bool) -> bool:
         """Return ``resident``: from now on chunks stay on DEVICE, or they may leave it."""
@@ -34,6 +47,9 @@ class Snapshot(Protocol):
 
     def close(self, *, finish: bool) -> None:
         """Finish, and raise what went wrong, or give up. Idempotent."""
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 class NoSnapshot:
@@ -47,6 +63,16 @@ class NoSnapshot:
         """Do nothing."""
 
     def before_write(self) -> None:
+        """Do nothing."""
+
+    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
+        """Return nothing."""
+        return _NOTHING
+
+    def before_change(self, tensors: TensorIds) -> None:
+        """Do nothing."""
+
+    def spoil(self, tensors: Iterable[int]) -> None:
         """Do nothing."""
 
     def residence(self, resident: bool) -> bool:

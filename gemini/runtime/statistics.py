@@ -20,9 +20,15 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
     device["bytes"] += manager.loose.now
     device["peak_bytes"] = max(device["peak_bytes"], manager.loose.peak_device)
     links = chunks.link_stats()
+    read_bytes = written_bytes = 0
+    if chunks.stow is not None:
+        for key, nbytes in chunks.stow.usage().items():
+            tiers["disk"][key] += nbytes
+        read_bytes, written_bytes = chunks.stow.traffic()
     return {
         **tiers,
         **{link: links[link] for link in _LINKS},
+        "stowed": {"read_bytes": read_bytes, "written_bytes": written_bytes},
         "stall_seconds": chunks.stall_seconds,
         "step": manager.step,
         "warmup": manager.is_warmup,

@@ -40,6 +40,19 @@ class UpdateOperators:
         finally:
             manager.post_ops(tensors, dirty)
 
+    @contextmanager
+    def aside(self, tensors: TensorIds) -> Iterator[None]:
+        """Pin ``tensors`` on DEVICE, to read them as they are: no moment of anything, and what is pending of
+        their update stays pending."""
+        manager = self._manager
+        manager.backward_pins.settle()
+        manager._settle_activations()
+        manager.chunks.acquire(tensors, traced=False)
+        try:
+            yield
+        finally:
+            manager.chunks.release(tensors, dirty=False)
+
     def can_use_host(self, tensors: TensorIds) -> bool:
         """Say whether an operator of the CPU could use ``tensors`` on HOST: it has room, they are not on DISK
         alone, and nothing uses their chunks on DEVICE."""

@@ -77,6 +77,35 @@ def test_what_was_there_when_the_save_began_is_saved(
         assert_same(result, final)
 
 
+def _write_beside(directory: str, build: str, options: dict[str, Any]) -> Any:
+    """Save beside a step and writes to weights; return the weights at the save."""
+    model, optimizer = wrap(BUILDS[build], RECIPE, **options)
+    with model:
+        for step in range(2):
+            train_step(model, optimizer, RECIPE, step)
+        saved = _state(model)
+        handle = save_async(Path(directory) / "beside", model, optimizer)
+        for step in range(2, 4):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+            train_step(model, optimizer, RECIPE, step)
+        handle.wait()
+        return saved
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_is_written_to_weights_meanwhile_is_not_saved(
+    tmp_path: Path, build: str, precision: str | None
+) -> None:
+    options = {**TIGHT, "mixed_precision": precision, "disk_dir": str(tmp_path)}
+    saved, _ = run_on_ranks(_write_beside, 2, str(tmp_path), build, options, timeout=120.0)
+    with CheckpointReader(latest(tmp_path / "beside")) as beside:
+        for name in beside.weights:
+            assert torch.equal(beside.weight(name), saved[name])
+
+
 def _fail_beside(directory: str) -> str:
     model, optimizer = wrap(mlp, RECIPE)
     with model:

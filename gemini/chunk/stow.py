@@ -1,0 +1,185 @@
+"""Chunks that are in memory only while they are pinned: between their uses a file has their content."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini import _C
+from gemini.chunk.chunk import Chunk
+from gemini.offload.buffered_file import BufferedFile, Range
+
+if TYPE_CHECKING:
+    from gemini.chunk.manager import ChunkManager, TensorIds
+
+_NUM_AHEAD = 4  # chunks that are expected next
+
+
+class _Stowed:
+    """One chunk, its only tensor, and its place."""
+
+    def __init__(self, chunk: Chunk, tensor: int, file: BufferedFile, offset: int) -> None:
+        self.chunk = chunk
+        self.tensor = tensor
+        self.file = file
+        self.range: Range = (offset, chunk.spec.numel * chunk.spec.dtype.itemsize)
+        self.has_place = False  # something was written there
+        self.is_here = False  # it was read, or made, since it got memory
+        self.is_dirty = False  # and written to
+        self.next: _Stowed | None = None  # what was used after it
+
+
+class Stow:
+    """The stowed chunks of one model.
+
+    For the chunk table such a chunk is FREE between two uses: it takes nothing of any budget, and using it
+    allocates it anew. Not thread-safe, as the :class:`ChunkManager` that it belongs to.
+    """
+
+    def __init__(self, manager: ChunkManager) -> None:
+        self._manager = manager
+        self._stowed: dict[int, _Stowed] = {}  # by tensor
+        self._by_chunk: dict[int, _Stowed] = {}
+        self._files: list[BufferedFile] = []
+        self.directory: str | None = None  # where the files are
+        self._latest: _Stowed | None = None  # of those that were read
+        self._peak_bytes = 0
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._stowed
+
+    @property
+    def bytes(self) -> int:
+        """What the file has of chunks now."""
+        stowed = list(self._stowed.values())  # at once: another thread may ask
+        return sum(each.range[1] for each in stowed if each.has_place)
+
+    def usage(self) -> dict[str, int]:
+        """Return bytes as ``stats()`` does those of a tier."""
+        self._peak_bytes = max(self._peak_bytes, self.bytes)
+        reserved = sum(file.size for file in self._files)
+        return {"bytes": self.bytes, "peak_bytes": self._peak_bytes, "budget_bytes": reserved}
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes read and written so far."""
+        done = [file.traffic() for file in self._files]
+        return sum(read for read, _ in done), sum(written for _, written in done)
+
+    # -- which chunks ----------------------------------------------------------------------------
+
+    def add(
+        self, chunks: Sequence[tuple[Chunk, int]], directories: list[str] | None, *, checksums: bool
+    ) -> None:
+        """Stow chunks, each with its only tensor; none is pinned.
+
+        Raises:
+            ConfigError, IoError: there is no room for them; nothing has changed. IoError also where one
+                cannot be written: it and those after it stay in memory until they are used.
+        """
+        new = [(chunk, tensor) for chunk, tensor in chunks if tensor not in self._stowed]
+        if not new:
+            return
+        file = BufferedFile(directories, sum(chunk.spec.nbytes for chunk, _ in new), checksums=checksums)
+        self._files.append(file)
+        self.directory = file.directory
+        offset = 0
+        for chunk, tensor in new:
+            self._stowed[tensor] = self._by_chunk[chunk.id] = _Stowed(chunk, tensor, file, offset)
+            offset += chunk.spec.nbytes
+        for _, tensor in new:
+            if self._manager.table.tensor_state(tensor) == _C.TensorState.HOLD:
+                self._use(tensor)
+
+    def remove(self, tensors: Iterable[int]) -> None:
+        """Treat chunks as all others again: on the tiers. Raises as :meth:`ChunkManager.acquire`; those not
+        yet removed stay stowed."""
+        for tensor in tensors:
+            if self._stowed[tensor].has_place:
+                self._manager.acquire((tensor,), traced=False)
+                del self._by_chunk[self._stowed.pop(tensor).chunk.id]
+                self._manager.release((tensor,), dirty=True)
+            else:
+                del self._by_chunk[self._stowed.pop(tensor).chunk.id]
+
+    def close(self) -> None:
+        """Give the files back; what they have is lost. Idempotent."""
+        for file in self._files:
+            file.close()
+        for stowed in self._stowed.values():
+            stowed.has_place = False
+
+    # -- what the manager tells ------------------------------------------------------------------
+
+    def fill(self, chunk: Chunk, tier: _C.Tier) -> None:
+        """Read what a chunk that has just got memory on ``tier`` held. Raises IoError."""
+        stowed = self._by_chunk.get(chunk.id)
+        if stowed is None:
+            return
+        if self._latest is not None:
+            self._latest.next = stowed
+        self._latest = stowed
+        if stowed.has_place:
+            following = [each.range for each in _after(stowed) if each.file is stowed.file]
+            stowed.file.read(stowed.range[0], self._bytes_of(stowed, tier), following)
+        stowed.is_here = True
+
+    def released(self, tensors: TensorIds, *, dirty: bool) -> None:
+        """Put away what is pinned no more of ``tensors``. Raises IoError: it stays in memory."""
+        if self._stowed.keys().isdisjoint(tensors):
+            return
+        for tensor in tensors:
+            stowed = self._stowed.get(tensor)
+            if stowed is not None:
+                stowed.is_dirty |= dirty
+                self._put_away(stowed)
+
+    def all_released(self) -> None:
+        """Put away whatever is in memory: an exception may have come between. Raises IoError."""
+        for stowed in self._stowed.values():
+            stowed.is_dirty = True
+            self._put_away(stowed)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _put_away(self, stowed: _Stowed) -> None:
+        table = self._manager.table
+        if table.tensor_state(stowed.tensor) != _C.TensorState.HOLD:
+            return
+        # What has memory but was not read yet is worth nothing.
+        if not stowed.has_place or (stowed.is_here and stowed.is_dirty):
+            tiers = table.valid_tiers(stowed.chunk.id)
+            on_device = _C.Tier.DEVICE in tiers
+            if not on_device and _C.Tier.HOST not in tiers:  # it was spilled before it was stowed
+                self._use(stowed.tensor)
+                return
+            values = self._bytes_of(stowed, _C.Tier.DEVICE if on_device else _C.Tier.HOST)
+            stowed.file.write(stowed.range[0], values)
+            stowed.has_place = True
+        stowed.is_here = stowed.is_dirty = False
+        self._manager.free((stowed.tensor,))
+
+    def _use(self, tensor: int) -> None:
+        self._manager.acquire((tensor,), traced=False)
+        self._manager.release((tensor,), dirty=False)
+
+    def _bytes_of(self, stowed: _Stowed, tier: _C.Tier) -> torch.Tensor:
+        chunk, nbytes = stowed.chunk, stowed.range[1]
+        if tier == _C.Tier.DEVICE:
+            return chunk.tensor.view(torch.uint8)
+        self._manager.wait_host(chunk)
+        memory = (ctypes.c_char * nbytes).from_address(chunk.host.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _after(stowed: _Stowed) -> list[_Stowed]:
+    """Return what was used after it the last time, as far as it is in the file alone."""
+    found: list[_Stowed] = []
+    following = stowed.next
+    while following is not None and len(found) < _NUM_AHEAD and following is not stowed:
+        if following.has_place and not following.is_here:
+            found.append(following)
+        following = following.next
+    return found
