@@ -25,7 +25,8 @@ from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
 from gemini.runtime.nested import cast_floating, map_tensors, place_buffers
-from gemini.runtime.statistics import usage_and_traffic
+from gemini.runtime.one_thread import in_one_thread
+from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
@@ -166,12 +167,14 @@ class GeminiDDP(LoadsAsPart):
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is managed no more, a CUDA graph is captured, or an optimizer awaits its step().
+                parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
+                another thread is in a call of this model.
         """
         if torch.compiler.is_compiling():
             return self.compiled.run_uncompiled(self.compiled, self._forward, args, kwargs)
         return self._forward(*args, **kwargs)
 
+    @in_one_thread("forward")
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
@@ -198,6 +201,7 @@ class GeminiDDP(LoadsAsPart):
         """
         self.compiled.compile(*args, **options)
 
+    @in_one_thread("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
         with self.manager.shortage.watched():
@@ -234,6 +238,7 @@ class GeminiDDP(LoadsAsPart):
         """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
         return self._times_given_up, self.manager.num_gradients
 
+    @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
@@ -278,6 +283,7 @@ class GeminiDDP(LoadsAsPart):
 
     # -- weights ---------------------------------------------------------------------------------
 
+    @in_one_thread("state_dict")
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state as ordinary full tensors (fp32 for managed weights), under the module's
         own names.
@@ -291,6 +297,7 @@ class GeminiDDP(LoadsAsPart):
         """
         return export_weights(self, *args, **kwargs)
 
+    @in_one_thread("load_state_dict")
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -320,20 +327,8 @@ class GeminiDDP(LoadsAsPart):
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
-        what is pending of the update."""
-        self.manager.run_pending()
-        reserve = self.manager.trace.non_model_bytes if self.manager.trace is not None else ()
-        return [
-            {
-                "moment": moment,
-                "phase": phase,
-                "device_bytes": device,
-                "host_bytes": host,
-                "disk_bytes": disk,
-                "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
-            }
-            for moment, (phase, device, host, disk) in enumerate(self.manager.order.timeline)
-        ]
+        what is pending of the update, except in another thread than the one that trains."""
+        return moments_of_step(self.manager)
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
         """Return what records everything that happens while it is entered, or for so many ``steps``::
@@ -366,8 +361,9 @@ class GeminiDDP(LoadsAsPart):
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
             EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
-        self.compiled.close()
-        self.manager.close()
+        with self.manager.threads.inside("close"):
+            self.compiled.close()
+            self.manager.close()
 
     def __enter__(self) -> GeminiDDP:
         return self

@@ -33,6 +33,7 @@ from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
+from gemini.runtime.one_thread import in_one_thread
 from gemini.runtime.phases import OPTIMIZER
 
 
@@ -134,11 +135,13 @@ class GeminiOptimizer(ManagedGroups):
         else:
             self.model.backward(loss)
 
+    @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients but for those of the model's other optimizers; all ranks together."""
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
 
+    @in_one_thread("clip_grad_by_norm")
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
@@ -171,6 +174,7 @@ class GeminiOptimizer(ManagedGroups):
             after = GradScale(1.0, clip_value, 1.0)
         self._note_clipped(after)
 
+    @in_one_thread("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 
@@ -276,14 +280,10 @@ class GeminiOptimizer(ManagedGroups):
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
-        others = [each for each in self.model.optimizers if self.slots.isdisjoint(each.slots)]
-        if others:
-            everyone = [self, *others]
-            check_several(
-                self.model,
-                {each.overlap for each in everyone},
-                {each.gpu_margin_mem_ratio for each in everyone},
-            )
+        everyone = [self, *(each for each in self.model.optimizers if self.slots.isdisjoint(each.slots))]
+        if len(everyone) > 1:
+            margins = {each.gpu_margin_mem_ratio for each in everyone}
+            check_several(self.model, {each.overlap for each in everyone}, margins)
         self.model.optimizers.add(self)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from gemini.runtime.learned import PlacementContext
 from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import GradientWatcher, StepObserver
+from gemini.runtime.one_thread import OneThread
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.shortage import Shortage
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 class GeminiManager:
     """The memory manager of one model: MemStatsCollector plus StatefulTensorMgr, in a step's order.
 
-    ``pre_op`` / ``post_op`` bracket every operator that takes managed tensors. Not thread-safe.
+    ``pre_op`` / ``post_op`` bracket every operator that takes managed tensors. For one thread at a time.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class GeminiManager:
         self.watcher: GradientWatcher | None = None
         self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
+        self.threads = OneThread(self.backward_pins)
         self.updates = UpdateOperators(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
@@ -84,9 +87,13 @@ class GeminiManager:
         """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
 
         Raises:
-            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked; nothing is pinned.
+            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked, or another thread
+                is in a call of this model; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
+        holder = self.threads.holder
+        if holder and holder != get_ident():
+            self.threads.refuse_other()
         if _C.stray_count() != self.strays.seen:
             self.strays.refuse()
         if self.backward_pins.held is not None:
@@ -191,6 +198,7 @@ class GeminiManager:
 
     def run_pending(self) -> None:
         """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+        self.threads.refuse_other("an update")
         self.lock.refuse_all()
         if not self.pending:
             return
@@ -236,11 +244,8 @@ class GeminiManager:
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """Run a forward pass of the whole model; one that trains belongs to a step.
-
-        Any other is an evaluation: outside a step it follows an order of its own; inside (between
-        micro-batches) it is part of no order.
-        """
+        """Run a forward pass of the whole model; one that trains belongs to a step. Any other is an
+        evaluation: outside a step it has an order of its own; between micro-batches it is part of none."""
         self.recover()
         if not training and not self.in_step:
             with self._evaluation():
@@ -316,8 +321,7 @@ class GeminiManager:
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1
         self.phase = FORWARD
-        if self.backward_pins.held is not None:
-            self.backward_pins.settle()
+        self.backward_pins.settle()
         self._settle_activations()
         if self.sharding is not None:
             self.sharding.end()
@@ -337,13 +341,8 @@ class GeminiManager:
         self.snapshot.step_ended()
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tell ``observer`` what happens from now on, None: nobody.
-
-        Meanwhile operators go through their PreOp also where the model is resident, so as to be seen.
-
-        Raises:
-            StateError: somebody observes already.
-        """
+        """Tell ``observer`` what happens from now on, None: nobody. Meanwhile operators go through their
+        PreOp also where the model is resident, so as to be seen. Raises StateError: somebody does already."""
         if observer is not None and self.observer is not None:
             raise StateError("this model is being recorded already; leave that recording first")
         self.observer = self.chunks.observer = observer
