@@ -362,14 +362,18 @@ class GeminiDDP(LoadsAsPart):
             EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
         with self.manager.threads.inside("close"):
+            if self.peers is not None:
+                self.peers.leave("closed the model")
             self.compiled.close()
             self.manager.close()
 
     def __enter__(self) -> GeminiDDP:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
         # After an exception nobody wants the weights, and that exception is the one to be seen.
+        if self.peers is not None:
+            self.peers.leave("closed the model" if kind is None else f"ended with {kind.__name__}: {error}")
         self.manager.close(run_pending=kind is None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:

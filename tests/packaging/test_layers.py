@@ -20,6 +20,7 @@ PYTHON_LAYERS = [
     {"runtime", "zero", "foreign_classes"},
     {"timeline"},
     {"ddp", "weights", "state_loading", "state_as_part", "rank", "retry", "collectives", "messages"}
+    | {"attendance", "program_place"}
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},
