@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,12 @@ from gemini.chunk import ComputeDevice
 from gemini.device import default_budget_bytes
 from gemini.errors import ConfigError
 from gemini.messages import Messages
+from gemini.rank import Rank
 from gemini.runtime.config import GeminiConfig
 from gemini.zero.peers import Peers, Topic, Transfer
 from gemini.zero.share import Share
+
+_Result = TypeVar("_Result")
 
 _STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
 _BREAK_TAG = 0x6E4F  # of a message that nobody sends
@@ -137,6 +140,11 @@ class ProcessGroupPeers(Peers):
     def say(self, text: str) -> list[str]:
         """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
         return self._messages.text(text)
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        say = partial(self._messages.text, topic=Topic.SETTINGS)
+        rank = Rank(self._share.place, self._share.world, say, failure=ConfigError)
+        return rank.together(action)
 
     def say_aside(self) -> Callable[[str], list[str]]:
         """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
@@ -347,7 +355,29 @@ def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> 
     return True
 
 
-def agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice) -> GeminiConfig:
+def prepared(
+    peers: ProcessGroupPeers | None,
+    open_device: Callable[[], ComputeDevice],
+    choose: Callable[[], GeminiConfig],
+) -> tuple[ComputeDevice, GeminiConfig]:
+    """Return the device and the options to wrap a model with, once every rank has its own.
+
+    Raises:
+        ConfigError: an option cannot work, here or on another rank.
+    """
+
+    def prepare() -> tuple[ComputeDevice, GeminiConfig]:
+        device, config = open_device(), choose()
+        config.refuse_unbuilt(device, several_ranks=peers is not None)
+        return device, config
+
+    if peers is None:
+        return prepare()
+    device, config = peers.together(prepare)
+    return device, _agreed(config, peers, device)
+
+
+def _agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice) -> GeminiConfig:
     """Return ``config`` with the DEVICE budget of the rank that has least: chunks are cut alike everywhere.
 
     Without one each rank takes what is free on its GPU, or its part of what is on its host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
-from gemini.collectives import agreed, make_peers
+from gemini.collectives import make_peers, prepared
 from gemini.errors import ConfigError
 from gemini.foreign_classes import intercept_foreign_classes
 from gemini.memstats import Trace
@@ -113,8 +114,9 @@ class GeminiDDP(LoadsAsPart):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"GeminiDDP wraps an nn.Module, not {type(module).__name__}")
-        self.device = self._open_device(device, pin_memory)
-        self.config = GeminiConfig.choose(
+        self.peers = make_peers(process_group)
+        choose = partial(
+            GeminiConfig.choose,
             config,
             placement_policy=placement_policy,
             search_range_mb=search_range_mb,
@@ -135,10 +137,7 @@ class GeminiDDP(LoadsAsPart):
             memstats=memstats,
             verbose=verbose,
         )
-        self.peers = make_peers(process_group)
-        self.config.refuse_unbuilt(self.device, several_ranks=self.peers is not None)
-        if self.peers is not None:
-            self.config = agreed(self.config, self.peers, self.device)
+        self.device, self.config = prepared(self.peers, lambda: self._open_device(device, pin_memory), choose)
         self.storage, self.manager, self._search = self._build_runtime(module)
         self.module = module
         self.managed = ManagedParameters(module)

@@ -42,13 +42,13 @@ class Messages:
         """Return what every rank has given here: 64-bit integers. Raises as :meth:`text`."""
         return [array("q", said).tolist() for said in self._exchange(topic, array("q", mine).tobytes())]
 
-    def text(self, text: str) -> list[str]:
+    def text(self, text: str, topic: Topic = Topic.AGREEMENT) -> list[str]:
         """Return what every rank has said here.
 
         Raises:
             StateError: on all ranks: they do not all speak of the same.
         """
-        return [said.decode() for said in self._exchange(Topic.AGREEMENT, text.encode())]
+        return [said.decode() for said in self._exchange(topic, text.encode())]
 
     def _exchange(self, topic: Topic, mine: bytes) -> list[bytes]:
         room = _FRAME_BYTES - _HEAD.size
@@ -76,7 +76,7 @@ def _refuse_different(topics: Sequence[Topic], said: Sequence[bytes]) -> None:
         return
     each = []
     for rank, (topic, text) in enumerate(zip(topics, said, strict=True)):
-        failed = topic is Topic.AGREEMENT and text.startswith(FAILED.encode())
+        failed = topic in (Topic.AGREEMENT, Topic.SETTINGS) and text.startswith(FAILED.encode())
         why = f" ({text.decode(errors='replace')})" if failed else ""
         each.append(f"rank {rank} {topic.doing}{why}")
     raise StateError(

@@ -149,7 +149,7 @@ class GeminiOptimizer(ManagedGroups):
         update, not written to the gradients.
         """
         checked_max_norm(max_norm)
-        self._start_clipping()
+        self._start_clipping(f"clip_grad_by_norm(max_norm={max_norm}, norm_type={norm_type})")
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._note_clipped(then_multiply(self._unscaled(), float(factor)))
@@ -159,7 +159,7 @@ class GeminiOptimizer(ManagedGroups):
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         if not clip_value >= 0:
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
-        self._start_clipping()
+        self._start_clipping(f"clip_grad_by_value({clip_value})")
         if self.loss_scale is not None:
             self._overflowed |= not self._all_finite()
         before = self._unscaled()
@@ -245,8 +245,7 @@ class GeminiOptimizer(ManagedGroups):
     # -- inside ----------------------------------------------------------------------------------
 
     def require_complete(self, doing: str) -> None:
-        """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
-        it, others do not."""
+        """Run what is pending. Raise StateError when an update or a load failed half-way: for some values."""
         self.model.manager.lock.refuse_all()
         if not self._completeness.broken:
             self.model.manager.run_pending()
@@ -296,24 +295,26 @@ class GeminiOptimizer(ManagedGroups):
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._forget_scale()
 
-    def _start_clipping(self) -> None:
+    def _start_clipping(self, doing: str = "") -> None:
         """Have all gradients there, or raise where they cannot be clipped."""
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip: gradients are used up while backward "
                 "goes on; choose overlap=True"
             )
-        self._finish_gradients()
+        self._finish_gradients(doing)
         self._check_clipping()
 
     def _note_clipped(self, scale: GradScale) -> None:
         """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
         self._scale, self._clipped, self._clipped_at = scale, True, self.model.gradient_state()
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, clipping: str = "") -> None:
         sharding = self.model.manager.sharding
         if sharding is not None:
-            sharding.finish_gradients()
+            scale = self.loss_scale and self.loss_scale.scale
+            step = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
+            sharding.finish_gradients(clipping or step)
 
     def _check_clipping(self) -> None:
         """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""

@@ -8,6 +8,7 @@ import torch
 
 from gemini.ddp import GeminiDDP
 from gemini.optim.arguments import check_parameters
+from gemini.optim.kernels import AdamHyper
 from gemini.runtime import ManagedSlot
 
 
@@ -28,6 +29,12 @@ class ManagedGroups(torch.optim.Optimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
+
+    @property
+    def settings(self) -> str:
+        """What an update takes besides tensors, by group, as text."""
+        each = (AdamHyper.from_group(group) for group in self.param_groups)
+        return ", ".join(f"group {index}: {hyper}" for index, hyper in enumerate(each))
 
     @property
     def slots(self) -> set[ManagedSlot]:
