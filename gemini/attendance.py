@@ -108,7 +108,8 @@ class Attendance:
         )
         start_thread(beats, "the signs of a rank")
         weakref.finalize(self, self._ended.set)
-        _at_exit(weakref.ref(self))
+        gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
+        gone.atexit = False  # at the end there is something to tell
 
     # -- what this rank does ---------------------------------------------------------------------
 
@@ -263,8 +264,9 @@ def _give_beats(attendance: weakref.ref[Attendance], ended: threading.Event, sec
         del found
 
 
-def _at_exit(attendance: weakref.ref[Attendance]) -> None:
-    """See to it that the others hear of the end of this program, and of the exception that ended it."""
+def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
+    """See to it that the others hear of the end of this program, and of the exception that ended it; return
+    what was registered for that."""
 
     def tell() -> None:
         found = attendance()
@@ -272,4 +274,4 @@ def _at_exit(attendance: weakref.ref[Attendance]) -> None:
             error = getattr(sys, "last_value", None)
             found.leave("ended" if error is None else f"ended with {type(error).__name__} ({error})")
 
-    atexit.register(tell)
+    return atexit.register(tell)

@@ -202,7 +202,7 @@ def _break_off(group: dist.ProcessGroup) -> None:
     group's timeout. An operation that runs into its own timeout closes the connections of all."""
     with suppress(RuntimeError):
         other = 1 if dist.get_rank(group) == 0 else 0
-        nothing = torch.empty(1, device="cpu")
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_BREAK_TAG)
         work.wait(timedelta(milliseconds=1))
 
@@ -295,8 +295,9 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
 
 def _store_of(group: dist.ProcessGroup) -> Any:
     """Return a store of the ranks of ``group``, for nothing else, on a connection of its own."""
-    store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"gemini-attendance/{group.group_name}", store.clone())  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
+    return dist.PrefixStore(f"gemini-attendance/{group.group_name}", own)  # type: ignore[attr-defined]
 
 
 def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
