@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.attendance import Attendance
 from gemini.chunk import ComputeDevice
 from gemini.device import default_budget_bytes
 from gemini.errors import ConfigError
 from gemini.messages import Messages
+from gemini.rank import Rank
 from gemini.runtime.config import GeminiConfig
 from gemini.zero.peers import Peers, Topic, Transfer
 from gemini.zero.share import Share
 
+_Result = TypeVar("_Result")
+
 _STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
+_BREAK_TAG = 0x6E4F  # of a message that nobody sends
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
 
 
@@ -54,7 +61,8 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._timeout = _shortest_timeout(group, replicas)
         self._among_all = _new_group(ranks, self._timeout)
-        self._messages = Messages(self._among_all, ranks)
+        self.attendance = Attendance(_store_of(self._among_all), self._share.place, len(ranks))
+        self._messages = Messages(self._among_all, ranks, self._wait)
         # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
         self._on_host = group
         if not any(device.type == "cpu" for device in _devices(group)):
@@ -90,25 +98,32 @@ class ProcessGroupPeers(Peers):
         works = [self._send(shard, rank) for rank in self._others()]
         works += [self._receive(parts[rank], rank) for rank in self._others()]
         parts[own].copy_(shard)
-        return _Works(works)
+        return self._as_one(works, shard.nbytes)
 
     def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
         if whole is None:
             self.traffic.gathered += shard.nbytes
-            return self._send(shard, rank)
+            return self._as_one([self._send(shard, rank)], shard.nbytes)
         parts = whole.view(self._share.size, -1)
         parts[rank].copy_(shard)
-        return _Works([self._receive(parts[other], other) for other in self._others()])
+        return self._as_one([self._receive(parts[other], other) for other in self._others()], shard.nbytes)
 
     def _others(self) -> list[int]:
         """Return the other ranks, each rank beginning behind itself: no one is everybody's first."""
         size, rank = self._share.size, self._share.rank
         return [(rank + distance) % size for distance in range(1, size)]
 
-    def _send(self, tensor: torch.Tensor, rank: int) -> Transfer:
+    def _as_one(self, works: Sequence[Any], nbytes: int) -> Transfer:
+        """Return transfers of ``nbytes`` each as one, which does not wait for ever."""
+        limit = self.attendance.longest_transfer(nbytes)
+        if self._timeout is not None:
+            limit = min(limit, self._timeout)
+        return _Works(works, limit, self.attendance)
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> Any:
         return _started(dist.isend(tensor, group=self.group, group_dst=rank))
 
-    def _receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
+    def _receive(self, tensor: torch.Tensor, rank: int) -> Any:
         return _started(dist.irecv(tensor, group=self.group, group_src=rank))
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
@@ -120,11 +135,16 @@ class ProcessGroupPeers(Peers):
         mine, theirs = whole.view(size, -1), parts.view(size, -1)
         works = [self._send(mine[rank], rank) for rank in self._others()]
         works += [self._receive(theirs[rank], rank) for rank in self._others()]
-        return _Works(works)
+        return self._as_one(works, mine[0].nbytes)
 
     def say(self, text: str) -> list[str]:
         """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
         return self._messages.text(text)
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        say = partial(self._messages.text, topic=Topic.SETTINGS)
+        rank = Rank(self._share.place, self._share.world, say, failure=ConfigError)
+        return rank.together(action)
 
     def say_aside(self) -> Callable[[str], list[str]]:
         """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
@@ -142,32 +162,64 @@ class ProcessGroupPeers(Peers):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
-            dist.broadcast(tensor, group=self._among_all, src=self._ranks[0])
+            work = dist.broadcast(tensor, group=self._among_all, src=self._ranks[0], async_op=True)
+            self._wait(work, "takes over weights of the first rank (wrapping)")
             return
         dist.broadcast(tensor, group=self.group, group_src=0)
         if self._replicas is not None:
             dist.broadcast(tensor, group=self._replicas, group_src=0)
 
     def sum(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, group=self._group_for(values))
+        self._reduce(values, dist.ReduceOp.SUM, "adds up a norm (clipping) or weights (state_dict, saving)")
 
     def largest(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values))
+        self._reduce(values, dist.ReduceOp.MAX, "looks for overflow (step) or takes a norm (clipping)")
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        self.attendance.leave(why)
+
+    def _reduce(self, values: torch.Tensor, how: Any, doing: str) -> None:
+        group = self._group_for(values)
+        work = dist.all_reduce(values, how, group=group, async_op=True)
+        self._wait(work, doing, group)
+
+    def _wait(self, work: Any, doing: str, group: dist.ProcessGroup | None = None) -> None:
+        """Wait for a collective of ``group``, None: of all ranks. Raises as :meth:`Attendance.wait`."""
+        group = self._among_all if group is None else group
+        if dist.get_backend(group) != "gloo":
+            work.wait()  # on a GPU it only orders streams
+            return
+        self.attendance.wait(work, doing, partial(_break_off, group))
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return the group of this copy whose backend takes the memory of ``tensor``."""
         return self._on_host if tensor.device.type == "cpu" else self.group
 
 
+def _break_off(group: dist.ProcessGroup) -> None:
+    """Make what is under way in a group of gloo fail: the end of the process would wait for it until the
+    group's timeout. An operation that runs into its own timeout closes the connections of all."""
+    with suppress(RuntimeError):
+        other = 1 if dist.get_rank(group) == 0 else 0
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_BREAK_TAG)
+        work.wait(timedelta(milliseconds=1))
+
+
 class _Works(Transfer):
     """Several transfers as one."""
 
-    def __init__(self, works: Sequence[Transfer]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], limit: timedelta, attendance: Attendance) -> None:
+        """``limit``: what one may take; it ends the connections."""
+        self._works, self._limit, self._attendance = works, limit, attendance
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                raise self._attendance.explain(error) from error
 
 
 # Torch 2.13 has given ``all_gather_into_tensor`` another name, and deprecates the old one.
@@ -241,6 +293,13 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
     return group
 
 
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """Return a store of the ranks of ``group``, for nothing else, on a connection of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
+    return dist.PrefixStore(f"gemini-attendance/{group.group_name}", own)  # type: ignore[attr-defined]
+
+
 def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
     """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
     return min((found for found in map(_timeout, groups) if found is not None), default=None)
@@ -297,7 +356,29 @@ def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> 
     return True
 
 
-def agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice) -> GeminiConfig:
+def prepared(
+    peers: ProcessGroupPeers | None,
+    open_device: Callable[[], ComputeDevice],
+    choose: Callable[[], GeminiConfig],
+) -> tuple[ComputeDevice, GeminiConfig]:
+    """Return the device and the options to wrap a model with, once every rank has its own.
+
+    Raises:
+        ConfigError: an option cannot work, here or on another rank.
+    """
+
+    def prepare() -> tuple[ComputeDevice, GeminiConfig]:
+        device, config = open_device(), choose()
+        config.refuse_unbuilt(device, several_ranks=peers is not None)
+        return device, config
+
+    if peers is None:
+        return prepare()
+    device, config = peers.together(prepare)
+    return device, _agreed(config, peers, device)
+
+
+def _agreed(config: GeminiConfig, peers: ProcessGroupPeers, device: ComputeDevice) -> GeminiConfig:
     """Return ``config`` with the DEVICE budget of the rank that has least: chunks are cut alike everywhere.
 
     Without one each rank takes what is free on its GPU, or its part of what is on its host.

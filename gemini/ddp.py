@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
-from gemini.collectives import agreed, make_peers
+from gemini.collectives import make_peers, prepared
 from gemini.errors import ConfigError
 from gemini.foreign_classes import intercept_foreign_classes
 from gemini.memstats import Trace
@@ -23,7 +24,8 @@ from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, Managed
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.nested import cast_floating, map_tensors
-from gemini.runtime.statistics import fill_of_tiers, usage_and_traffic
+from gemini.runtime.one_thread import in_one_thread
+from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
@@ -115,8 +117,9 @@ class GeminiDDP(LoadsAsPart):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"GeminiDDP wraps an nn.Module, not {type(module).__name__}")
-        computing = self._open_device(device, pin_memory)
-        chosen = GeminiConfig.choose(
+        peers = make_peers(process_group)
+        choose = partial(
+            GeminiConfig.choose,
             config,
             placement_policy=placement_policy,
             search_range_mb=search_range_mb,
@@ -138,10 +141,7 @@ class GeminiDDP(LoadsAsPart):
             memstats=memstats,
             verbose=verbose,
         )
-        peers = make_peers(process_group)
-        chosen.refuse_unbuilt(computing, several_ranks=peers is not None)
-        if peers is not None:
-            chosen = agreed(chosen, peers, computing)
+        computing, chosen = prepared(peers, lambda: self._open_device(device, pin_memory), choose)
         built = self._build_runtime(module, chosen, peers, computing)
         self._gemini = ModelParts.of(module, chosen, computing, peers, built)
         self.module = module
@@ -174,12 +174,14 @@ class GeminiDDP(LoadsAsPart):
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is managed no more, a CUDA graph is captured, or an optimizer awaits its step().
+                parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
+                another thread is in a call of this model.
         """
         if torch.compiler.is_compiling():
             return self._gemini.compiled.run_uncompiled(self._gemini.compiled, self._forward, args, kwargs)
         return self._forward(*args, **kwargs)
 
+    @in_one_thread("forward")
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._gemini.manager.lock.refuse_all()
         self._gemini.storage.mixture.refuse("forward")
@@ -206,6 +208,7 @@ class GeminiDDP(LoadsAsPart):
         """
         self._gemini.compiled.compile(*args, **options)
 
+    @in_one_thread("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
         with self._gemini.manager.shortage.watched():
@@ -242,6 +245,7 @@ class GeminiDDP(LoadsAsPart):
         """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
         return self._gemini.times_given_up, self._gemini.manager.num_gradients
 
+    @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
@@ -286,6 +290,7 @@ class GeminiDDP(LoadsAsPart):
 
     # -- weights ---------------------------------------------------------------------------------
 
+    @in_one_thread("state_dict")
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state as ordinary full tensors (fp32 for managed weights), under the module's
         own names.
@@ -299,6 +304,7 @@ class GeminiDDP(LoadsAsPart):
         """
         return export_weights(self, *args, **kwargs)
 
+    @in_one_thread("load_state_dict")
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -328,9 +334,8 @@ class GeminiDDP(LoadsAsPart):
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
-        what is pending of the update."""
-        self._gemini.manager.run_pending()
-        return fill_of_tiers(self._gemini.manager)
+        what is pending of the update, except in another thread than the one that trains."""
+        return moments_of_step(self._gemini.manager)
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
         """Return what records everything that happens while it is entered, or for so many ``steps``::
@@ -363,14 +368,20 @@ class GeminiDDP(LoadsAsPart):
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
             EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
-        self._gemini.compiled.close()
-        self._gemini.manager.close()
+        with self._gemini.manager.threads.inside("close"):
+            if self._gemini.peers is not None:
+                self._gemini.peers.leave("closed the model")
+            self._gemini.compiled.close()
+            self._gemini.manager.close()
 
     def __enter__(self) -> GeminiDDP:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
         # After an exception nobody wants the weights, and that exception is the one to be seen.
+        if self._gemini.peers is not None:
+            reason = "closed the model" if kind is None else f"ended with {kind.__name__}: {error}"
+            self._gemini.peers.leave(reason)
         self._gemini.manager.close(run_pending=kind is None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, GeminiError
 from gemini.messages import FAILED
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class Rank:
     count: int = 1
     exchange: Callable[[str], Sequence[str]] = _alone
     several_hosts: bool = False
+    failure: type[GeminiError] = CheckpointError  # what the others raise where one has failed
 
     def agree(self, action: Callable[[], str]) -> str:
         """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
@@ -43,7 +47,7 @@ class Rank:
         """Run ``action`` on every rank; return what it returned on each, once all have succeeded.
 
         Raises:
-            CheckpointError: it failed on another rank. What it raises here is let through.
+            GeminiError: ``failure``: it failed on another rank. What it raises here is let through.
         """
         try:
             result = action()
@@ -53,8 +57,25 @@ class Rank:
         said = self.exchange(_DONE + result)
         for index, text in enumerate(said):
             if text.startswith(FAILED):
-                raise CheckpointError(f"rank {index} of {self.count} {text}")
+                raise self.failure(f"rank {index} of {self.count} {text}")
         return [text.removeprefix(_DONE) for text in said]
+
+    def require_same_directory(self, directory: str | os.PathLike[str]) -> None:
+        """Refuse ranks that name different directories: what the others name would not be looked at.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+
+        def names() -> str:
+            path = Path(os.fsdecode(directory))
+            return json.dumps([str(path.absolute()), str(path.resolve())])
+
+        said = [json.loads(text) for text in self.collect(names)]
+        if any(len({each[kind] for each in said}) == 1 for kind in range(2)):  # links may differ by host
+            return
+        each = ", ".join(f"rank {rank} {name!r}" for rank, (name, _) in enumerate(said))
+        raise CheckpointError(f"ranks name different directories: {each}; pass the same on all of them")
 
     def together(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as

@@ -109,7 +109,7 @@ class SaveHandle:
         blocks: list[Block],
         num_buffers: int,
     ) -> None:
-        self._manager = manager = model.manager
+        self._manager = manager = model._gemini.manager
         self._context = context
         self._writer = writer
         self._pid = os.getpid()
@@ -119,7 +119,7 @@ class SaveHandle:
         self._changed = threading.Condition()
         self._num_buffers = num_buffers
         self._blocks_of = blocks_of_tensors(model, blocks)
-        self._names = model.storage.parameter_names()
+        self._names = model._gemini.storage.parameter_names()
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
         # Whether the thread may read chunks where they are.

@@ -156,7 +156,7 @@ def blocks_of_tensors(model: GeminiDDP, blocks: Iterable[Block]) -> Mapping[int,
     for block in blocks:
         for tensor in block.tensors:
             found[tensor].append(block)
-    for slot in model.storage.slots.values():
+    for slot in model._gemini.storage.slots.values():
         (whole,) = slot.param_ref.tensors
         found[whole] = [block for tensor in slot.group.value_tensors([slot]) for block in found[tensor]]
     return found

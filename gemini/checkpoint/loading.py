@@ -59,6 +59,7 @@ def load(
     """
     check_managed(model, optimizer)
     rank = rank_of(model)
+    rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
     try:
         while True:

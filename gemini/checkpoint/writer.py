@@ -113,6 +113,7 @@ def new_checkpoint(
     """
     check_keep(keep)
     rank = rank or Rank()
+    rank.require_same_directory(directory)
     with ExitStack() as stack:
 
         def begin() -> str:

@@ -44,6 +44,7 @@ from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
+from gemini.runtime.one_thread import in_one_thread
 from gemini.runtime.phases import OPTIMIZER
 
 
@@ -146,11 +147,13 @@ class GeminiOptimizer(ManagedGroups):
         else:
             self.model.backward(loss)
 
+    @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients but for those of the model's other optimizers; all ranks together."""
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
 
+    @in_one_thread("clip_grad_by_norm")
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
@@ -158,7 +161,7 @@ class GeminiOptimizer(ManagedGroups):
         update, not written to the gradients.
         """
         checked_max_norm(max_norm)
-        self._start_clipping()
+        self._start_clipping(f"clip_grad_by_norm(max_norm={max_norm}, norm_type={norm_type})")
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._clipping.measured = float(norm)
@@ -169,7 +172,7 @@ class GeminiOptimizer(ManagedGroups):
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         if not clip_value >= 0:
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
-        self._start_clipping()
+        self._start_clipping(f"clip_grad_by_value({clip_value})")
         if self.loss_scale is not None:
             self._clipping.overflowed |= not self._all_finite()
         before = self._clipping.scale
@@ -191,6 +194,7 @@ class GeminiOptimizer(ManagedGroups):
         self._start_clipping()
         return whole_gradient(slot, self.model._gemini.manager, self._clipping.scale)
 
+    @in_one_thread("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 
@@ -260,8 +264,7 @@ class GeminiOptimizer(ManagedGroups):
     # -- inside ----------------------------------------------------------------------------------
 
     def require_complete(self, doing: str) -> None:
-        """Run what is pending. Raise StateError when an update or a load failed half-way: some values have
-        it, others do not."""
+        """Run what is pending. Raise StateError when an update or a load failed half-way: for some values."""
         self.model._gemini.manager.lock.refuse_all()
         if not self._completeness.broken:
             self.model._gemini.manager.run_pending()
@@ -295,14 +298,11 @@ class GeminiOptimizer(ManagedGroups):
 
     def _join_others(self) -> None:
         """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
-        others = [each for each in self.model._gemini.optimizers if self.slots.isdisjoint(each.slots)]
-        if others:
-            everyone = [self, *others]
-            check_several(
-                self.model,
-                {each.overlap for each in everyone},
-                {each.gpu_margin_mem_ratio for each in everyone},
-            )
+        others = self.model._gemini.optimizers
+        everyone = [self, *(each for each in others if self.slots.isdisjoint(each.slots))]
+        if len(everyone) > 1:
+            margins = {each.gpu_margin_mem_ratio for each in everyone}
+            check_several(self.model, {each.overlap for each in everyone}, margins)
         self.model._gemini.optimizers.add(self)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
@@ -315,20 +315,22 @@ class GeminiOptimizer(ManagedGroups):
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
-    def _start_clipping(self) -> None:
+    def _start_clipping(self, doing: str = "") -> None:
         """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
                 "while backward goes on; choose overlap=True"
             )
-        self._finish_gradients()
+        self._finish_gradients(doing)
         self._clipping.check()
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, clipping: str = "") -> None:
         sharding = self.model._gemini.manager.sharding
         if sharding is not None:
-            sharding.finish_gradients()
+            scale = self.loss_scale and self.loss_scale.scale
+            step = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
+            sharding.finish_gradients(clipping or step)
 
     @property
     def _chunks(self) -> tuple[ModelStorage, GeminiManager]:

@@ -11,6 +11,7 @@ from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import check_parameters
 from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.kernels import AdamHyper
 from gemini.optim.managed_states import ManagedStates
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
@@ -88,6 +89,12 @@ class ManagedGroups(WrappedOptimizer):
                 "model's that is in its param_groups"
             )
         return slot
+
+    @property
+    def settings(self) -> str:
+        """What an update takes besides tensors, by group, as text."""
+        each = (AdamHyper.from_group(group) for group in self.param_groups)
+        return ", ".join(f"group {index}: {hyper}" for index, hyper in enumerate(each))
 
     @property
     def slots(self) -> set[ManagedSlot]:

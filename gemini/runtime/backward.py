@@ -10,6 +10,7 @@ See docs/notes/interception.md.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class BackwardPins:
         self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
         self._running: list[_RunningNode] = []  # outermost first
         self._pass = -1  # the backward pass seen last
+        self._pass_thread = 0  # that it runs on
         self._pass_end: Callable[[], object] = _PassEnd()
         self._manager = manager
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
@@ -111,6 +113,14 @@ class BackwardPins:
             if held is not None:
                 self._manager.chunks.release(held, dirty=False)
 
+    def other_thread(self) -> int:
+        """Return the thread that runs a backward pass of this model beside this one; 0: there is none, or it
+        is one of autograd's own, which may still hold a pass that is over for the thread that called it."""
+        other = self._pass_thread
+        if self._pass_end() is None or other == threading.get_ident() or not _is_pythons(other):
+            return 0
+        return other if current_pass() == -1 or _is_pythons(threading.get_ident()) else 0
+
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""
         self.held = None
@@ -120,6 +130,9 @@ class BackwardPins:
         manager, running = self._manager, self._running
 
         def before(_grad_outputs: object) -> None:
+            current = current_pass()
+            if current != self._pass and self._pass_end() is not None:
+                manager.threads.refuse_second_pass()
             manager.phase = BACKWARD
             if running:
                 self._forget_raised()
@@ -128,7 +141,6 @@ class BackwardPins:
             elif self.held != tensors:
                 manager.pre_op(tensors)
                 self.held = tensors
-            current = current_pass()
             if current != self._pass:
                 self._watch(current)
             running.append((current, self._pass_end, next_node_number(), tensors))
@@ -151,7 +163,7 @@ class BackwardPins:
         """See to it that ``_pass_end`` returns None once the current backward pass is over, or raised."""
         end = _PassEnd()
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._pass, self._pass_end = current, weakref.ref(end)
+        self._pass, self._pass_end, self._pass_thread = current, weakref.ref(end), threading.get_ident()
 
     def _forget_raised(self) -> None:
         """Unpin what nodes that raised left pinned: they count as running but their backward pass is over."""
@@ -164,6 +176,12 @@ class BackwardPins:
         tensors = self._running.pop()[3]
         if self._running:
             self._manager.post_op(tensors, False)
+
+
+def _is_pythons(ident: int) -> bool:
+    """Say whether Python has started a thread, not autograd."""
+    started = (t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+    return ident in started
 
 
 def nodes_so_far(arguments: Any) -> NodesSoFar:

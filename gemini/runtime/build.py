@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ from gemini.zero.sharding import Sharding
 from gemini.zero.share import Share
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 # DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
 # the next.
@@ -80,30 +83,43 @@ def build_runtime(
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
+    together = peers.together if peers is not None else _alone
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
     def draw(config: GeminiConfig) -> Blueprint:
         return draw_blueprint(module, config, share, device, ranks_here)
 
-    blueprint = draw(config)
+    blueprint = together(lambda: draw(config))
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
-    try:
-        plan = blueprint.refuse_misfit()
-    except DeviceTooSmallError as error:
-        raise error.asking(_least_device_bytes(error, config, draw)) from None
     offload = config.activation_offload
-    check_offload(config, blueprint.context.capacity, measured=plan.sample_non_model)
-    storage = ModelStorage(
-        blueprint.groups,
-        blueprint.search.chunk_numel,
-        blueprint.budgets,
-        partial(ChunkManager, device=device),
-        share,
-        device.block_bytes,
-    )
+    made: list[ModelStorage] = []
+
+    def make_storage() -> ModelStorage:
+        try:
+            plan = blueprint.refuse_misfit()
+        except DeviceTooSmallError as error:
+            raise error.asking(_least_device_bytes(error, config, draw)) from None
+        check_offload(config, blueprint.context.capacity, measured=plan.sample_non_model)
+        storage = ModelStorage(
+            blueprint.groups,
+            blueprint.search.chunk_numel,
+            blueprint.budgets,
+            partial(ChunkManager, device=device),
+            share,
+            device.block_bytes,
+        )
+        made.append(storage)
+        return storage
+
+    try:
+        storage = together(make_storage)
+    except BaseException:  # perhaps on another rank
+        for storage in made:
+            storage.chunks.close()
+        raise
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     storage.register(manager)
@@ -130,6 +146,10 @@ def build_runtime(
         )
     manager.name_parameters(storage.parameter_names())
     return storage, manager, blueprint.search
+
+
+def _alone(action: Callable[[], _Result]) -> _Result:
+    return action()
 
 
 def _least_device_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from gemini.runtime.learned import PlacementContext
 from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import GradientWatcher, StepObserver
+from gemini.runtime.one_thread import OneThread
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
 from gemini.runtime.raw_access import RawAccess
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
 
 class GeminiManager:
-    """The memory manager of one model: ``pre_op`` and ``post_op`` bracket its operators. Not thread-safe."""
+    """The memory manager of one model: ``pre_op`` and ``post_op`` bracket its operators. For one thread at a
+    time."""
 
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
@@ -62,6 +65,7 @@ class GeminiManager:
         self.watcher: GradientWatcher | None = None
         self.written = WrittenTensors()
         self.backward_pins = BackwardPins(self)
+        self.threads = OneThread(self.backward_pins)
         self.updates = UpdateOperators(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
@@ -83,9 +87,13 @@ class GeminiManager:
         """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
 
         Raises:
-            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked; nothing is pinned.
+            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked, or another thread
+                is in a call of this model; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
+        holder = self.threads.holder
+        if holder and holder != get_ident():
+            self.threads.refuse_other()
         if _C.stray_count() != self.strays.seen:
             self.strays.refuse()
         if self.raw.uses:
@@ -192,6 +200,7 @@ class GeminiManager:
 
     def run_pending(self) -> None:
         """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+        self.threads.refuse_other("an update")
         self.lock.refuse_all()
         if not self.pending:
             return
@@ -222,7 +231,8 @@ class GeminiManager:
     def report(self) -> PlanReport:
         """Return the plans in force, and what steps take at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
-        return PlanReport(self.order.plan, self.order.planned(), recompute and recompute.report())
+        of_blocks = recompute.report() if recompute is not None else None
+        return PlanReport(self.order.plan, self.order.planned(), of_blocks)
 
     @property
     def trace(self) -> Trace | None:
@@ -236,11 +246,8 @@ class GeminiManager:
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """Run a forward pass of the whole model; one that trains belongs to a step.
-
-        Any other is an evaluation: outside a step it follows an order of its own; inside (between
-        micro-batches) it is part of no order.
-        """
+        """Run a forward pass of the whole model; one that trains belongs to a step. Any other is an
+        evaluation: outside a step it has an order of its own; between micro-batches it is part of none."""
         self.recover()
         if not training and not self.in_step:
             with self._evaluation():
@@ -318,8 +325,7 @@ class GeminiManager:
         self.step += 1
         self.phase = FORWARD
         self.raw.settle()
-        if self.backward_pins.held is not None:
-            self.backward_pins.settle()
+        self.backward_pins.settle()
         self._settle_activations()
         if self.sharding is not None:
             self.sharding.end()
@@ -339,13 +345,8 @@ class GeminiManager:
         self.snapshot.step_ended()
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tell ``observer`` what happens from now on, None: nobody.
-
-        Meanwhile operators go through their PreOp also where the model is resident, so as to be seen.
-
-        Raises:
-            StateError: somebody observes already.
-        """
+        """Tell ``observer`` what happens from now on, None: nobody. Meanwhile operators go through their
+        PreOp also where the model is resident, so as to be seen. Raises StateError: somebody does already."""
         if observer is not None and self.observer is not None:
             raise StateError("this model is being recorded already; leave that recording first")
         self.observer = self.chunks.observer = observer

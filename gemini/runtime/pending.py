@@ -59,7 +59,7 @@ class PendingUpdates:
 
     def all(self) -> list[PendingUpdate]:
         """Return what is pending, in forward order."""
-        return _in_order(self.by_tensor.values())
+        return _in_order(self.by_tensor.copy().values())  # at once: another thread may ask
 
     def needed_by(self, tensors: Iterable[int]) -> list[PendingUpdate]:
         """Return what has to run before ``tensors`` may be used, in forward order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from threading import Lock
 
 from gemini.errors import OutOfBudgetError
 from gemini.placement.promise import Pace, promise_at
@@ -23,6 +24,7 @@ class PromisedStep:
         self._followed: PlannedStep | None = None  # which steps the meter has measured
         self._in_force: PlannedStep | None = None  # the same with the promise in force
         self._is_new = False  # whether a step was measured since somebody asked
+        self._lock = Lock()  # guards the three: any thread may ask, and simulates outside of it
 
     def begin(self, step: PlannedStep | None) -> None:
         """Note that a step begins which follows ``step``, or no plan."""
@@ -31,7 +33,8 @@ class PromisedStep:
             return
         if step is not self._followed:
             self.forget()
-            self._followed = self._in_force = step
+            with self._lock:
+                self._followed = self._in_force = step
         self._meter.begin()
 
     def end(self, *, followed: bool) -> None:
@@ -44,18 +47,25 @@ class PromisedStep:
     def forget(self) -> None:
         """Forget what was measured, and all promises made of it."""
         self._meter.forget()
-        self._followed = self._in_force = None
-        self._is_new = False
+        with self._lock:
+            self._followed = self._in_force = None
+            self._is_new = False
 
     def renewed(self, step: PlannedStep | None) -> PlannedStep | None:
         """Return ``step`` with the promise in force, made anew if its last steps had another pace."""
-        if step is None or step is not self._followed or self._in_force is None:
-            return step
-        measured = self._meter.pace() if self._is_new else None
-        self._is_new = False
-        if measured is not None:
-            self._in_force = _at_pace(self._in_force, measured)
-        return self._in_force
+        with self._lock:
+            in_force, is_new = self._in_force, self._is_new
+            if step is None or step is not self._followed or in_force is None:
+                return step
+            measured = self._meter.pace() if is_new else None
+            self._is_new = False
+        if measured is None:
+            return in_force
+        renewed = _at_pace(in_force, measured)
+        with self._lock:
+            if self._in_force is in_force:  # else steps follow another plan by now
+                self._in_force = renewed
+        return renewed
 
 
 def _at_pace(step: PlannedStep, measured: Pace) -> PlannedStep:

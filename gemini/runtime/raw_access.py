@@ -126,7 +126,7 @@ def data_ptr(tensor: Any) -> int:
     return _plain(tensor).data_ptr()
 
 
-def untyped_storage(tensor: Any) -> torch.UntypedStorage:
+def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """``weight.untyped_storage()``: that of the parameter alone, as if it were no part of a chunk, for those
     who ask which tensors share one. It brings nothing to DEVICE. Of a GPU's memory it is the chunk's."""
     with PlainTensors():
@@ -134,7 +134,8 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
         if param is None:
             return tensor.untyped_storage()
         span = (ctypes.c_char * span_bytes(param)).from_address(param.data_ptr())
-        return torch.frombuffer(span, dtype=torch.uint8).untyped_storage()
+        alone: torch.Tensor = torch.frombuffer(span, dtype=torch.uint8)
+        return alone.untyped_storage()
 
 
 def numpy(tensor: Any, *, force: bool = False) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gemini import _C
 from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.loose import LooseBytes
 from gemini.runtime.storage import ModelStorage
 
 _TIERS = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
@@ -13,12 +14,9 @@ _LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
 
 def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str, Any]:
-    """Return usage per tier and traffic per link so far as a plain dict."""
+    """Return usage per tier and traffic per link so far as a plain dict. Any thread may call it."""
     chunks = manager.chunks
-    tiers = {name: _usage(chunks.table, tier) for name, tier in _TIERS.items()}
-    device = tiers["device"]
-    device["bytes"] += manager.loose.now
-    device["peak_bytes"] = max(device["peak_bytes"], manager.loose.peak_device)
+    tiers = _usage_of_tiers(chunks.table, manager.loose)
     links = chunks.link_stats()
     read_bytes = written_bytes = 0
     if chunks.stow is not None:
@@ -40,9 +38,12 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
     }
 
 
-def fill_of_tiers(manager: GeminiManager) -> list[dict[str, Any]]:
-    """Return what each tier held at every moment of the last step, as plain dicts."""
-    reserve = manager.trace.non_model_bytes if manager.trace is not None else ()
+def moments_of_step(manager: GeminiManager) -> list[dict[str, Any]]:
+    """Return the fill of each tier at every moment of the last step; see :meth:`GeminiDDP.timeline`."""
+    if not manager.threads.only_looks:
+        manager.run_pending()
+    trace = manager.trace
+    reserve = trace.non_model_bytes if trace is not None else ()
     return [
         {
             "moment": moment,
@@ -52,8 +53,23 @@ def fill_of_tiers(manager: GeminiManager) -> list[dict[str, Any]]:
             "disk_bytes": disk,
             "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
         }
-        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline)
+        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline.copy())
     ]
+
+
+def _usage_of_tiers(table: _C.ChunkTable, loose: LooseBytes) -> dict[str, dict[str, int]]:
+    """Return what is, was and may be on each tier, at one moment: looked at again while another thread trains
+    that has changed it meanwhile."""
+    while True:
+        fill = table.usages(), loose.now
+        tiers = {name: _usage(table, tier) for name, tier in _TIERS.items()}
+        peak = loose.peak_device
+        if fill == (table.usages(), loose.now):
+            break
+    device = tiers["device"]
+    device["bytes"] += fill[1]
+    device["peak_bytes"] = max(device["peak_bytes"], peak, device["bytes"])
+    return tiers
 
 
 def _usage(table: _C.ChunkTable, tier: _C.Tier) -> dict[str, int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ class StepMeter:
         self._chunks = chunks
         self._clock = clock
         self._before: _Look | None = None  # None: no step is measured
-        self._steps: deque[_Step] = deque(maxlen=STEPS)
+        self._steps: tuple[_Step, ...] = ()  # replaced as a whole: other threads read it
 
     def begin(self) -> None:
         """Note that a step begins."""
@@ -56,32 +55,35 @@ class StepMeter:
             return False
         now = self._look()
         computing = now.at - before.at - (now.stalled - before.stalled)
-        self._steps.append(_Step(max(0.0, computing), moved_since(before.links, now.links)))
+        step = _Step(max(0.0, computing), moved_since(before.links, now.links))
+        self._steps = (*self._steps[1 - STEPS :], step)
         return True
 
     def forget(self) -> None:
         """Forget all steps."""
         self._before = None
-        self._steps.clear()
+        self._steps = ()
 
     def pace(self) -> Pace | None:
         """Return the middle of the last steps, of each quantity by itself; None before there were three.
 
         Only links that moved 64 MiB in these steps are in it, each as fast as it is alone.
         """
-        if len(self._steps) < _ENOUGH_STEPS:
+        steps = self._steps
+        if len(steps) < _ENOUGH_STEPS:
             return None
-        names = {name: None for step in self._steps for name in step.moved}
-        speeds = [speed for name in names if (speed := self._speed(name)) is not None]
-        seconds = median(step.computing_seconds for step in self._steps)
-        return Pace(seconds, tuple(speeds), len(self._steps))
-
-    def _speed(self, name: str) -> LinkSpeed | None:
-        moved = [step.moved[name] for step in self._steps if name in step.moved]
-        speeds = [one.nbytes / one.seconds_alone for one in moved if one.nbytes and one.seconds_alone > 0]
-        if not speeds or sum(one.nbytes for one in moved) < ENOUGH_BYTES:
-            return None
-        return LinkSpeed(name, median(speeds), 0.0)
+        names = {name: None for step in steps for name in step.moved}
+        speeds = [speed for name in names if (speed := _speed(steps, name)) is not None]
+        seconds = median(step.computing_seconds for step in steps)
+        return Pace(seconds, tuple(speeds), len(steps))
 
     def _look(self) -> _Look:
         return _Look(self._clock(), self._chunks.stall_seconds, self._chunks.link_stats())
+
+
+def _speed(steps: Sequence[_Step], name: str) -> LinkSpeed | None:
+    moved = [step.moved[name] for step in steps if name in step.moved]
+    speeds = [one.nbytes / one.seconds_alone for one in moved if one.nbytes and one.seconds_alone > 0]
+    if not speeds or sum(one.nbytes for one in moved) < ENOUGH_BYTES:
+        return None
+    return LinkSpeed(name, median(speeds), 0.0)

@@ -195,7 +195,7 @@ class ModelStorage:
     @property
     def wasted_bytes(self) -> int:
         """What parameter chunks hold beside parameters, counted as fp32."""
-        used = sum(slot.param_view.numel() for slot in self.slots.values())
+        used = sum(slot.param_view.numel() for slot in self.slots.copy().values())
         held = sum(group.param.spec.numel for group in self.groups)
         return (held - used) * 4
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gemini.errors import StateError
 from gemini.zero.copies import take_mean_of_copies
 from gemini.zero.gradient import ShardedGradient
 from gemini.zero.parts import FullParts, NarrowParts, Parts
-from gemini.zero.peers import Peers, Topic, Transfer
+from gemini.zero.peers import Peers, Topic, Transfer, digest_of
 from gemini.zero.rounds import from_bits, to_bits
 
 if TYPE_CHECKING:
@@ -139,13 +140,17 @@ class GradientExchange:
             manager.chunks.free((self._room_tensor,))
         self._unequal.clear()
 
-    def finish(self) -> None:
-        """Exchange what is left; then a gradient is there on all ranks if it was on one."""
+    def finish(self, doing: str = "") -> None:
+        """Exchange what is left; then a gradient is there on all ranks if it was on one. ``doing``: what for.
+        Raises StateError, on all ranks, where that differs; nothing was exchanged."""
         self.settle()
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
         had_here = to_bits(sorted(self._had), len(self._gradients))
-        said = self._peers.exchange(Topic.GRADIENTS, [*words, *had_here])
+        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), *words, *had_here])
+        if any(message[0] != said[0][0] for message in said):
+            _refuse_different(self._peers.say(doing))
+        said = [message[1:] for message in said]
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()
@@ -216,6 +221,14 @@ class _Events:
 
 def _gradients(group: ChunkGroup) -> list[ShardedGradient]:
     return [slot.grad for slot in group.slots if isinstance(slot.grad, ShardedGradient)]
+
+
+def _refuse_different(doing: Sequence[str]) -> None:
+    each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(doing))
+    raise StateError(
+        f"ranks use gradients differently, so that parts of one weight would not belong together: {each}; "
+        "give all of them the same"
+    )
 
 
 def _union(sets: Iterable[Sequence[int]]) -> list[int]:

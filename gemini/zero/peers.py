@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from hashlib import sha256
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from gemini.errors import ConfigError
 from gemini.zero.share import Share
+
+_Result = TypeVar("_Result")
 
 
 class Topic(IntEnum):
@@ -64,6 +66,15 @@ class Peers(Protocol):
         Raises StateError, on all ranks, where they speak of different things."""
         ...
 
+    def say(self, text: str) -> list[str]:
+        """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
+        ...
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        """Run ``action``, which is for this rank alone, on every rank while they wrap a model; return what it
+        returned here. Raises ConfigError where it failed on another; what it raises here is let through."""
+        ...
+
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         """Fill ``whole`` with the shards of all ranks in order."""
         ...
@@ -95,14 +106,18 @@ class Peers(Protocol):
         ...
 
 
+def digest_of(text: str) -> int:
+    """Return an integer that another text does not have."""
+    return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
+
+
 def require_equal(peers: Peers, what: str) -> None:
     """Refuse ranks that would cut other chunks.
 
     Raises:
         ConfigError: ``what`` is not the same on all ranks.
     """
-    digest = int.from_bytes(sha256(what.encode()).digest()[:7], "big")
-    said = [values[0] for values in peers.exchange(Topic.SETTINGS, [digest])]
+    said = [values[0] for values in peers.exchange(Topic.SETTINGS, [digest_of(what)])]
     different = [rank for rank, value in enumerate(said) if value != said[0]]
     if different:
         raise ConfigError(

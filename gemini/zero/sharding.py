@@ -162,10 +162,14 @@ class Sharding:
         finally:
             self._gradients.is_held = before
 
-    def finish_gradients(self) -> None:
-        """Exchange what is left of all gradients, when every rank has come here."""
+    def finish_gradients(self, doing: str = "") -> None:
+        """Exchange what is left of all gradients, when every rank has come here.
+
+        Raises:
+            StateError: on all ranks: they are not ``doing`` the same with them. Nothing was exchanged.
+        """
         self._end_passes(Ending.COMPLETE)
-        self._gradients.finish()
+        self._gradients.finish(doing)
 
     def give_up_passes(self) -> None:
         """Wait until every rank has come here, however its forward and backward passes have ended, and make

@@ -30,6 +30,8 @@ PYTHON_LAYERS = [
         "retry",
         "collectives",
         "messages",
+        "attendance",
+        "program_place",
     }
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},

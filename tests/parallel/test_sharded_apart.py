@@ -40,7 +40,6 @@ def _clip_alone(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
     if dist.get_rank() == 0:
         optimizer.clip_grad_by_value(1.0)
     optimizer.step()
-    _backward(model, optimizer)
 
 
 def _save_alone(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
@@ -53,7 +52,7 @@ def _save_alone(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
 WAYS: dict[str, tuple[Callable[[GeminiDDP, GeminiOptimizer], None], str]] = {
     "one more zero_grad": (_one_more_zero_grad, r"ranks \[0\] give gradients up .* ranks \[1\] are about to"),
     "zero_grad for step": (_zero_grad_for_step, r"ranks \[0\] give gradients up .* ranks \[1\] are about to"),
-    "clip alone": (_clip_alone, r"different steps, \[\d, \d\] by rank"),
+    "clip alone": (_clip_alone, r"rank 0: clip_grad_by_value\(1.0\); rank 1: step with group 0: .*lr=0.01"),
     "save alone": (_save_alone, "rank 0 saves or loads, rank 1 runs operators"),
 }
 
@@ -67,10 +66,6 @@ def _go_apart(way: str, directory: str) -> None:
             with pytest.raises(StateError, match=refusal):
                 act(model, optimizer)
             model.zero_grad()
-            if way == "clip alone":  # rank 1 has made a step that rank 0 has not
-                with pytest.raises(StateError, match="different steps"):
-                    _backward(model, optimizer)
-                load(directory, model, optimizer)
             train_step(model, optimizer, RECIPE, step)
         model.manager.chunks.table.check_invariants()
         _, want = train_plain(mlp, RECIPE)

@@ -1,0 +1,183 @@
+"""A rank that waits in vain hears for whom, and why, soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from processes import RanksFailed, run_on_ranks
+from sharded_harness import WIDTH, Recipe, mlp, wrap
+from torch import distributed as dist
+
+from gemini import GeminiDDP, GeminiOptimizer, StateError
+from gemini.attendance import PATIENCE_VARIABLE, Sign
+
+PATIENCE = 2.0
+SOON = 8 * PATIENCE  # on a machine that does other things too
+
+
+@pytest.fixture(autouse=True)
+def fresh_workers() -> Iterator[None]:
+    """The processes keep what a test does to their environment."""
+    yield
+    run_on_ranks(_set_patience, 3, None)
+
+
+def _set_patience(seconds: float | None) -> None:
+    os.environ.pop(PATIENCE_VARIABLE, None)
+    if seconds is not None:
+        os.environ[PATIENCE_VARIABLE] = str(seconds)
+
+
+def _step(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+    optimizer.step()
+
+
+def _fewer_batches(model: GeminiDDP, optimizer: GeminiOptimizer, odd: bool) -> None:
+    for _ in range(1 if odd else 2):
+        _step(model, optimizer)
+
+
+def _skipped_step(model: GeminiDDP, optimizer: GeminiOptimizer, odd: bool) -> None:
+    for batch in range(2):
+        optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+        if not (odd and batch == 1):
+            optimizer.step()
+
+
+def _raises(model: GeminiDDP, optimizer: GeminiOptimizer, odd: bool) -> None:
+    _step(model, optimizer)
+    if odd:
+        raise ValueError("a bad batch")
+    _step(model, optimizer)
+
+
+LEAVING: dict[str, tuple[Callable[..., None], str]] = {
+    "one batch fewer": (_fewer_batches, "closed the model"),
+    "a skipped step": (_skipped_step, "closed the model"),
+    "an exception": (_raises, "ended with ValueError: a bad batch"),
+}
+
+
+def _leave(way: str) -> tuple[str, float]:
+    _set_patience(None)
+    model, optimizer = wrap(mlp, Recipe())
+    odd, message, begin = dist.get_rank() == 1, "", 0.0
+    try:
+        with model:
+            begin = time.monotonic()
+            LEAVING[way][0](model, optimizer, odd)
+    except (StateError, ValueError) as error:
+        message = str(error)
+    return message, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("way", LEAVING)
+def test_a_rank_that_leaves_is_named_at_once_with_what_it_did_last(way: str) -> None:
+    (told, seconds), (other, _), *rest = run_on_ranks(_leave, 3, way)
+    assert f"rank 1 will not come: it {LEAVING[way][1]}" in told
+    assert "the last one" in told
+    assert "drop_last" in told
+    assert seconds < 30  # half of the patience
+    assert other == ("a bad batch" if way == "an exception" else "")
+    assert "rank 1" in rest[0][0]
+
+
+def _evaluate_alone() -> tuple[str, float]:
+    _set_patience(PATIENCE)
+    model, optimizer = wrap(mlp, Recipe())
+    message, begin = "", 0.0
+    with model:
+        _step(model, optimizer)
+        begin = time.monotonic()
+        if dist.get_rank() == 0:
+            try:
+                with torch.no_grad():
+                    model(torch.ones(2, WIDTH))
+            except StateError as error:
+                message = str(error)
+        dist.barrier()
+    return message, time.monotonic() - begin
+
+
+def test_ranks_that_wait_for_each_other_in_different_calls_hear_of_it() -> None:
+    (message, seconds), _ = run_on_ranks(_evaluate_alone, 2)
+    assert "ranks [1] wait in something else than rank 0" in message
+    assert "in a collective of the program's own" in message
+    assert "test_attendance.py" in message
+    assert "in _evaluate_alone" in message
+    assert seconds < SOON
+
+
+def _busy_for_long() -> list[float]:
+    """Keep one rank busy elsewhere for longer than the patience."""
+    _set_patience(PATIENCE / 4)
+    model, optimizer = wrap(mlp, Recipe())
+    with model:
+        _step(model, optimizer)
+        if dist.get_rank() == 1:
+            time.sleep(2 * PATIENCE)  # what is to be waited for
+        _step(model, optimizer)
+    return []
+
+
+def test_a_rank_that_is_busy_may_take_its_time() -> None:
+    assert run_on_ranks(_busy_for_long, 2) == [[], []]
+
+
+def _stop() -> tuple[str, float]:
+    _set_patience(PATIENCE)
+    model, optimizer = wrap(mlp, Recipe())
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    message, begin = "", time.monotonic()
+    with suppress(StateError), model:
+        _step(model, optimizer)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            _step(model, optimizer)
+        except StateError as error:
+            message = str(error)
+            raise
+        finally:
+            if dist.get_rank() == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    return message, time.monotonic() - begin
+
+
+def test_a_stopped_rank_is_named_after_the_patience() -> None:
+    (message, seconds), (other, _) = run_on_ranks(_stop, 2)
+    assert "rank 1 has given no sign of life for" in message
+    assert re.search(r"rank 1 last (runs|exchanges|looks|adds) .*now at \S+.py:\d+ in ", message)
+    assert PATIENCE <= seconds < SOON
+    assert "rank 0" in other
+
+
+def _die() -> None:
+    _set_patience(5 * PATIENCE)
+    model, optimizer = wrap(mlp, Recipe())
+    with model:
+        _step(model, optimizer)
+        if dist.get_rank() == 1:
+            os._exit(3)
+        _step(model, optimizer)
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_die, 2, timeout=40)
+    assert "StateError: rank 1 has given no sign of life" in str(failed.value)
+
+
+def test_a_sign_says_what_a_rank_did_last() -> None:
+    sign = Sign(3, 7, "saves or loads", left="closed the model")
+    assert str(sign) == "closed the model after 7 calls together; the last one saves or loads"
