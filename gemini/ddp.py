@@ -195,7 +195,8 @@ class GeminiDDP(LoadsAsPart):
         self._gemini.compiled.begin_pass(training=training)
         activations = self._gemini.manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
-        with self._gemini.manager.shortage.watched(), self._gemini.manager.forward_pass(training), saving:
+        manager, watched = self._gemini.manager, self._gemini.unfollowed.inside(training)
+        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
             outputs = self.module(*args, **kwargs)
         if precision is not None and self._gemini.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))

@@ -16,6 +16,7 @@ from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
 from gemini.runtime.precision import place_buffers
+from gemini.runtime.unfollowed import Unfollowed
 
 
 @dataclass
@@ -32,6 +33,7 @@ class ModelParts:
     search: SearchResult
     managed: ManagedParameters
     compiled: CompiledBlocks
+    unfollowed: Unfollowed
     optimizers: WeakSet[Any] = field(default_factory=WeakSet)
     accumulates: bool = False
     times_given_up: int = 0
@@ -61,4 +63,5 @@ class ModelParts:
         manager.expects_scaled_loss = config.precision == torch.float16
         parameters, blocks = ManagedParameters(module), CompiledBlocks(manager, module)
         place_buffers(module, device.torch_device, casts=mixes_types)
-        return cls(config, device, peers, *runtime, parameters, blocks)
+        unfollowed = Unfollowed(module, *runtime[:2])
+        return cls(config, device, peers, *runtime, parameters, blocks, unfollowed)

@@ -71,6 +71,12 @@ def masters(run: Run) -> None:
     run.model.state_dict()
 
 
+def vector(run: Run) -> None:
+    first, *others = params_of(run)
+    params = [first, *(each for each in others if each.dtype == first.dtype)]  # some stay in fp32
+    nn.utils.vector_to_parameters(torch.zeros(sum(map(torch.numel, params)), dtype=first.dtype), params)
+
+
 def across(run: Run) -> None:
     torch.manual_seed(3)
     with gemini.GeminiDDP(nn.Linear(32, 17, bias=False), non_model_bytes=0) as other:
@@ -90,9 +96,7 @@ WRITERS: dict[str, Writer] = {
     "init": each(lambda p: nn.init.constant_(p, 7.0)),
     "sgd": sgd,
     "renormalized": renormalized,
-    "vector": lambda run: nn.utils.vector_to_parameters(
-        torch.zeros(sum(p.numel() for p in params_of(run)), dtype=params_of(run)[0].dtype), params_of(run)
-    ),
+    "vector": vector,
     "buffers": buffers,
     "masters": masters,
     "across": across,

@@ -208,7 +208,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
 def test_a_type_without_a_name_is_refused(tmp_path: Path) -> None:
     run = start()
     run.save(tmp_path / "run")
-    run.model.module.register_buffer("angle", torch.zeros(2, dtype=torch.complex64))
+    run.model.module.register_buffer("angle", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match="angle"):
         run.save(tmp_path / "run")
     assert len(list((tmp_path / "run").iterdir())) == 1

@@ -71,7 +71,8 @@ def test_one_thread_where_ranks_have_processors_for_more_is_told(
 ) -> None:
     sharding = SimpleNamespace(peers=SimpleNamespace(ranks_on_this_host=ranks))
     device = SimpleNamespace(processors=tuple(ALLOWED))
-    model = cast(GeminiDDP, SimpleNamespace(manager=SimpleNamespace(sharding=sharding), device=device))
+    parts = SimpleNamespace(manager=SimpleNamespace(sharding=sharding), device=device)
+    model = cast(GeminiDDP, SimpleNamespace(_gemini=parts))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     arguments._warn_of_one_thread(model)
     assert [f"OMP_NUM_THREADS={len(ALLOWED)}" in each.getMessage() for each in caplog.records] == [

@@ -1,0 +1,78 @@
+"""Says once why a model is not planned: its module is called past the wrapper, or nothing ends its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.storage import ModelStorage
+
+logger = logging.getLogger(__name__)
+
+_STEPS_UNSEEN = 2  # in a row: gradients of one may have been given up after an error
+
+
+class Unfollowed:
+    """What of a model's use belongs to no step that could be planned."""
+
+    def __init__(self, module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
+        self._storage, self._manager = storage, manager
+        self._in_pass = False  # of the wrapper
+        self._said: set[str] = set()
+        self._gradients = 0  # that had arrived when the pass before began
+        self._unseen = 0
+        _by_module[module] = self
+        module.register_forward_pre_hook(_note_call)
+
+    @contextmanager
+    def inside(self, training: bool) -> Iterator[None]:
+        """Be in a forward pass of the wrapper for the block."""
+        if training and self._manager.step == 0:
+            self._look_for_steps()
+        outer, self._in_pass = self._in_pass, True
+        try:
+            yield
+        finally:
+            self._in_pass = outer
+
+    def note_call(self) -> None:
+        """The module was called, perhaps by its wrapper."""
+        if not self._in_pass and torch.is_grad_enabled():
+            self._say(
+                "the managed module is called itself, past its GeminiDDP: operators fetch what they need, "
+                "but nothing is recorded, planned or prefetched; call the GeminiDDP"
+            )
+
+    def _look_for_steps(self) -> None:
+        gradients, before = self._manager.num_gradients, self._gradients
+        self._gradients = gradients
+        used_up = gradients > before and not any(slot.has_grad for slot in self._storage.slots.values())
+        self._unseen = self._unseen + 1 if used_up else 0
+        if self._unseen >= _STEPS_UNSEEN:
+            self._say(
+                "gradients come and go, but no GeminiOptimizer ends a step: nothing is planned, and an "
+                "optimizer of torch keeps its states beside the budgets; use "
+                "GeminiOptimizer(optimizer, model)"
+            )
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(what)
+
+
+# Not in the module itself: its copies are nobody's.
+_by_module: WeakKeyDictionary[nn.Module, Unfollowed] = WeakKeyDictionary()
+
+
+def _note_call(module: nn.Module, _args: Any) -> None:
+    unfollowed = _by_module.get(module)
+    if unfollowed is not None:
+        unfollowed.note_call()
