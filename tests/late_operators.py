@@ -38,6 +38,8 @@ _NEEDS_VALUES = (
 # What changes where a tensor's memory is and touches none.
 _ON_THE_HOST = ("aten::set_",)
 
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::dot")
+
 
 class LateOperators(TorchDispatchMode):
     """While entered, operators of this thread run late on ``stream``. Leave it to have them all done.
@@ -176,6 +178,7 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return value
 
     on_device = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+    _require_one_type(func, args)
     found = func(*tree_map(on_meta, args), **tree_map(on_meta, on_device))
     return tree_map(
         lambda t: (
@@ -183,6 +186,13 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         ),
         found,
     )
+
+
+def _require_one_type(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse products of several types when they are called, as CUDA does; ``meta`` lets them pass."""
+    types = {each.dtype for each in _tensors(args)}
+    if func._schema.name in _PRODUCTS and len(types) > 1:
+        raise RuntimeError(f"expected operands of {func} to have the same dtype, but got: {types}")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,29 +7,35 @@ from weakref import WeakValueDictionary
 
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
+from gemini.runtime import living
+
 if TYPE_CHECKING:
     from gemini.runtime.param import ManagedParameter
 
-# Windows of living models do not overlap.
-_by_address: WeakValueDictionary[int, ManagedParameter] = WeakValueDictionary()
 
+class ParametersByAddress:
+    """The managed parameters of one model. Weakly: they keep the model, not the other way round."""
 
-def remember(param: ManagedParameter) -> None:
-    """Have :func:`parameter_at` know ``param``, for as long as it is managed."""
-    with PlainTensors():
-        if param.numel():
-            _by_address[param.data_ptr()] = param
+    def __init__(self) -> None:
+        self._params: WeakValueDictionary[int, ManagedParameter] = WeakValueDictionary()
+
+    def add(self, param: ManagedParameter) -> None:
+        """Know ``param``, for as long as it is managed."""
+        with PlainTensors():
+            if param.numel():
+                self._params.setdefault(param.data_ptr(), param)
+
+    def at(self, address: int) -> ManagedParameter | None:
+        """Return the parameter in whose memory ``address`` lies."""
+        found = self._params.get(address)
+        if found is None:
+            with PlainTensors():
+                params = list(self._params.items())
+                found = next((p for begin, p in params if begin < address < begin + p.nbytes), None)
+        return found if hasattr(found, "_slot") else None  # or it is an ordinary one again
 
 
 def parameter_at(address: int) -> ManagedParameter | None:
-    """Return the managed parameter in whose memory ``address`` lies."""
-    from gemini.runtime import living  # whose managers need parameters
-
-    if not living.has_windows_at(address):
-        return None
-    found = _by_address.get(address)
-    if found is None:
-        with PlainTensors():
-            at = (p for begin, p in list(_by_address.items()) if begin < address < begin + p.nbytes)
-            found = next(at, None)
-    return found if hasattr(found, "_slot") else None  # or it is an ordinary one again
+    """Return the parameter of a model that is not closed in whose memory ``address`` lies."""
+    manager = living.owner_of(address)
+    return manager.parameters.at(address) if manager is not None else None

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
-from gemini.runtime import addresses
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.initialize import Initialization, children_first, is_unwritten
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
@@ -344,7 +343,7 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
         for key in [key for key in hooks if key != hook.id]:
             hooks[key] = hooks.pop(key)
     make_managed(param, slot.param_ref, slot)
-    addresses.remember(cast("ManagedParameter", param))
+    slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
     return hook
 

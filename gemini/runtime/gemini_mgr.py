@@ -15,6 +15,7 @@ from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.placement import PlanReport
 from gemini.runtime import living, unusable
+from gemini.runtime.addresses import ParametersByAddress
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
 from gemini.runtime.learned import PlacementContext
@@ -50,6 +51,7 @@ class GeminiManager:
         self.chunks = chunks
         self.strays = Strays(chunks)
         self.raw = RawAccess(self)
+        self.parameters = ParametersByAddress()
         self.tensors = StatefulTensorMgr(chunks)
         self.context = context
         self.step = 0

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.param import TensorRef, as_managed
+from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.tensor_mgr import TensorState
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ class _GivenUp:
     """Stands in for the manager of every alias of a gradient that was given up: its use raises."""
 
     resident = False
+    mixes_types = False
+    snapshot = NO_SNAPSHOT
+
+    @property
+    def raw(self) -> NoReturn:
+        self.pre_op()
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise StateError(

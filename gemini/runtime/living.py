@@ -25,9 +25,12 @@ def others(manager: GeminiManager) -> list[GeminiManager]:
     return [other for other in _living if other is not manager]
 
 
-def has_windows_at(address: int) -> bool:
-    """Say whether ``address`` lies where a model that is not closed has its windows."""
-    return any(manager.in_windows(address) for manager in _living if manager.pre_op is not unusable.closed)
+def owner_of(address: int) -> GeminiManager | None:
+    """Return the manager of the model, not a closed one, in whose windows ``address`` lies."""
+    for manager in list(_living):
+        if manager.in_windows(address) and manager.pre_op is not unusable.closed:
+            return manager
+    return None
 
 
 def _after_fork_in_child() -> None:
