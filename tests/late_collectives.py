@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C
 from gemini.collectives import ProcessGroupPeers
+from gemini.messages import Messages
 
 _ASYNCHRONOUS = ("gather", "gather_to", "scatter_all", "swap_copies")
 _OF_THE_CPU = ("broadcast", "sum", "largest")
-_MESSAGES = ("exchange", "say")
 
 
 class LateCollectives:
@@ -59,8 +59,7 @@ class LateCollectives:
             patch.setattr(ProcessGroupPeers, name, self._late(getattr(ProcessGroupPeers, name)))
         for name in _OF_THE_CPU:
             patch.setattr(ProcessGroupPeers, name, self._behind(getattr(ProcessGroupPeers, name)))
-        for name in _MESSAGES:
-            patch.setattr(ProcessGroupPeers, name, at_once(getattr(ProcessGroupPeers, name)))
+        patch.setattr(Messages, "_exchange", at_once(Messages._exchange))
 
     def _behind(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         """Operators on the CPU's own tensors, which are not late beside a GPU, are here."""

@@ -9,6 +9,7 @@ import torch
 from gemini.errors import ConfigError
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.param import TensorRef, as_managed
+from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.tensor_mgr import TensorState
 from gemini.zero.share import GroupShard
 
@@ -52,9 +53,15 @@ class _Shared:
     """Stands in for the manager of a gradient that all ranks have together: to use its values raises."""
 
     resident = False
+    mixes_types = False
+    snapshot = NO_SNAPSHOT
 
     def __init__(self, name: str) -> None:
         self._name = name
+
+    @property
+    def raw(self) -> NoReturn:
+        self.pre_op()
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise ConfigError(

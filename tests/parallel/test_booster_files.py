@@ -301,7 +301,7 @@ def test_path_of_the_other_kind_is_refused(tmp_path: Path) -> None:
 
 def test_type_that_files_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     model = mlp()
-    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match="phase"):
         Booster().save_model(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
