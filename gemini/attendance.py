@@ -87,8 +87,9 @@ class _Seen:
 class Attendance:
     """Publishes this rank's signs in a store, beside training, and reads the others' where it waits long.
 
-    A rank that left, or gives no sign for the patience, is named at once. One that is alive elsewhere may
-    take its time, as long as not all ranks wait for each other.
+    A thread of its own talks to the store, which may be out of reach without an error: whoever waits looks at
+    what was read last. A rank that left, or gives no sign for the patience, is named at once. One that is
+    alive elsewhere may take its time, as long as not all ranks wait for each other.
     """
 
     def __init__(self, store: Any, place: int, count: int) -> None:
@@ -98,16 +99,16 @@ class Attendance:
         self._beat = self._calls = 0
         self._doing, self._left, self._waits = Sign().doing, "", False
         self._thread = threading.get_ident()
-        self._lock = threading.Lock()  # one publishes at a time
         self._seen: dict[int, _Seen] = {}
         self._broke = ""  # what was found when a connection broke
-        self._ended = threading.Event()
+        self._looks_until = self._since_s = 0.0
+        self._wake, self._told = threading.Event(), threading.Event()
         self._publish()
         beats = threading.Thread(
-            target=_give_beats, args=(weakref.ref(self), self._ended, self._beat_s), daemon=True
+            target=_give_beats, args=(weakref.ref(self), self._wake, self._beat_s), daemon=True
         )
         start_thread(beats, "the signs of a rank")
-        weakref.finalize(self, self._ended.set)
+        weakref.finalize(self, self._wake.set)
         gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
         gone.atexit = False  # at the end there is something to tell
 
@@ -139,6 +140,7 @@ class Attendance:
         if self._broke:
             return StateError(self._broke)
         ends = time.monotonic() + (_MISSED_BEATS + 1) * self._beat_s
+        self._ask_for_signs()
         found = self._find_gone(math.inf)
         while not found and time.monotonic() < ends:
             time.sleep(self._beat_s / 2)
@@ -154,8 +156,19 @@ class Attendance:
         """Tell the others that this rank makes no more calls, and ``why``. Idempotent."""
         if not self._left:
             self._left = why
-            self._publish()
-            self._ended.set()
+            self._wake.set()
+            self._told.wait(_MISSED_BEATS * self._beat_s)  # no longer: the store may be out of reach
+
+    def beat(self) -> bool:
+        """Give a sign and, while somebody waits, look at the others'; say whether this rank goes on. For the
+        thread of the signs alone."""
+        left = bool(self._left)
+        self._publish()
+        if time.monotonic() < self._looks_until:
+            self._look()
+        if left:
+            self._told.set()
+        return not left
 
     # -- what the others do ----------------------------------------------------------------------
 
@@ -168,13 +181,28 @@ class Attendance:
             raise self.explain(error) from error
         return True
 
+    def _ask_for_signs(self) -> None:
+        """Have the others' signs read from now on for a while, for the first time at once."""
+        now = time.monotonic()
+        if now > self._looks_until:
+            for seen in self._seen.values():  # what was read last is old, and no silence
+                seen.beat_s = seen.state_s = now
+            self._since_s = now
+            self._looks_until = math.inf
+            self._wake.set()
+        self._looks_until = now + (_MISSED_BEATS + 2) * self._beat_s + self.patience_s
+
     def _find_trouble(self) -> str:
+        self._ask_for_signs()
         return self._find_gone(self.patience_s) or self._find_apart()
 
     def _find_gone(self, silence_s: float) -> str:
         """Return which rank has left before this call, or given no sign for so long; nothing: none."""
         now = time.monotonic()
-        for rank, seen in self._look().items():
+        for rank in range(self._count):
+            if rank == self._place:
+                continue
+            seen = self._seen.get(rank) or _Seen(Sign(), self._since_s, self._since_s)
             if seen.sign.left and seen.sign.calls < self._calls:
                 return f"rank {rank} will not come: it {seen.sign.left}"
             if not seen.sign.left and now - seen.beat_s > silence_s:
@@ -186,7 +214,7 @@ class Attendance:
 
     def _find_apart(self) -> str:
         """Return who waits for what if every rank waits, and has for the patience, but not in one call."""
-        now, others = time.monotonic(), list(self._seen.items())
+        now, others = time.monotonic(), list(self._seen.copy().items())
         if len(others) + 1 < self._count:
             return ""
         if not all(seen.sign.is_stuck and now - seen.state_s > self.patience_s for _, seen in others):
@@ -199,19 +227,17 @@ class Attendance:
             f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
         )
 
-    def _look(self) -> dict[int, _Seen]:
-        now = time.monotonic()
+    def _look(self) -> None:
         for rank in range(self._count):
             if rank == self._place:
                 continue
-            sign = self._read(rank)
+            sign, now = self._read(rank), time.monotonic()
             seen = self._seen.setdefault(rank, _Seen(sign, now, now))
             if sign.beat != seen.sign.beat:
                 seen.beat_s = now
             if sign.state != seen.sign.state:
                 seen.state_s = now
             seen.sign = sign
-        return self._seen
 
     def _read(self, rank: int) -> Sign:
         try:
@@ -223,7 +249,7 @@ class Attendance:
 
     def _message(self, trouble: str) -> str:
         signs = {self._place: replace(self._sign(), left="")}
-        signs |= {rank: seen.sign for rank, seen in self._seen.items()}
+        signs |= {rank: seen.sign for rank, seen in self._seen.copy().items()}
         each = "; ".join(f"rank {rank} {signs[rank]}" for rank in sorted(signs))
         is_lost = any(mark in trouble for mark in (_SILENT, _BROKEN))
         return f"{trouble}. By rank: {each}. {_START_AGAIN if is_lost else _UNEVEN}"
@@ -235,12 +261,11 @@ class Attendance:
         )
 
     def _publish(self) -> None:
-        with self._lock:
-            self._beat += 1
-            try:
-                self._store.set(str(self._place), json.dumps(asdict(self._sign())))
-            except RuntimeError as error:  # who keeps the store is gone: they see that nothing comes
-                logger.debug("rank %d cannot give a sign: %s", self._place, error)
+        self._beat += 1
+        try:
+            self._store.set(str(self._place), json.dumps(asdict(self._sign())))
+        except RuntimeError as error:  # who keeps the store is gone: they see that nothing comes
+            logger.debug("rank %d cannot give a sign: %s", self._place, error)
 
 
 def patience_seconds() -> float:
@@ -255,12 +280,13 @@ def patience_seconds() -> float:
     return seconds
 
 
-def _give_beats(attendance: weakref.ref[Attendance], ended: threading.Event, seconds: float) -> None:
-    while not ended.wait(seconds):
+def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seconds: float) -> None:
+    goes_on = True
+    while goes_on:
+        wake.wait(seconds)
+        wake.clear()
         found = attendance()
-        if found is None:
-            return
-        found._publish()
+        goes_on = found is not None and found.beat()
         del found
 
 
