@@ -102,7 +102,8 @@ class Network(nn.Module):
         x = self.tokens(tokens)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return F.linear(self.norm(x) * self.gain, self.tokens.weight)
+        # Cast here: a product of two types is refused when it is called by CUDA, but late by its stand-in.
+        return F.linear(self.norm(x) * self.gain.to(x.dtype), self.tokens.weight)
 
 
 def network() -> Network:
