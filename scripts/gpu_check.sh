@@ -204,7 +204,8 @@ stage_ranks() { gpu_tests tests/parallel; }
 stage_others() { gpu_tests tests --ignore=tests/training --ignore=tests/parallel --ignore=tests/unit/test_gpu_adam.py; }
 
 # -- benchmarks, a record each
-record() { echo "$results/gpu_${gpu_name}_$(date +%Y%m%d)_$1.json"; }
+# Named from here, where it is below: records keep the command that made them, and no path of this machine.
+record() { echo "${results#"$PWD"/}/gpu_${gpu_name}_$(date +%Y%m%d)_$1.json"; }
 
 stage_adam() { "$python" -m gemini.cli.main bench adam --device cuda --out "$(record adam)" $adam_size; }
 
