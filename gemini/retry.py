@@ -14,7 +14,8 @@ from gemini import rng
 from gemini.config import format_bytes
 from gemini.device import ran_out_of_memory
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
-from gemini.runtime import GeminiManager, ManagedParameter, ManagedTensor
+from gemini.runtime import ManagedParameter, ManagedTensor
+from gemini.runtime.gate import Gate
 from gemini.runtime.living import others
 from gemini.runtime.shortage import drop_locals
 
@@ -168,7 +169,7 @@ _HAD_GRADIENTS = (
 )
 
 
-def _progress(manager: GeminiManager) -> tuple[int, ...]:
+def _progress(manager: Gate) -> tuple[int, ...]:
     """Return what changes where a model is trained, or written to."""
     return manager.step, manager.num_gradients, manager.written.times()
 

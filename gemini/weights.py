@@ -12,8 +12,9 @@ from torch.autograd.graph import increment_version
 
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.rank import rank_of
-from gemini.runtime import ManagedParameter, ManagedTensor, read_values, write_values
+from gemini.runtime import GeminiManager, ManagedParameter, ManagedTensor, read_values, write_values
 from gemini.runtime.param import plain_copy
+from gemini.runtime.storage import slot_of
 from gemini.state_loading import StateLoad
 
 if TYPE_CHECKING:
@@ -117,13 +118,15 @@ def _name_of(value: torch.Tensor) -> str:
 def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value into chunks, or into a buffer. Over several ranks each writes what it owns."""
     if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
-        value = read_values(value._slot, value._ref.manager)
+        owner = value._ref.manager  # perhaps another model's
+        assert isinstance(owner, GeminiManager)
+        value = read_values(slot_of(value), owner)
     elif isinstance(value, ManagedTensor):
         value = plain_copy(value)
     if not isinstance(target, ManagedParameter):
         target.copy_(value)
         return
-    write_values(target._slot, value, model._gemini.manager)
+    write_values(slot_of(target), value, model._gemini.manager)
     with torch._C.DisableTorchFunctionSubclass():
         increment_version(target)
 
@@ -140,4 +143,4 @@ def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
 def _full_value(model: GeminiDDP, param: ManagedParameter, export: Place) -> torch.Tensor:
     """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
     dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
-    return read_values(param._slot, model._gemini.manager, export, dtype)
+    return read_values(slot_of(param), model._gemini.manager, export, dtype)

@@ -42,7 +42,7 @@ from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
 from gemini.runtime.adopt import manage
 from gemini.runtime.build import Blueprint
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.param import TensorRef
+from gemini.runtime.gate import TensorRef
 
 _UNLIMITED = 2**62
 _NUMEL_COLUMN = 8

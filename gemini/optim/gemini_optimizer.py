@@ -42,10 +42,10 @@ from gemini.optim.state_exchange import checked_state, export_state, import_toge
 from gemini.optim.state_shards import export_to_first
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
-from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.one_thread import in_one_thread
 from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.storage import slot_of
 
 
 class GeminiOptimizer(ManagedGroups):
@@ -105,7 +105,7 @@ class GeminiOptimizer(ManagedGroups):
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._join_others()
         self.stow_states(optim)
-        choose_host_updates(model._gemini.manager, host_updates)
+        model._gemini.manager.update_on_host(host_updates)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -122,7 +122,7 @@ class GeminiOptimizer(ManagedGroups):
             self._in_backward = BackwardUpdates(
                 model._gemini.manager, model._gemini.storage, self._start_update, self._completeness
             )
-        model._gemini.manager.watcher = self._in_backward
+        model._gemini.storage.watch_gradients(self._in_backward)
         model._gemini.manager.order.updates_in_backward = self._in_backward is not None
         take_over_state(self, optim)
 
@@ -342,7 +342,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
-        order = [param._slot for param in params if isinstance(param, ManagedParameter)]
+        order = [slot_of(param) for param in params if isinstance(param, ManagedParameter)]
         (storage, manager), scale = self._chunks, self._clipping.scale
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 

@@ -45,7 +45,7 @@ def stow_share(optimizer: ManagedGroups, adam: CPUAdam) -> frozenset[int]:
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model._gemini.manager, model._gemini.manager.chunks
     if chosen or chunks.stow is not None:  # what was on DEVICE for good may be no longer
-        manager.resident = manager.snapshot.residence(False)
+        manager.end_residence()
     others = [each.stowed for each in model._gemini.optimizers if each is not optimizer]
     if chunks.stow is not None:
         kept = wanted.union(*others)

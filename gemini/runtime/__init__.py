@@ -14,12 +14,12 @@ from gemini.runtime.init import init_on
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.param import ManagedParameter, ManagedTensor
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
+from gemini.runtime.state_piece import StatePiece
 from gemini.runtime.storage import (
     ChunkGroup,
     GroupSpec,
     ManagedSlot,
     ModelStorage,
-    StatePiece,
     model_data_sizes,
 )
 from gemini.runtime.tensor_mgr import StatefulTensorMgr, TensorState

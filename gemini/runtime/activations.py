@@ -23,6 +23,7 @@ from gemini.chunk import Chunk
 from gemini.errors import ConfigError
 from gemini.placement import TierCapacity
 from gemini.runtime.chunk_pool import ChunkPool
+from gemini.runtime.gate import Gate
 from gemini.runtime.keep_plan import Fate, KeepPlan
 from gemini.runtime.leases import Leases, pin
 from gemini.runtime.param import ManagedParameter, ManagedTensor
@@ -31,7 +32,6 @@ from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_byte
 
 if TYPE_CHECKING:
     from gemini.runtime.config import GeminiConfig
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 # Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
 # than half of a GPU's block.
@@ -145,26 +145,25 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ActivationOffload:
-    """Puts what autograd saves during forward passes into chunks of one model's manager."""
+    """Puts what autograd saves during forward passes into chunks of one model's gate."""
 
-    def __init__(
-        self, manager: GeminiManager, keep: KeepPlan | None, recompute: Recompute | None = None
-    ) -> None:
+    def __init__(self, gate: Gate, keep: KeepPlan | None, recompute: Recompute | None = None) -> None:
         """``keep`` decides what stays where it is; None: nothing does. ``recompute``: what is not saved at
         all; None: nothing."""
-        self._manager = manager
+        self._gate = gate
         self._keep = keep
         self.recompute = recompute
-        self._pool = ChunkPool(manager.chunks)
-        self._leases = Leases(manager)
+        self._pool = ChunkPool(gate.chunks)
+        self._leases = Leases(gate)
         self._gone: deque[Chunk] = deque()  # of parcels that nobody holds any more
+        gate.settle_before(self._gone, self.settle)
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}  # by the id of their storage
         self._buffers: set[int] = set()  # ids of storages that stay anyway
-        device = manager.chunks.device
+        device = gate.chunks.device
         self._device = device.torch_device
         self._smallest_bytes = max(_SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
         self._trims = not device.has_own_memory  # torch gives a GPU's memory away by blocks
-        self._slack_bytes = manager.chunks.budgets.device_bytes // _SLACK_SHARE
+        self._slack_bytes = gate.chunks.budgets.device_bytes // _SLACK_SHARE
         self._untrimmed_bytes = 0  # stored or used up since the allocator returned what it had free
 
     @contextmanager
@@ -219,7 +218,7 @@ class ActivationOffload:
             if not self._worth_storing(tensor):
                 return Kept(tensor)
             nbytes = span_bytes(tensor)
-            if self._keep is not None and (self._manager.resident or self._keep.next_stays(nbytes)):
+            if self._keep is not None and (self._gate.resident or self._keep.next_stays(nbytes)):
                 return Kept(tensor)
             parcel, offset = self._find(tensor) or self._store(tensor)
             if self._keep is not None:
@@ -229,9 +228,9 @@ class ActivationOffload:
     def _weight(self, tensor: torch.Tensor) -> Saved:
         """Save a managed tensor for a custom function, whose backward no hook brackets."""
         ref = tensor._ref  # type: ignore[attr-defined]
-        if ref.manager is not self._manager:
+        if ref.manager is not self._gate:
             return Kept(tensor)
-        chunks = self._manager.chunks
+        chunks = self._gate.chunks
         chunk = chunks.chunks[chunks.table.chunk_of(ref.tensors[0])]
         owner = Weight(chunk, ref.tensors[0])
         return Stored(tensor, self._leases, owner, tensor.data_ptr() - chunk.window.address)
@@ -247,7 +246,7 @@ class ActivationOffload:
             and span_bytes(tensor) >= self._smallest_bytes
             and (address := tensor.data_ptr()) != 0  # one that was resized away, say
             and address % tensor.itemsize == 0
-            and not self._manager.in_windows(address)
+            and not self._gate.in_windows(address)
             and tensor.untyped_storage()._cdata not in self._buffers
         )
 
@@ -265,19 +264,19 @@ class ActivationOffload:
         Raises:
             OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is stored.
         """
-        manager = self._manager
+        gate = self._gate
         if self.waiting:
             self.settle()
         extent = Extent.of(tensor)
         # Aligned as they were in their own memory: kernels may sum in another order where that differs.
-        pad = extent.address_in(tensor) % manager.chunks.device.align_bytes
+        pad = extent.address_in(tensor) % gate.chunks.device.align_bytes
         parcel = Parcel(tensor, extent, pad, self._pool.take(extent.stop - extent.start + pad), self._gone)
-        pin(manager, parcel)
+        pin(gate, parcel)
         try:
             since = time.perf_counter()
             parcel.fill(tensor)
         finally:
-            manager.post_op((parcel.tensor,), dirty=True)
+            gate.post_op((parcel.tensor,), dirty=True)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._leave_behind(parcel.chunk)
         if self.recompute is not None:

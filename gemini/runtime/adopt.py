@@ -24,7 +24,8 @@ from gemini.runtime.initialize import Initialization, children_first, is_unwritt
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.saved import span_bytes
 from gemini.runtime.saved_weights import restore_saved_weights
-from gemini.runtime.storage import ManagedSlot, ModelStorage, StatePiece
+from gemini.runtime.state_piece import StatePiece
+from gemini.runtime.storage import ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
     return any(not torch.equal(part.to(whole.device, whole.dtype), whole) for part, whole in pairs)
 
 
-def name_again(tensor: torch.Tensor, slot: ManagedSlot) -> nn.Parameter:
+def name_again(slot: ManagedSlot, tensor: torch.Tensor) -> nn.Parameter:
     """Make ``tensor``, a plain view of the memory of ``slot``, a second parameter over it, with the gradient
     of the first."""
     param = cast("ManagedParameter", tensor.requires_grad_(slot.grad is not None))
@@ -342,7 +343,7 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
         hooks = param._post_accumulate_grad_hooks
         for key in [key for key in hooks if key != hook.id]:
             hooks[key] = hooks.pop(key)
-    make_managed(param, slot.param_ref, slot)
+    make_managed(param, slot.param_ref, slot, partial(name_again, slot))
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
     return hook
@@ -378,10 +379,9 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
         param.grad = None
         is_watched = len(param._post_accumulate_grad_hooks or ()) > 1
     if grad is not None:
-        manager = slot.param_ref.manager
         # A backward pass has gradients off by itself, unless it is to be differentiated.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             slot.trainable_grad.collect(grad)
             del grad
-            if manager.watcher is not None:
-                manager.watcher.note(slot, is_watched=is_watched)
+            if slot.group.watcher is not None:
+                slot.group.watcher.note(slot, is_watched=is_watched)

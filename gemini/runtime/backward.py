@@ -13,19 +13,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
 
+from gemini.runtime.gate import Gate, NodeHooks
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.phases import BACKWARD
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-
-NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
 # The number of the next node, and nodes that are older, whatever theirs.
 NodesSoFar = tuple[int, list[Any]]
@@ -88,13 +84,14 @@ class BackwardPins:
     backward pass is gone.
     """
 
-    def __init__(self, manager: GeminiManager) -> None:
+    def __init__(self, gate: Gate) -> None:
         self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
         self._running: list[_RunningNode] = []  # outermost first
         self._pass = -1  # the backward pass seen last
         self._pass_thread = 0  # that it runs on
         self._pass_end: Callable[[], object] = _PassEnd()
-        self._manager = manager
+        self._gate = gate
+        gate.threads.watch_passes(self.other_thread)
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
 
     def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
@@ -111,7 +108,7 @@ class BackwardPins:
         if not self._running:
             held, self.held = self.held, None
             if held is not None:
-                self._manager.chunks.release(held, dirty=False)
+                self._gate.chunks.release(held, dirty=False)
 
     def other_thread(self) -> int:
         """Return the thread that runs a backward pass of this model beside this one; 0: there is none, or it
@@ -127,19 +124,19 @@ class BackwardPins:
         self._running.clear()
 
     def _make_hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
-        manager, running = self._manager, self._running
+        gate, running = self._gate, self._running
 
         def before(_grad_outputs: object) -> None:
             current = current_pass()
             if current != self._pass and self._pass_end() is not None:
-                manager.threads.refuse_second_pass()
-            manager.phase = BACKWARD
+                gate.threads.refuse_second_pass()
+            gate.phase = BACKWARD
             if running:
                 self._forget_raised()
             if running:
-                manager.pre_op(tensors)
+                gate.pre_op(tensors)
             elif self.held != tensors:
-                manager.pre_op(tensors)
+                gate.pre_op(tensors)
                 self.held = tensors
             if current != self._pass:
                 self._watch(current)
@@ -152,10 +149,10 @@ class BackwardPins:
                     self._forget_last()
             first_node = running.pop()[2]
             if running:
-                manager.post_op(tensors, False)
+                gate.post_op(tensors, False)
             if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
                 grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
-                hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), manager, tensors)
+                hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), gate, tensors)
 
         return before, after
 
@@ -175,7 +172,7 @@ class BackwardPins:
         """Unpin for the innermost node; the outermost one's pin is ``held``, which the next PreOp ends."""
         tensors = self._running.pop()[3]
         if self._running:
-            self._manager.post_op(tensors, False)
+            self._gate.post_op(tensors, False)
 
 
 def _is_pythons(ident: int) -> bool:
@@ -227,7 +224,7 @@ def _given_to_current(grad_outputs: Any) -> list[Any]:
 def hook_backward(
     out: Any,
     before: NodesSoFar,
-    manager: GeminiManager,
+    gate: Gate,
     tensors: tuple[int, ...],
     arguments: Any = (),
     seen: list[Any] | None = None,
@@ -250,7 +247,7 @@ def hook_backward(
                 continue
             seen.append(node)
             if type(node).__name__ not in _SAVES_NO_WEIGHT:
-                pin, unpin = manager.backward_pins.hooks(tensors)
+                pin, unpin = gate.backward_pins.hooks(tensors)
                 node.register_prehook(pin)
                 node.register_hook(unpin)
             for child, _ in node.next_functions:

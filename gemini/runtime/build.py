@@ -124,7 +124,7 @@ def build_runtime(
     manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
     storage.register(manager)
     if peers is not None:
-        manager.sharding = Sharding(
+        sharding = Sharding(
             manager,
             storage,
             peers,
@@ -132,6 +132,7 @@ def build_runtime(
             reduce_dtype=config.reduce_dtype,
             strict=config.strict_ddp_mode,
         )
+        manager.shard(sharding)
     adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
     device.settle()
@@ -139,11 +140,9 @@ def build_runtime(
         for buffer in module.buffers():
             manager.sharding.agree_on(buffer)
     if offload:
-        manager.activations = ActivationOffload(
-            manager,
-            KeepPlan() if offload == "auto" else None,
-            Recompute(manager, module) if config.activation_recompute else None,
-        )
+        keep = KeepPlan() if offload == "auto" else None
+        recompute = Recompute(manager.order, module) if config.activation_recompute else None
+        manager.offload_activations(ActivationOffload(manager, keep, recompute))
     manager.name_parameters(storage.parameter_names())
     return storage, manager, blueprint.search
 

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +22,10 @@ from gemini.config import format_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.backward import NodesSoFar, hook_backward, nodes_so_far
 from gemini.runtime.blocks import find_blocks, is_compiled
+from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.nested import tensors_in
 from gemini.runtime.param import ManagedParameter, ManagedTensor, operands_of, pinned
 from gemini.runtime.plain_views import PlainViews, managed_places
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 logger = logging.getLogger(__name__)
 

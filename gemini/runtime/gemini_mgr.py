@@ -4,172 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from threading import get_ident
-from typing import TYPE_CHECKING
 
 import torch
 
-from gemini import _C
-from gemini.chunk import ChunkManager, TensorIds
+from gemini.chunk import ChunkManager
 from gemini.errors import StateError
 from gemini.memstats import Trace
-from gemini.placement import PlanReport
+from gemini.placement import ModelDataSize, PlanReport
 from gemini.runtime import living, unusable
-from gemini.runtime.addresses import ParametersByAddress
+from gemini.runtime.activations import ActivationOffload
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
+from gemini.runtime.gate import Gate
+from gemini.runtime.host_states import HostUpdates
 from gemini.runtime.learned import PlacementContext
-from gemini.runtime.lock import TensorLock
-from gemini.runtime.loose import LooseBytes
-from gemini.runtime.observer import GradientWatcher, StepObserver
-from gemini.runtime.one_thread import OneThread
-from gemini.runtime.pending import PendingUpdates
-from gemini.runtime.phases import FORWARD, OPTIMIZER
+from gemini.runtime.observer import StepObserver
+from gemini.runtime.phases import FORWARD
 from gemini.runtime.raw_access import RawAccess
 from gemini.runtime.shortage import Shortage
-from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.step_order import StepOrder
-from gemini.runtime.strays import Strays
-from gemini.runtime.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.update_operators import UpdateOperators
-from gemini.runtime.written import WrittenTensors
-
-if TYPE_CHECKING:
-    from gemini.runtime.activations import ActivationOffload
-    from gemini.runtime.param import TensorRef
-    from gemini.zero.sharding import Sharding
+from gemini.zero.sharding import Sharding
 
 
-class GeminiManager:
-    """The memory manager of one model: ``pre_op`` and ``post_op`` bracket its operators. For one thread at a
-    time."""
+class GeminiManager(Gate):
+    """The memory manager of one model: the gate of its operators, and what its steps and evaluations do."""
 
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
     ) -> None:
         """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout."""
-        self.chunks = chunks
-        self.strays = Strays(chunks)
+        super().__init__(chunks)
         self.raw = RawAccess(self)
-        self.parameters = ParametersByAddress()
-        self.tensors = StatefulTensorMgr(chunks)
+        self.backward_pins = BackwardPins(self)
         self.context = context
-        self.step = 0
-        self.phase = FORWARD
         self.order = StepOrder(chunks, context, memstats)
         self.evaluations = EvalOrder(chunks, context, memstats)
-        self.in_step = False  # a step that trains has begun and not ended
-        self._following: StepOrder | EvalOrder | None = None  # what the next PreOp is a moment of
-        self.pending = PendingUpdates()
-        self._due = self.pending.by_tensor  # one look per PreOp
-        self.lock = TensorLock()
-        self._locked = self.lock.tensors
-        self.watcher: GradientWatcher | None = None
-        self.written = WrittenTensors()
-        self.backward_pins = BackwardPins(self)
-        self.threads = OneThread(self.backward_pins)
-        self.updates = UpdateOperators(self)
+        self.updates = UpdateOperators(self, self.order)
+        self.shortage = Shortage(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
-        self._first_address, self._end_address = chunks.address_range()
-        self.loose = LooseBytes(chunks.table)
-        self.shortage = Shortage(self)
-        self.num_gradients = 0  # that arrived since the model was wrapped
-        self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
-        self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
-        self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
-        self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
-        self.observer: StepObserver | None = None
-        self.snapshot: Snapshot = NO_SNAPSHOT
+        self.in_step = False  # a step that trains has begun and not ended
         living.remember(self)
 
-    # -- operators -------------------------------------------------------------------------------
+    def shard(self, sharding: Sharding) -> None:
+        """Have ``sharding`` see to it that what operators use is whole."""
+        self.sharding = sharding
+        self.gather_before(sharding.gather, sharding.note_written)
 
-    def pre_op(self, tensors: TensorIds, *, on_host: bool = False) -> None:
-        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
-
-        Raises:
-            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked, or another thread
-                is in a call of this model; nothing is pinned.
-            EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
-        """
-        holder = self.threads.holder
-        if holder and holder != get_ident():
-            self.threads.refuse_other()
-        if _C.stray_count() != self.strays.seen:
-            self.strays.refuse()
-        if self.raw.uses:
-            self.raw.settle()
-        if self.backward_pins.held is not None:
-            self.backward_pins.settle()
-        if self.activations is not None:
-            self._settle_activations()
-        if self._locked:
-            self.lock.refuse(tensors)
-        if self._due:
-            self.run_due(tensors)
-        if self.sharding is not None:
-            self.sharding.gather(tensors)
-        self.next_moment(tensors, on_host=on_host)
-
-    def next_moment(self, tensors: TensorIds, *, on_host: bool = False) -> None:
-        """Pin ``tensors`` as the next moment; nothing is left to be done before. Raises as :meth:`pre_op`."""
-        following = self._following
-        if following is None:
-            self.chunks.acquire(tensors, traced=False, on_host=on_host)
-            return
-        try:
-            too_long = following.pre_op(tensors, self.phase, on_host=on_host)
-        except BaseException:
-            self.abandon()
-            raise
-        if too_long:
-            self.abandon()
-
-    def post_op(self, tensors: TensorIds, dirty: bool) -> None:
-        """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
-        if dirty and self.sharding is not None:
-            self.sharding.note_written(tensors)
-        self.chunks.release(tensors, dirty=dirty)
-
-    @contextmanager
-    def operator(self, tensors: TensorIds, dirty: TensorIds = ()) -> Iterator[None]:
-        """Pin ``tensors`` for the block; those in ``dirty`` count as written."""
-        self.pre_op(tensors)
-        try:
-            yield
-        finally:
-            self.post_ops(tensors, dirty)
-
-    def next_late_moment(self, tensors: TensorIds, *, on_host: bool) -> bool:
-        """Pin ``tensors`` for a pending update, which counts to the step before; say whether that is part of
-        the step's order. Raises as :meth:`pre_op`."""
-        self.backward_pins.settle()
-        self._settle_activations()
-        if self._following is not self.order:
-            self.chunks.acquire(tensors, traced=False, on_host=on_host)
-            return False
-        try:
-            self.order.pre_op(tensors, OPTIMIZER, on_host=on_host)
-        except BaseException:
-            self.abandon()
-            raise
-        return True
-
-    def post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
-        """Unpin ``tensors``, of which those in ``dirty`` were written."""
-        written = set(dirty)
-        self.post_op([tensor for tensor in tensors if tensor in written], True)
-        self.post_op([tensor for tensor in tensors if tensor not in written], False)
-
-    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
-        address, chunks = tensor.data_ptr(), self.chunks
-        return self.in_windows(address) and chunks.chunk_at(address) == chunks.table.chunk_of(ref.tensors[0])
-
-    def in_windows(self, address: int) -> bool:
-        """Say whether the model data's windows are at ``address``."""
-        return self._first_address <= address < self._end_address
+    def offload_activations(self, activations: ActivationOffload) -> None:
+        """Have ``activations`` say, at the end of each step, what the next one keeps."""
+        self.activations = activations
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
@@ -186,19 +71,6 @@ class GeminiManager:
         there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.
         """
         return self._following is self.order and self.order.moves_updates
-
-    def run_due(self, tensors: TensorIds) -> None:
-        """Run the pending updates that have to come before any use of ``tensors``.
-
-        Raises:
-            OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
-        """
-        for update in self.pending.needed_by(tensors):
-            if self.observer is None:
-                update.run()
-            else:
-                self.observer.run_update(update)
-            self.pending.remove(update)
 
     def run_pending(self) -> None:
         """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
@@ -303,7 +175,7 @@ class GeminiManager:
             self.backward_pins.forget()
             if held is not None:
                 self.chunks.release(held, dirty=False)
-            self._settle_activations()
+            self.settle()
             if self.sharding is not None:
                 self.sharding.settle_transfers()
             self.chunks.recover()
@@ -327,8 +199,7 @@ class GeminiManager:
         self.step += 1
         self.phase = FORWARD
         self.raw.settle()
-        self.backward_pins.settle()
-        self._settle_activations()
+        self.settle()
         if self.sharding is not None:
             self.sharding.end()
         if self.observer is not None:  # planning belongs to no step
@@ -353,7 +224,46 @@ class GeminiManager:
             raise StateError("this model is being recorded already; leave that recording first")
         self.observer = self.chunks.observer = observer
         if observer is not None:
-            self.resident = self.snapshot.residence(False)
+            self.end_residence()
+
+    # -- what a shortage of memory, and the CPU beside a GPU, change -------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether chunks are cut among several ranks."""
+        return self.sharding is not None
+
+    @property
+    def size(self) -> ModelDataSize:
+        """How large the model's data is."""
+        return self.context.size
+
+    @property
+    def room_bytes(self) -> int:
+        """What model data may take of DEVICE beside the non-model data that was measured."""
+        return self.order.room_bytes
+
+    def end_residence(self) -> None:
+        """Let chunks leave DEVICE again: operators go through their PreOp."""
+        self.resident = self.snapshot.residence(False)
+
+    def withhold(self, nbytes: int) -> None:
+        """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""
+        self.evaluations.withhold(nbytes)
+        self.order.withhold(nbytes)
+        self.order.resume(self.pending.all())
+
+    def update_on_host(self, updates: HostUpdates | None) -> None:
+        """Have ``updates`` say which states the CPU updates on HOST from now on. A step under way is not
+        recorded."""
+        if updates == self.order.host_updates:
+            return
+        self.run_pending()
+        self.abandon()
+        self.end_residence()  # what is updated on HOST leaves DEVICE
+        self.order.host_updates = updates
+
+    # -- the end --------------------------------------------------------------------------------------------
 
     def close(self, *, run_pending: bool = True) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError.
@@ -362,7 +272,7 @@ class GeminiManager:
             OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
             EvictedAccessError: as from a PreOp; everything is given back. Only with ``run_pending``.
         """
-        with self.strays.reported_last(run_pending and self.pre_op is not unusable.closed):
+        with self.strays.reported_last(run_pending and not self.is_closed):
             self._close(run_pending)
 
     def _close(self, run_pending: bool) -> None:
@@ -376,16 +286,12 @@ class GeminiManager:
         finally:
             self.snapshot.close(finish=False)
             self.pending.clear()
-            self.resident = self.in_step = False
+            self.in_step = False
             self._following = None
             self.order.close()
             self.evaluations.close()
-            self.pre_op = unusable.closed  # type: ignore[method-assign]
+            self.refuse_use(unusable.closed)
             self.chunks.close()
-
-    def _settle_activations(self) -> None:
-        if self.activations is not None and self.activations.waiting:
-            self.activations.settle()
 
     def _end_activations(self, *, on_trace: bool) -> None:
         activations = self.activations

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
-from gemini.runtime.param import TensorRef, as_managed
+from gemini.runtime.gate import Gate, TensorRef
+from gemini.runtime.param import as_managed
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.tensor_mgr import TensorState
 
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-
 
 class _GivenUp:
-    """Stands in for the manager of every alias of a gradient that was given up: its use raises."""
+    """Stands in for the gate of every alias of a gradient that was given up: its use raises."""
 
     resident = False
     mixes_types = False
@@ -36,25 +34,25 @@ class _GivenUp:
     views = pre_op
 
 
-_GIVEN_UP = cast("GeminiManager", _GivenUp())
+_GIVEN_UP = cast("Gate", _GivenUp())
 
 
 class SlotGradient:
     """Holds the gradient between backward and update.
 
     ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE for good
-    (``GeminiManager.resident``) gradients are kept as autograd made them instead, which saves the copy;
+    (``Gate.resident``) gradients are kept as autograd made them instead, which saves the copy;
     budgets count the chunk's bytes either way. One that a pending update has taken over is there for that
     update only.
     """
 
-    __slots__ = ("_alias_ref", "_in_chunk", "_loose", "_manager", "_name", "ref", "view")
+    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_loose", "_name", "ref", "view")
 
-    def __init__(self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor) -> None:
-        self.ref = TensorRef(manager, tensor)
+    def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor) -> None:
+        self.ref = TensorRef(gate, tensor)
         self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
         self._name = name
-        self._manager = manager
+        self._gate = gate
         self._in_chunk = False
         self._loose: torch.Tensor | None = None
         self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
@@ -67,7 +65,7 @@ class SlotGradient:
     @property
     def _is_taken(self) -> bool:
         """Whether it belongs to a pending update, and to nobody else."""
-        update = self._manager.pending.by_tensor.get(self.ref.tensors[0])
+        update = self._gate.pending.by_tensor.get(self.ref.tensors[0])
         return update is not None and self.ref.tensors[0] in update.gradients
 
     @property
@@ -107,18 +105,18 @@ class SlotGradient:
             ConfigError: it is sparse, or belongs to a loss that was not scaled.
         """
         self._refuse_sparse(grad)
-        if self._manager.expects_scaled_loss:
+        if self._gate.expects_scaled_loss:
             raise ConfigError(
                 "under mixed_precision='fp16' the gradients of an unscaled loss underflow; "
                 "call optimizer.backward(loss) instead of loss.backward(), of this model's optimizer: where "
                 "one loss goes through several managed models, which each have a loss scale of their own, "
                 "wrap a module that holds them all, for one optimizer with a group for each, or choose 'bf16'"
             )
-        self._manager.num_gradients += 1
+        self._gate.num_gradients += 1
         self._await_update()
         if self._loose is not None:
             self._loose.add_(grad)
-        elif self._manager.resident and not self._in_chunk and not self._manager.gradients_are_lent:
+        elif self._gate.resident and not self._in_chunk and not self._gate.gradients_are_lent:
             self._set_loose(grad)
         else:
             self._write(grad, add=self._in_chunk)
@@ -126,13 +124,13 @@ class SlotGradient:
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
         up. Raises StateError where backward has used it up already."""
-        self._manager.lock.refuse(self.ref.tensors)
+        self._gate.lock.refuse(self.ref.tensors)
         if self._loose is not None:
             return self._loose
         if not self._in_chunk or self._is_taken:
             return None
         if self._alias_ref is None:
-            self._alias_ref = TensorRef(self._manager, self.ref.tensors[0])
+            self._alias_ref = TensorRef(self._gate, self.ref.tensors[0])
         return as_managed(self.view.view_as(self.view), self._alias_ref)
 
     def assign(self, grad: torch.Tensor | None) -> None:
@@ -142,7 +140,7 @@ class SlotGradient:
             ConfigError: it is not like the parameter; the gradient is as before.
             StateError: backward has used it up already.
         """
-        self._manager.lock.refuse(self.ref.tensors)
+        self._gate.lock.refuse(self.ref.tensors)
         if grad is None:
             self.free()
             return
@@ -156,9 +154,9 @@ class SlotGradient:
         if self._is_own(grad):
             return
         source = grad.detach().clone()
-        self._manager.num_gradients += 1
+        self._gate.num_gradients += 1
         self._await_update()
-        if self._loose is not None or (self._manager.resident and not self._in_chunk):
+        if self._loose is not None or (self._gate.resident and not self._in_chunk):
             self._set_loose(source)
         else:
             with torch.no_grad():
@@ -168,7 +166,7 @@ class SlotGradient:
     def fill_zero(self) -> None:
         """Set the gradient to zeros, if there is one."""
         if self.exists:
-            with self._manager.operator(self.tensors, self.tensors):
+            with self._gate.operator(self.tensors, self.tensors):
                 self.value.zero_()
 
     def free(self) -> None:
@@ -199,23 +197,23 @@ class SlotGradient:
         """
         if not self._in_chunk:
             return
-        self._manager.backward_pins.settle()
+        self._gate.backward_pins.settle()
         try:
-            self._manager.chunks.free(self.ref.tensors)
+            self._gate.chunks.free(self.ref.tensors)
         finally:
-            self._in_chunk = self._manager.tensors.state(self.ref.tensors[0]) != TensorState.FREE
+            self._in_chunk = self._gate.tensors.state(self.ref.tensors[0]) != TensorState.FREE
             if not self._in_chunk:
                 self.retire_aliases()
 
     def _await_update(self) -> None:
         """Run the pending update that has taken the last gradient, before a new one comes to its place."""
         if self._in_chunk and self._is_taken:
-            self._manager.run_due(self.ref.tensors)
+            self._gate.run_due(self.ref.tensors)
 
     def _set_loose(self, grad: torch.Tensor | None) -> None:
         before = self.loose_bytes
         self._loose = grad
-        self._manager.loose.add(self.loose_bytes - before)
+        self._gate.loose.add(self.loose_bytes - before)
 
     def _is_own(self, grad: torch.Tensor) -> bool:
         """Say whether ``grad``, of the same shape, is this very gradient."""
@@ -238,8 +236,7 @@ class SlotGradient:
             )
 
     def _write(self, grad: torch.Tensor, add: bool) -> None:
-        manager = self._manager
-        manager.pre_op(self.ref.tensors)
+        self._gate.pre_op(self.ref.tensors)
         try:
             if add:
                 self.view.add_(grad)
@@ -247,4 +244,4 @@ class SlotGradient:
                 self.view.copy_(grad)
             self._in_chunk = True
         finally:
-            manager.post_op(self.ref.tensors, True)
+            self._gate.post_op(self.ref.tensors, True)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from gemini.memstats import LinkSpeed
 from gemini.runtime.storage import ChunkGroup
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 
 class GroupStates(NamedTuple):
@@ -100,13 +97,3 @@ class HostUpdates:
             if index == len(self.groups) or seconds < best:
                 best, count = seconds, index
         return count
-
-
-def choose_host_updates(manager: GeminiManager, updates: HostUpdates | None) -> None:
-    """Have ``updates`` say which states are updated on HOST from now on. A step under way is not recorded."""
-    if updates == manager.order.host_updates:
-        return
-    manager.run_pending()
-    manager.abandon()
-    manager.resident = manager.snapshot.residence(False)  # what is updated on HOST leaves DEVICE
-    manager.order.host_updates = updates

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from gemini.chunk import Chunk, ChunkKind
 from gemini.errors import OutOfBudgetError
 from gemini.runtime.chunk_pool import too_large_now
+from gemini.runtime.gate import Gate
 from gemini.runtime.keep_plan import Fate
 from gemini.runtime.phases import BACKWARD
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 
 class Tenant(Protocol):
@@ -32,17 +30,17 @@ class Tenant(Protocol):
     def fate(self) -> Fate | None: ...
 
 
-def pin(manager: GeminiManager, tenant: Tenant) -> None:
+def pin(gate: Gate, tenant: Tenant) -> None:
     """Fetch the tenant's chunk and pin it.
 
     Raises:
         OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
     """
     try:
-        manager.pre_op((tenant.tensor,))
+        gate.pre_op((tenant.tensor,))
     except OutOfBudgetError as error:
         is_saved = tenant.chunk.spec.kind is ChunkKind.ACTIVATION
-        too_large = too_large_now(manager.chunks, tenant.chunk) if is_saved else None
+        too_large = too_large_now(gate.chunks, tenant.chunk) if is_saved else None
         if too_large is None:
             raise
         raise too_large from error
@@ -57,10 +55,11 @@ class Leases:
     unpins.
     """
 
-    def __init__(self, manager: GeminiManager) -> None:
-        self._manager = manager
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
         self._living: dict[int, tuple[weakref.ref[object], Tenant]] = {}  # by the id of the reference
         self.ended: deque[int] = deque()  # tensors to unpin, once per entry
+        gate.settle_before(self.ended, self.settle)
 
     def storage(self, tenant: Tenant) -> torch.UntypedStorage:
         """Fetch the tenant's chunk and pin it for the life of the storage that is returned, its window.
@@ -68,32 +67,32 @@ class Leases:
         Raises:
             OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
         """
-        manager = self._manager
+        gate = self._gate
         if torch._C._current_graph_task_id() != -1:
-            manager.phase = BACKWARD
+            gate.phase = BACKWARD
         if tenant.fate is not None:
-            tenant.fate.settle(manager.chunks.table, tenant.chunk.id)
-        pin(manager, tenant)
+            tenant.fate.settle(gate.chunks.table, tenant.chunk.id)
+        pin(gate, tenant)
         try:
-            storage, life = manager.chunks.lend(tenant.chunk)
+            storage, life = gate.chunks.lend(tenant.chunk)
             lease = weakref.ref(life, self._end)
             self._living[id(lease)] = lease, tenant
         except BaseException:
-            manager.post_op((tenant.tensor,), False)
+            gate.post_op((tenant.tensor,), False)
             raise
         return storage
 
     def settle(self) -> None:
         """Unpin what nobody looks at any more."""
         while self.ended:
-            self._manager.chunks.release((self.ended.popleft(),), dirty=False)
+            self._gate.chunks.release((self.ended.popleft(),), dirty=False)
 
     def repin(self) -> None:
         """Pin again after everything was unpinned; nothing may have been evicted meanwhile."""
         self.ended.clear()
         living = [tenant.tensor for _, tenant in list(self._living.values())]
         if living:
-            self._manager.chunks.acquire(living, traced=False)
+            self._gate.chunks.acquire(living, traced=False)
 
     def _end(self, lease: weakref.ref[object]) -> None:
         _, tenant = self._living.pop(id(lease))

@@ -1,44 +1,38 @@
-"""The managers of this process: a fork ends the use of all."""
+"""The gates of this process's models: whose an address is; a fork ends the use of all."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
 
-from gemini.runtime import unusable
-from gemini.runtime.snapshot import NO_SNAPSHOT
+import torch
 
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.gate import Gate
 
-_living: weakref.WeakSet[GeminiManager] = weakref.WeakSet()
+_living: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
-def remember(manager: GeminiManager) -> None:
-    """Count ``manager`` among the living for as long as it is one."""
-    _living.add(manager)
+def remember(gate: Gate) -> None:
+    """Count ``gate`` among the living for as long as it is one."""
+    _living.add(gate)
 
 
-def others(manager: GeminiManager) -> list[GeminiManager]:
-    """Return the managers of all other models."""
-    return [other for other in _living if other is not manager]
+def others(gate: Gate) -> list[Gate]:
+    """Return the gates of all other models."""
+    return [other for other in _living if other is not gate]
 
 
-def owner_of(address: int) -> GeminiManager | None:
-    """Return the manager of the model, not a closed one, in whose windows ``address`` lies."""
-    for manager in list(_living):
-        if manager.in_windows(address) and manager.pre_op is not unusable.closed:
-            return manager
+def parameter_at(address: int) -> torch.nn.Parameter | None:
+    """Return the managed parameter, of a model that is not closed, in whose memory ``address`` lies."""
+    for gate in list(_living):
+        if gate.in_windows(address) and not gate.is_closed:
+            return gate.parameters.at(address)
     return None
 
 
 def _after_fork_in_child() -> None:
-    for manager in _living:
-        manager.resident = False
-        manager.snapshot = NO_SNAPSHOT  # its thread is in the parent
-        manager.pending.clear()
-        manager.pre_op = manager.recover = unusable.in_child  # type: ignore[method-assign, assignment]
+    for gate in _living:
+        gate.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from gemini.chunk import ChunkObserver
 from gemini.runtime.pending import PendingUpdate
-
-if TYPE_CHECKING:
-    from gemini.runtime.storage import ManagedSlot
 
 
 class StepObserver(ChunkObserver, Protocol):
@@ -28,11 +25,3 @@ class StepObserver(ChunkObserver, Protocol):
 
     def run_update(self, update: PendingUpdate) -> None:
         """Run ``update``, and let pass what it raises."""
-
-
-class GradientWatcher(Protocol):
-    """Is told of each gradient."""
-
-    def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
-        """Backward has made a gradient, which is in its chunk; ``is_watched``: hooks of the user are to see
-        it next."""

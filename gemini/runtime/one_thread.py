@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gemini.errors import StateError
-from gemini.runtime.backward import BackwardPins
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -25,12 +24,16 @@ class OneThread:
     the model as well. Whoever has left may be followed by any other thread.
     """
 
-    def __init__(self, pins: BackwardPins) -> None:
+    def __init__(self) -> None:
         self.holder = 0  # the thread within a call, 0: none; every PreOp looks at it
         self._last = threading.get_ident()  # the one that was in one last, or wrapped the model
         self._doing = ""
-        self._pins = pins
+        self._other_pass: Callable[[], int] = lambda: 0
         self._lock = threading.RLock()  # held within a call
+
+    def watch_passes(self, other_pass: Callable[[], int]) -> None:
+        """Ask ``other_pass`` for another thread that runs a backward pass of this model, 0: there is none."""
+        self._other_pass = other_pass
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
@@ -62,7 +65,7 @@ class OneThread:
 
     def refuse_second_pass(self, doing: str = "backward") -> None:
         """Raise StateError if another thread runs a backward pass of this model."""
-        other = self._pins.other_thread()
+        other = self._other_pass()
         if other:
             raise _refusal(doing, other, "a backward pass")
 

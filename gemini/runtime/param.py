@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
@@ -20,6 +20,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
+from gemini.runtime.gate import Gate, Slot, TensorRef
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
@@ -27,20 +28,6 @@ from gemini.runtime.precision import run_in_one_type
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL, set_memory
 from gemini.runtime.writers import possibly_written
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-    from gemini.runtime.storage import ManagedSlot
-
-
-class TensorRef:
-    """Which managed memory a tensor views: its manager and its id in the chunk table."""
-
-    __slots__ = ("manager", "tensors")
-
-    def __init__(self, manager: GeminiManager, tensor: int) -> None:
-        self.manager = manager
-        self.tensors = (tensor,)
 
 
 class ManagedTensor(torch.Tensor):
@@ -75,7 +62,8 @@ class ManagedParameter(torch.nn.Parameter):
     """A parameter whose data lives in a chunk. Made by wrapping a module, never constructed."""
 
     _ref: TensorRef
-    _slot: ManagedSlot
+    _slot: Slot
+    _name_again: Callable[[torch.Tensor], torch.nn.Parameter]
     set_ = set_memory
 
     @classmethod
@@ -111,17 +99,24 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
         return torch.clone(tensor)
 
 
-def make_managed(param: torch.nn.Parameter, ref: TensorRef, slot: ManagedSlot) -> None:
-    """Turn ``param``, whose data already views its chunk's window, into a managed parameter."""
+def make_managed(
+    param: torch.nn.Parameter,
+    ref: TensorRef,
+    slot: Slot,
+    name_again: Callable[[torch.Tensor], torch.nn.Parameter],
+) -> None:
+    """Turn ``param``, whose data already views its chunk's window, into a managed parameter; ``name_again``
+    makes a plain view of the same memory a second one over it."""
     param.__class__ = ManagedParameter
     param._ref = ref  # type: ignore[attr-defined]
     param._slot = slot  # type: ignore[attr-defined]
+    param._name_again = name_again  # type: ignore[attr-defined]
 
 
 def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Turn a managed parameter back into an ordinary one with ``values`` as its data."""
     param.__class__ = torch.nn.Parameter
-    for name in ("_ref", "_slot"):
+    for name in ("_ref", "_slot", "_name_again"):
         delattr(param, name)
     param.data = values
 
@@ -159,9 +154,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         with PlainTensors():
             out = func(*args, **kwargs)
             if type(args[0]) is ManagedParameter and _for_parameter(func):
-                from gemini.runtime.adopt import name_again  # which is above this
-
-                return name_again(out, args[0]._slot)
+                return args[0]._name_again(out)
             return adopt(out, operands)
     return _operate(func, args, kwargs, operands, given)
 
@@ -224,7 +217,7 @@ def _operate_across(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> Any:
     """Run an operator whose operands belong to several managed models: pin each model's share in turn."""
-    shares: dict[GeminiManager, list[Any]] = {}
+    shares: dict[Gate, list[Any]] = {}
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
     with PlainTensors():
@@ -270,7 +263,7 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 @contextmanager
-def pinned(manager: GeminiManager, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
+def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
     """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
     ``silent`` do."""
     tensors = [operand._ref.tensors[0] for operand in operands]
@@ -294,7 +287,7 @@ def _copy_before(
             each._ref.manager.snapshot.before_change(each._ref.tensors)
 
 
-def _note(manager: GeminiManager, written: list[int], unsaved: frozenset[int]) -> None:
+def _note(manager: Gate, written: list[int], unsaved: frozenset[int]) -> None:
     """Remember that user code has written to the tensors, of which those ``unsaved`` were to be copied."""
     manager.written.note(written)
     lost = unsaved.intersection(written)

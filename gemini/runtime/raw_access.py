@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
 from gemini.offload.mapped import MappedTensors
-from gemini.runtime.addresses import parameter_at
+from gemini.runtime.gate import Gate
+from gemini.runtime.living import parameter_at
 from gemini.runtime.saved import span_bytes
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 # Pinned are at most two chunks, or 1 / so much of DEVICE.
 _DEVICE_SHARE = 2
@@ -44,9 +42,9 @@ class _Use:
 class RawAccess:
     """The addresses of one model's tensors that were given out since its last operator."""
 
-    def __init__(self, manager: GeminiManager) -> None:
-        self.uses: list[_Use] = []
-        self._manager = manager
+    def __init__(self, gate: Gate) -> None:
+        self.uses: list[_Use] = []  # the same object for good: every PreOp looks at it
+        self._gate = gate
 
     def plain(self, tensor: Any) -> torch.Tensor:
         """Return a plain tensor whose memory holds ``tensor`` until the next operator.
@@ -54,11 +52,11 @@ class RawAccess:
         Raises:
             OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
         """
-        manager = self._manager
-        if manager.pending and not self.uses:
-            manager.run_pending()  # which takes more room than uses may leave
-        manager.snapshot.before_change(tensor._ref.tensors)
-        uses, self.uses = self.uses, []  # which a PreOp would end
+        gate = self._gate
+        if gate.pending and not self.uses:
+            gate.run_pending()  # which takes more room than uses may leave
+        gate.snapshot.before_change(tensor._ref.tensors)
+        uses = self._take()  # which a PreOp would end
         try:
             with PlainTensors():
                 for use in uses:
@@ -67,36 +65,41 @@ class RawAccess:
             copy, pinned = None, False
             if not self._has_room(uses, tensor):
                 copy = self._copy(tensor)
-            elif not manager.resident:
-                manager.pre_op(tensor._ref.tensors)
+            elif not gate.resident:
+                gate.pre_op(tensor._ref.tensors)
                 pinned = True
             with PlainTensors():
                 use = _Use(tensor, copy, pinned, None)
                 uses.append(replace(use, checksum=_checksum(use.memory)))
                 return use.memory.detach()
         finally:
-            self.uses = uses
+            self.uses += uses
 
     def settle(self) -> None:
         """End all uses. Raises as a PreOp, where a copy was written to and cannot be written back."""
-        manager = self._manager
-        uses, self.uses = self.uses, []
-        for use in uses:
+        gate = self._gate
+        for use in self._take():
             with PlainTensors():
                 written = use.checksum != _checksum(use.memory)
             tensors: tuple[int, ...] = use.tensor._ref.tensors  # type: ignore[attr-defined]
             if written and use.copy is None:
-                manager.written.note(tensors)
+                gate.written.note(tensors)
             if use.pinned:
-                manager.post_op(tensors, written)
+                gate.post_op(tensors, written)
             elif written and use.copy is not None:
                 with torch.no_grad():
                     use.tensor.copy_(use.copy)
 
+    def _take(self) -> list[_Use]:
+        """Return what is used, and forget it."""
+        uses = self.uses.copy()
+        self.uses.clear()
+        return uses
+
     def _has_room(self, uses: list[_Use], tensor: Any) -> bool:
         """Say whether ``tensor`` is to be used where it is: its window is pinned, or stays."""
-        manager, chunks = self._manager, self._manager.chunks
-        if manager.resident or chunks.device.has_own_memory or not tensor.is_contiguous():
+        gate, chunks = self._gate, self._gate.chunks
+        if gate.resident or chunks.device.has_own_memory or not tensor.is_contiguous():
             return True
         tensors = [*tensor._ref.tensors]
         for use in uses:
@@ -110,7 +113,7 @@ class RawAccess:
         """Return a copy: in a file where there is a DISK tier, of which the kernel keeps what it can."""
         with torch.no_grad():
             copied = torch.clone(tensor)
-        directory = self._manager.chunks.budgets.disk_dir
+        directory = self._gate.chunks.budgets.disk_dir
         return copied if directory is None else MappedTensors(directory, copied.nbytes, 1).copy(copied)
 
 

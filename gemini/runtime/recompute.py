@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +24,7 @@ from gemini.runtime.digest import CannotRepeat
 from gemini.runtime.phases import OPTIMIZER
 from gemini.runtime.repeatable import Given, Look, Repeat, training_modes
 from gemini.runtime.saved import Version
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.step_order import StepOrder
 
 # The hooks that autograd would call now.
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -100,8 +98,8 @@ class Recompute:
     seems to need is not what later steps do.
     """
 
-    def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
-        self._manager = manager
+    def __init__(self, order: StepOrder, module: nn.Module) -> None:
+        self._order = order
         self._pack: Callable[..., Any] | None = None  # the hook of the forward pass under way
         self._calls: list[_Watched] = []
         self._copied: tuple[int, float] = (0, 0.0)  # bytes into chunks, and seconds
@@ -179,7 +177,7 @@ class Recompute:
         self._num_steps += 1
         if self._num_steps == 1:
             return True
-        order = self._manager.order
+        order = self._order
         measured = order.measured() if on_trace else None
         if measured is None:
             if self._num_steps >= _LONGEST_WATCH:
@@ -226,7 +224,7 @@ class Recompute:
     def _moment(self) -> int:
         """Return how many moments of forward and backward the step has had: the next one's place in the
         trace, where updates come last."""
-        return sum(1 for phase, *_ in self._manager.order.log if phase != OPTIMIZER)
+        return sum(1 for phase, *_ in self._order.log if phase != OPTIMIZER)
 
 
 def _can_stand_in(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _FunctionBase
 from torch.autograd.function import BackwardCFunction
 
-from gemini.runtime.addresses import parameter_at
+from gemini.runtime.living import parameter_at
 from gemini.runtime.param import as_managed
 
 _NAME = "saved_tensors"
@@ -42,4 +42,4 @@ def _as_it_was(tensor: Any) -> Any:
     with PlainTensors():
         is_whole = tensor.is_leaf and (tensor.shape, tensor.stride()) == (param.shape, param.stride())
         same = is_whole and (tensor.dtype, tensor.requires_grad) == (param.dtype, param.requires_grad)
-    return param if same else as_managed(tensor, param._ref)
+    return param if same else as_managed(tensor, param._ref)  # type: ignore[attr-defined]

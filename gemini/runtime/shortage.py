@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,15 +18,41 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from gemini import _C
+from gemini.chunk import ChunkManager
 from gemini.device import asked_bytes, ran_out_of_memory
+from gemini.placement import ModelDataSize
 from gemini.runtime.param import ManagedParameter
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Taker(Protocol):
+    """Model data, as far as it takes memory that others lack."""
+
+    chunks: ChunkManager
+    resident: bool
+
+    @property
+    def is_sharded(self) -> bool: ...
+
+    @property
+    def size(self) -> ModelDataSize: ...
+
+    @property
+    def room_bytes(self) -> int:
+        """What model data may take of DEVICE beside the non-model data that was measured."""
+        ...
+
+    def abandon(self) -> None:
+        """Go on without recording: what ran so far does not say what an iteration does."""
+
+    def end_residence(self) -> None:
+        """Let chunks leave DEVICE again."""
+
+    def withhold(self, nbytes: int) -> None:
+        """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""
 
 
 class Shortage:
@@ -35,18 +61,18 @@ class Shortage:
     Over several ranks it does nothing: their plans have to be alike.
     """
 
-    def __init__(self, manager: GeminiManager) -> None:
+    def __init__(self, taker: Taker) -> None:
         self.count = 0  # how often memory ran out
         self.withheld_bytes = 0
         self.modules: WeakSet[nn.Module] = WeakSet()  # whose parameters graphs may have saved
-        self._manager = manager
+        self._taker = taker
 
     @property
     def share_bytes(self) -> int:
         """What model data takes of DEVICE at most, but for what an operator holds."""
-        manager = self._manager
-        needed = max(manager.context.size.total_bytes, manager.chunks.table.usage(_C.Tier.DEVICE))
-        return max(0, min(manager.order.room_bytes, needed))
+        taker = self._taker
+        needed = max(taker.size.total_bytes, taker.chunks.table.usage(_C.Tier.DEVICE))
+        return max(0, min(taker.room_bytes, needed))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -63,7 +89,7 @@ class Shortage:
     def twice(self, run: Callable[[], T]) -> T:
         """Call ``run``; where memory runs out, make room and call it once more. For what goes on where it
         stopped, or only reads."""
-        if self._manager.sharding is not None:
+        if self._taker.is_sharded:
             return run()
         try:
             with self.watched():
@@ -83,28 +109,26 @@ class Shortage:
             OutOfBudgetError, IoError: as :meth:`gemini.chunk.ChunkManager.acquire`.
         """
         gc.collect()
-        self._manager.chunks.device.release_cache()
-        self._manager.chunks.make_room()
+        self._taker.chunks.device.release_cache()
+        self._taker.chunks.make_room()
 
     def _note(self, error: Exception) -> None:
         """Halve the share of model data, or lower it by what was asked for if that is more; to nothing where
         it is less than a chunk. So no more than a few shortages lower it before there is nothing to give."""
-        manager = self._manager
+        taker = self._taker
         self.count += 1
-        if manager.sharding is not None:
+        if taker.is_sharded:
             return
-        manager.abandon()  # what ran so far does not say what an iteration does
+        taker.abandon()
         self._end_residence()
         before = self.share_bytes
         after = max(0, min(before // 2, before - asked_bytes(error)))
-        if after < manager.context.size.largest_chunk_bytes:
+        if after < taker.size.largest_chunk_bytes:
             after = 0
         if before == 0:
             return
-        self.withheld_bytes += manager.order.room_bytes - after
-        manager.evaluations.withhold(self.withheld_bytes)
-        manager.order.withhold(self.withheld_bytes)
-        manager.order.resume(manager.pending.all())
+        self.withheld_bytes += taker.room_bytes - after
+        taker.withhold(self.withheld_bytes)
         logger.warning(
             "the computing device ran out of memory: from now on model data takes %d bytes of it, not %d, "
             "beside what operators hold; a smaller batch or torch.utils.checkpoint needs less (%s)",
@@ -116,10 +140,9 @@ class Shortage:
     def _end_residence(self) -> None:
         """Let chunks leave DEVICE again. Graphs that were made while none could know nothing of that: their
         backward pass is refused."""
-        manager = self._manager
-        if not manager.resident:
+        if not self._taker.resident:
             return
-        manager.resident = manager.snapshot.residence(False)
+        self._taker.end_residence()
         params = [param for module in self.modules for param in module.parameters()]
         with torch._C.DisableTorchFunctionSubclass():
             increment_version([param for param in params if isinstance(param, ManagedParameter)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from gemini.chunk import TensorIds
-
-if TYPE_CHECKING:
-    from gemini.runtime.storage import StatePiece
+from gemini.runtime.state_piece import StatePiece
 
 
 class Snapshot(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
@@ -11,14 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
 from gemini.runtime import raw_access
-
-if TYPE_CHECKING:
-    from gemini.runtime.storage import ManagedSlot
+from gemini.runtime.gate import Slot
 
 
-def _slot_of(tensor: Any) -> ManagedSlot | None:
+def _slot_of(tensor: Any) -> Slot | None:
     """Return the slot of a managed parameter; None: it is a view of one."""
-    slot: ManagedSlot | None = getattr(tensor, "_slot", None)
+    slot: Slot | None = getattr(tensor, "_slot", None)
     return slot
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,14 +13,12 @@ from gemini.chunk import CPU, Chunk, ChunkKind, ChunkLayout, ChunkManager, Chunk
 from gemini.chunk.chunk import whole_blocks
 from gemini.errors import ConfigError
 from gemini.runtime.blocks import is_compiled
+from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.mixture import Mixture
-from gemini.runtime.param import TensorRef
+from gemini.runtime.state_piece import StatePiece
 from gemini.zero.gradient import ShardedGradient, ShardPlace
 from gemini.zero.share import GroupShard, Share, stays_whole
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 # State pieces begin at multiples of this many elements, so that every kind stays 4 KiB aligned.
 _PIECE_ALIGN = 2048
@@ -36,21 +34,12 @@ class GroupSpec:
     master: bool
 
 
-@dataclass
-class StatePiece:
-    """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that moves as one."""
+class GradientWatcher(Protocol):
+    """Is told of each gradient."""
 
-    start: int
-    stop: int
-    chunks: dict[ChunkKind, Chunk]
-    tensors: dict[ChunkKind, int]
-
-    def flat(self, kind: ChunkKind, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the parameter chunk as they stand in the state of ``kind``."""
-        return self.chunks[kind].tensor[start - self.start : stop - self.start]
-
-    def has(self, kind: ChunkKind) -> bool:
-        return kind in self.chunks
+    def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
+        """Backward has made a gradient, which is in its chunk; ``is_watched``: hooks of the user are to see
+        it next."""
 
 
 @dataclass
@@ -66,6 +55,7 @@ class ChunkGroup:
     pieces: list[StatePiece]
     shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)
+    watcher: GradientWatcher | None = None  # of the gradients of its parameters
 
     @property
     def has_master(self) -> bool:
@@ -96,13 +86,13 @@ class ChunkGroup:
 class ManagedSlot:
     """One parameter: its place in its group's chunks and its gradient."""
 
-    def __init__(self, manager: GeminiManager, group: ChunkGroup, slot: TensorSlot) -> None:
+    def __init__(self, gate: Gate, group: ChunkGroup, slot: TensorSlot) -> None:
         self.name = slot.name
         self.group = group
         self.start = slot.offset
         self.stop = slot.offset + slot.numel
-        add = manager.chunks.add_tensor
-        self.param_ref = TensorRef(manager, add(group.param))
+        add = gate.chunks.add_tensor
+        self.param_ref = TensorRef(gate, add(group.param))
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
         self.grad: SlotGradient | None = None  # None: frozen when the model was wrapped
         if group.grad is not None:
@@ -110,9 +100,9 @@ class ManagedSlot:
             if group.shard is not None and group.shard.grad is not None:
                 own = group.shard.clip(self.start, self.stop)
                 place = ShardPlace(add(group.shard.grad), group.shard, *own, self.start)
-                self.grad = ShardedGradient(slot.name, manager, add(group.grad), view, place)
+                self.grad = ShardedGradient(slot.name, gate, add(group.grad), view, place)
             else:
-                self.grad = SlotGradient(slot.name, manager, add(group.grad), view)
+                self.grad = SlotGradient(slot.name, gate, add(group.grad), view)
 
     def overlapping(self, piece: StatePiece) -> tuple[int, int]:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
@@ -141,6 +131,13 @@ class ManagedSlot:
         """Give up the gradient's memory."""
         if self.grad is not None:
             self.grad.free()
+
+
+def slot_of(param: torch.Tensor) -> ManagedSlot:
+    """Return the slot of a managed parameter."""
+    slot = param._slot  # type: ignore[attr-defined]
+    assert isinstance(slot, ManagedSlot)
+    return slot
 
 
 class ModelStorage:
@@ -175,14 +172,19 @@ class ModelStorage:
         self.slots: dict[str, ManagedSlot] = {}
         self.mixture = Mixture()
 
-    def register(self, manager: GeminiManager) -> None:
-        """Create a slot per parameter; ``manager`` becomes the one that their use goes through."""
+    def register(self, gate: Gate) -> None:
+        """Create a slot per parameter, whose use goes through ``gate``."""
         for spec, base in self._layouts:
             for slot in spec.layout.slots:
                 group = self.groups[base + slot.chunk]
-                managed = ManagedSlot(manager, group, slot)
+                managed = ManagedSlot(gate, group, slot)
                 group.slots.append(managed)
                 self.slots[slot.name] = managed
+
+    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
+        """Tell ``watcher`` of every gradient from now on; None: nobody."""
+        for group in self.groups:
+            group.watcher = watcher
 
     def parameter_names(self) -> dict[int, str]:
         """Return which tensor of the chunk table is which parameter."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from gemini.chunk import TensorIds
+from gemini.runtime.gate import Gate
+from gemini.runtime.storage import ChunkGroup, ModelStorage
 from gemini.runtime.tensor_mgr import TensorState
 from gemini.zero.peers import Peers, Transfer
-from gemini.zero.share import stays_whole
+from gemini.zero.share import GroupShard, stays_whole
 from gemini.zero.use_order import UseOrder
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-    from gemini.runtime.storage import ChunkGroup, ModelStorage
-    from gemini.zero.share import GroupShard
 
 
 class GatheredChunk:
@@ -25,15 +21,15 @@ class GatheredChunk:
     What operators write to it goes to the shard when it is closed: all ranks write the same.
     """
 
-    def __init__(self, manager: GeminiManager, group: ChunkGroup) -> None:
+    def __init__(self, gate: Gate, group: ChunkGroup) -> None:
         assert group.shard is not None
         self.shard: GroupShard = group.shard
         self.nbytes = group.param.spec.nbytes
         self.last_use = 0
         self.is_open = False
         self.is_written = False
-        self.anchor = manager.chunks.add_tensor(group.param)  # its pin is what keeps the chunk open
-        self._manager = manager
+        self.anchor = gate.chunks.add_tensor(group.param)  # its pin is what keeps the chunk open
+        self._gate = gate
         self._group = group
         self._tensors = [self.anchor, *(slot.param_ref.tensors[0] for slot in group.slots)]
         self._transfer: Transfer | None = None
@@ -41,24 +37,24 @@ class GatheredChunk:
     @property
     def has_shard(self) -> bool:
         """Whether the shard was ever written."""
-        return self._manager.tensors.state(self.shard.param_tensor) != TensorState.FREE
+        return self._gate.tensors.state(self.shard.param_tensor) != TensorState.FREE
 
     @property
     def is_idle(self) -> bool:
         """Whether it is open and nobody uses it."""
-        table = self._manager.chunks.table
+        table = self._gate.chunks.table
         return self.is_open and self._transfer is None and table.pins(self._group.param.id) == 1
 
     def open_fresh(self) -> None:
         """Open it for its first content."""
-        self._manager.next_moment((self.anchor,))
+        self._gate.next_moment((self.anchor,))
         self.is_open = self.is_written = True
 
     def open(self, peers: Peers, *, alone: bool) -> None:
         """Start to gather it; ``alone``: no other rank does."""
-        manager, shard = self._manager, self.shard
-        manager.run_due(self._tensors)
-        manager.next_moment((shard.param_tensor, self.anchor))
+        gate, shard = self._gate, self.shard
+        gate.run_due(self._tensors)
+        gate.next_moment((shard.param_tensor, self.anchor))
         self.is_open = True
         whole = self._group.param.tensor
         if alone:
@@ -68,21 +64,21 @@ class GatheredChunk:
 
     def serve(self, peers: Peers, rank: int) -> None:
         """Send the shard to another rank, which gathers the chunk alone."""
-        manager, tensors = self._manager, (self.shard.param_tensor,)
-        manager.run_due(self._tensors)
+        gate, tensors = self._gate, (self.shard.param_tensor,)
+        gate.run_due(self._tensors)
         self.write_back()
-        manager.chunks.acquire(tensors, traced=False)
+        gate.chunks.acquire(tensors, traced=False)
         try:
             peers.gather_to(rank, self.shard.param.tensor, None).wait()
         finally:
-            manager.post_op(tensors, False)
+            gate.post_op(tensors, False)
 
     def wait(self) -> None:
         """Wait until all of it has arrived."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
-            self._manager.chunks.release((self.shard.param_tensor,), dirty=False)
+            self._gate.chunks.release((self.shard.param_tensor,), dirty=False)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -90,10 +86,10 @@ class GatheredChunk:
         if not self.is_written:
             return
         shard, tensors = self.shard, (self.shard.param_tensor,)
-        self._manager.next_moment((*tensors, self.anchor))
+        self._gate.next_moment((*tensors, self.anchor))
         shard.param.tensor.copy_(self._group.param.tensor[shard.start : shard.stop])
-        self._manager.chunks.release(tensors, dirty=True)
-        self._manager.chunks.release((self.anchor,), dirty=False)
+        self._gate.chunks.release(tensors, dirty=True)
+        self._gate.chunks.release((self.anchor,), dirty=False)
         self.is_written = False
 
     def close(self) -> None:
@@ -101,18 +97,18 @@ class GatheredChunk:
         self.wait()
         self.write_back()
         self.is_open = False
-        self._manager.chunks.release((self.anchor,), dirty=False)
-        self._manager.chunks.free(self._tensors)
+        self._gate.chunks.release((self.anchor,), dirty=False)
+        self._gate.chunks.free(self._tensors)
 
 
 class GatheredChunks:
     """Keeps within a number of bytes what is open, by what is used furthest ahead."""
 
-    def __init__(self, manager: GeminiManager, storage: ModelStorage, peers: Peers, room_bytes: int) -> None:
+    def __init__(self, gate: Gate, storage: ModelStorage, peers: Peers, room_bytes: int) -> None:
         self.room_bytes = room_bytes
-        self._manager = manager
+        self._gate = gate
         self._peers = peers
-        self._each = [GatheredChunk(manager, group) for group in storage.groups]
+        self._each = [GatheredChunk(gate, group) for group in storage.groups]
         largest = max((chunk.nbytes for chunk in self._each), default=0)
         self._staying = {i for i, chunk in enumerate(self._each) if stays_whole(chunk.nbytes, largest)}
         self._of = {
@@ -219,7 +215,7 @@ class GatheredChunks:
         """Pin everything again that is open."""
         anchors = [chunk.anchor for chunk in self._each if chunk.is_open]
         if anchors:
-            self._manager.chunks.acquire(anchors, traced=False)
+            self._gate.chunks.acquire(anchors, traced=False)
 
     def _missing_bytes(self, wanted: Iterable[int]) -> int:
         return sum(c.nbytes for i, c in enumerate(self._each) if c.is_open or i in wanted) - self.room_bytes

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
 from gemini.errors import ConfigError
+from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.gradient import SlotGradient
-from gemini.runtime.param import TensorRef, as_managed
+from gemini.runtime.param import as_managed
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.tensor_mgr import TensorState
 from gemini.zero.share import GroupShard
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
 
 
 class ShardPlace(NamedTuple):
@@ -50,7 +48,7 @@ class GradientEvents(Protocol):
 
 
 class _Shared:
-    """Stands in for the manager of a gradient that all ranks have together: to use its values raises."""
+    """Stands in for the gate of a gradient that all ranks have together: to use its values raises."""
 
     resident = False
     mixes_types = False
@@ -90,10 +88,8 @@ class ShardedGradient(SlotGradient):
 
     events: GradientEvents  # set by who exchanges gradients
 
-    def __init__(
-        self, name: str, manager: GeminiManager, tensor: int, view: torch.Tensor, place: ShardPlace
-    ) -> None:
-        super().__init__(name, manager, tensor, view)
+    def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor, place: ShardPlace) -> None:
+        super().__init__(name, gate, tensor, view)
         self._place = place
         self.is_shared = False  # there is a mean over the ranks
         self._is_offered = False  # the ranks will exchange it, once all of them have theirs
@@ -138,7 +134,7 @@ class ShardedGradient(SlotGradient):
             return None
         in_backward = torch._C._current_graph_task_id() != -1
         if self._has_mean or (self._is_offered and not in_backward):
-            ref = TensorRef(cast("GeminiManager", _Shared(self._name)), self.ref.tensors[0])
+            ref = TensorRef(cast("Gate", _Shared(self._name)), self.ref.tensors[0])
             return as_managed(self.view.view_as(self.view), ref)
         return super().alias()
 
@@ -163,10 +159,10 @@ class ShardedGradient(SlotGradient):
         """Set both to zeros, where they exist."""
         with torch.no_grad():
             if self._in_chunk:
-                with self._manager.operator(self.ref.tensors, self.ref.tensors):
+                with self._gate.operator(self.ref.tensors, self.ref.tensors):
                     self.view.zero_()
             if self._has_mean:
-                with self._manager.operator(self.tensors, self.tensors):
+                with self._gate.operator(self.tensors, self.tensors):
                     self.value.zero_()
 
     def free(self) -> None:
@@ -188,7 +184,7 @@ class ShardedGradient(SlotGradient):
         if self._in_chunk:
             super().use_up()
         else:
-            self._manager.chunks.free(self.ref.tensors)
+            self._gate.chunks.free(self.ref.tensors)
 
     def _await_update(self) -> None:
         """Wait until the chunk may be written: a pending update has taken the shard, but an exchange under
@@ -202,12 +198,12 @@ class ShardedGradient(SlotGradient):
 
     @property
     def _shard_is_taken(self) -> bool:
-        update = self._manager.pending.by_tensor.get(self._place.tensor)
+        update = self._gate.pending.by_tensor.get(self._place.tensor)
         return update is not None and self._place.tensor in update.gradients
 
     def give_up_shard(self) -> None:
         """Give up this rank's shard, if there is one."""
         tensor = (self._place.tensor,)
-        if self._manager.tensors.state(tensor[0]) != TensorState.FREE:
-            self._manager.chunks.free(tensor)
+        if self._gate.tensors.state(tensor[0]) != TensorState.FREE:
+            self._gate.chunks.free(tensor)
         self.is_shared = False

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from gemini.errors import StateError
+from gemini.runtime.gate import Gate
+from gemini.runtime.storage import ChunkGroup, ModelStorage
 from gemini.zero.copies import take_mean_of_copies
 from gemini.zero.gradient import ShardedGradient
 from gemini.zero.parts import FullParts, NarrowParts, Parts
 from gemini.zero.peers import Peers, Topic, Transfer, digest_of
 from gemini.zero.rounds import from_bits, to_bits
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-    from gemini.runtime.storage import ChunkGroup, ModelStorage
 
 
 class GradientExchange:
@@ -29,14 +26,14 @@ class GradientExchange:
 
     def __init__(
         self,
-        manager: GeminiManager,
+        gate: Gate,
         storage: ModelStorage,
         peers: Peers,
         enter_round: Callable[[], None],
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.is_held = False  # gradients accumulate here, without an exchange
-        self._manager = manager
+        self._gate = gate
         self._peers = peers
         self._enter_round = enter_round
         self._groups = storage.groups
@@ -49,7 +46,7 @@ class GradientExchange:
         self._room_tensor = -1
         if storage.exchange is not None:
             self._room = storage.exchange.tensor
-            self._room_tensor = manager.chunks.add_tensor(storage.exchange)
+            self._room_tensor = gate.chunks.add_tensor(storage.exchange)
         self._reduce_dtype = reduce_dtype
         self._parts: Parts = FullParts(peers, self._room)
         if reduce_dtype is not None:
@@ -69,10 +66,10 @@ class GradientExchange:
         self.settle()
         self._complete.discard(index)
         self._arrived[index].clear()
-        group, manager = self._groups[index], self._manager
+        group, gate = self._groups[index], self._gate
         assert group.grad is not None
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
-        manager.next_moment((*whole, self._room_tensor))
+        gate.next_moment((*whole, self._room_tensor))
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
@@ -91,19 +88,19 @@ class GradientExchange:
             return
         index = self._under_way[0]
         self.wait()
-        group, manager = self._groups[index], self._manager
+        group, gate = self._groups[index], self._gate
         assert group.grad is not None
         mean = self._parts.mean(group.grad.tensor)
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
-        manager.chunks.release(whole, dirty=True)
+        gate.chunks.release(whole, dirty=True)
         for grad in _gradients(group):
             grad.give_up_whole()
         shard = group.shard
         assert shard is not None
         assert shard.grad is not None
         own = [grad.update_tensor for grad in _gradients(group)]
-        manager.run_due(own)  # of the step before: it reads the shard
-        manager.next_moment(own)
+        gate.run_due(own)  # of the step before: it reads the shard
+        gate.next_moment(own)
         if any(grad.is_shared for grad in _gradients(group)):
             for grad in _gradients(group):
                 if not grad.is_shared:  # what was given up since is not zero by itself
@@ -111,33 +108,33 @@ class GradientExchange:
             shard.grad.tensor.add_(mean)
         else:
             shard.grad.tensor.copy_(mean)
-        manager.chunks.release(own, dirty=True)
+        gate.chunks.release(own, dirty=True)
         for grad in _gradients(group):
             grad.is_shared = True
         if self._peers.share.replicas > 1:
             self._unequal.add(index)
-        manager.chunks.release((self._room_tensor,), dirty=False)
-        manager.chunks.free((self._room_tensor,))
+        gate.chunks.release((self._room_tensor,), dirty=False)
+        gate.chunks.free((self._room_tensor,))
 
     @torch.no_grad()
     def _average_replicas(self) -> None:
         """Take the mean of all shards over the copies of the model; one that was equal stays the same, up to
         rounding."""
-        manager = self._manager
+        gate = self._gate
         for index in sorted(self._unequal):
             group = self._groups[index]
             assert group.shard is not None
             assert group.shard.grad is not None
             own = [grad.update_tensor for grad in _gradients(group)]
-            manager.next_moment((*own, self._room_tensor))
+            gate.next_moment((*own, self._room_tensor))
             for grad in _gradients(group):
                 if not grad.is_shared:
                     grad.value.zero_()
                 grad.is_shared = True
             take_mean_of_copies(self._peers, group.shard.grad.tensor, self._room, self._reduce_dtype)
-            manager.chunks.release(own, dirty=True)
-            manager.chunks.release((self._room_tensor,), dirty=False)
-            manager.chunks.free((self._room_tensor,))
+            gate.chunks.release(own, dirty=True)
+            gate.chunks.release((self._room_tensor,), dirty=False)
+            gate.chunks.free((self._room_tensor,))
         self._unequal.clear()
 
     def finish(self, doing: str = "") -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import torch
 
 from gemini.chunk import TensorIds
+from gemini.runtime.gate import Gate
+from gemini.runtime.storage import ModelStorage
 from gemini.zero.gathered import GatheredChunks
 from gemini.zero.gradient_exchange import GradientExchange
 from gemini.zero.peers import Peers, Topic
 from gemini.zero.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
-
-if TYPE_CHECKING:
-    from gemini.runtime.gemini_mgr import GeminiManager
-    from gemini.runtime.storage import ModelStorage
 
 
 class Sharding:
@@ -24,7 +21,7 @@ class Sharding:
 
     def __init__(
         self,
-        manager: GeminiManager,
+        gate: Gate,
         storage: ModelStorage,
         peers: Peers,
         gather_bytes: int,
@@ -36,9 +33,9 @@ class Sharding:
         more at once. ``reduce_dtype``: what gradients travel in, None: fp32. ``strict``: ranks must not
         differ."""
         self.peers = peers
-        self._manager = manager
-        self._chunks = GatheredChunks(manager, storage, peers, gather_bytes)
-        self._gradients = GradientExchange(manager, storage, peers, self._round_for_gradients, reduce_dtype)
+        self._gate = gate
+        self._chunks = GatheredChunks(gate, storage, peers, gather_bytes)
+        self._gradients = GradientExchange(gate, storage, peers, self._round_for_gradients, reduce_dtype)
         self.gather_bytes = gather_bytes
         self._num_groups = len(storage.groups)
         self._current: tuple[int, ...] = ()
@@ -204,7 +201,7 @@ class Sharding:
         try:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
-            step, foretold = self._manager.step, self._chunks.foretold
+            step, foretold = self._gate.step, self._chunks.foretold
             message = encode(wants, complete, self._num_groups, step=step, foretold=foretold, ending=ending)
             messages = self.peers.exchange(Topic.ROUND, message)
             if self._strict:
