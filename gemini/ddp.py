@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -14,18 +14,14 @@ from gemini.chunk import ComputeDevice, SearchResult
 from gemini.chunk.devices import open_device
 from gemini.collectives import make_peers, prepared
 from gemini.errors import ConfigError
-from gemini.foreign_classes import intercept_foreign_classes
+from gemini.managed_model import ManagedModel
 from gemini.memstats import Trace
-from gemini.memstats.trace import KINDS
-from gemini.model_parts import ModelParts
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
-from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ManagedTensor, ModelStorage
+from gemini.runtime import GeminiManager, ManagedTensor, ModelStorage
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.nested import cast_floating, map_tensors
 from gemini.runtime.one_thread import in_one_thread
-from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
@@ -143,10 +139,8 @@ class GeminiDDP(LoadsAsPart):
         )
         computing, chosen = prepared(peers, lambda: self._open_device(device, pin_memory), choose)
         built = self._build_runtime(module, chosen, peers, computing)
-        self._gemini = ModelParts.of(module, chosen, computing, peers, built)
+        self._gemini = ManagedModel(module, chosen, computing, peers, built)
         self.module = module
-        intercept_foreign_classes()
-        self._gemini.search.report(printed=chosen.verbose)
 
     def _build_runtime(
         self, module: nn.Module, config: GeminiConfig, peers: Peers | None, device: ComputeDevice
@@ -163,7 +157,7 @@ class GeminiDDP(LoadsAsPart):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name not in ModelParts.SHOWN or "_gemini" not in self.__dict__:
+            if name not in ManagedModel.SHOWN or "_gemini" not in self.__dict__:
                 raise
         return self._gemini.shown(name)
 
@@ -177,30 +171,7 @@ class GeminiDDP(LoadsAsPart):
                 parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
                 another thread is in a call of this model.
         """
-        if torch.compiler.is_compiling():
-            return self._gemini.compiled.run_uncompiled(self._gemini.compiled, self._forward, args, kwargs)
-        return self._forward(*args, **kwargs)
-
-    @in_one_thread("forward")
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._gemini.manager.lock.refuse_all()
-        self._gemini.storage.mixture.refuse("forward")
-        self._gemini.managed.refuse_exchanged("forward")
-        self._gemini.compiled.refresh()
-        intercept_foreign_classes()
-        precision = self._gemini.config.precision
-        if precision is not None:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
-        training = torch.is_grad_enabled()
-        self._gemini.compiled.begin_pass(training=training)
-        activations = self._gemini.manager.activations if training else None
-        saving = activations.saving(self.module) if activations is not None else nullcontext()
-        manager, watched = self._gemini.manager, self._gemini.unfollowed.inside(training)
-        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
-            outputs = self.module(*args, **kwargs)
-        if precision is not None and self._gemini.config.force_outputs_fp32:
-            outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
-        return outputs
+        return self._gemini.forward(self.module, args, kwargs)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile each block of the model (members of its lists) with the arguments of torch.compile.
@@ -209,85 +180,31 @@ class GeminiDDP(LoadsAsPart):
         """
         self._gemini.compiled.compile(*args, **options)
 
-    @in_one_thread("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
-        with self._gemini.manager.shortage.watched():
-            loss.backward()
+        self._gemini.backward(loss)
 
     def retry_step(self, step: Callable[[], T]) -> T:
         """Call ``step``, a whole training step or an evaluation, and return what it does. Where the device
         runs out of memory in it, call it once more, from the same state and with less model data on DEVICE:
         see :func:`gemini.retry.retry_step`."""
-        return retry_step(self, step)
+        return retry_step(self._gemini, step)
 
     def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
         """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
-        needed, self._gemini.manager.expects_scaled_loss = self._gemini.manager.expects_scaled_loss, False
-        try:
-            self.backward(loss.float() * scale)
-        finally:
-            self._gemini.manager.expects_scaled_loss = needed
+        self._gemini.backward_scaled(loss, scale)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
         nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
-        sharding = self._gemini.manager.sharding
-        before, self._gemini.accumulates = self._gemini.accumulates, True
-        try:
-            with sharding.local_gradients() if sharding is not None else nullcontext():
-                yield
-        finally:
-            self._gemini.accumulates = before
+        return self._gemini.no_sync()
 
-    def gradient_state(self) -> tuple[int, int]:
-        """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
-        return self._gemini.times_given_up, self._gemini.manager.num_gradients
-
-    @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
         over, so that no gradient of before comes to those of the next."""
-        self.give_up_passes()
-        self._gemini.times_given_up += 1
-        self.give_up_gradients(self._gemini.storage.slots.values(), set_to_none=set_to_none)
-        for param in self.module.parameters():
-            if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
-                param.grad = None if set_to_none else param.grad.zero_()
-
-    def give_up_passes(self) -> None:
-        """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.
-
-        Raises:
-            StateError: they are used up (overlap="backward"), or other ranks are about to use them.
-        """
-        self.leave_passes()
-        if self._gemini.manager.sharding is not None:
-            self._gemini.manager.sharding.give_up_passes()
-
-    def leave_passes(self) -> None:
-        """End this rank's forward and backward passes, wherever they raised. Raises StateError as
-        :meth:`give_up_passes`."""
-        self._gemini.manager.lock.refuse_all()
-        self._gemini.manager.recover()
-
-    def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
-        """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
-        self._gemini.manager.recover()
-        if self._gemini.manager.sharding is not None:
-            self._gemini.manager.sharding.forget_gradients(keep=not set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
-            for param in self.module.parameters():
-                if type(param) is ManagedParameter:
-                    param.grad = None
-        for slot in slots:
-            if set_to_none:
-                slot.free_grad()
-            elif slot.grad is not None:
-                slot.grad.fill_zero()
+        self._gemini.zero_grad(set_to_none)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -303,7 +220,7 @@ class GeminiDDP(LoadsAsPart):
         Raises:
             StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
         """
-        return export_weights(self, *args, **kwargs)
+        return export_weights(self._gemini, *args, **kwargs)
 
     @in_one_thread("load_state_dict")
     def load_state_dict(
@@ -320,23 +237,23 @@ class GeminiDDP(LoadsAsPart):
             CheckpointError: it failed on another rank.
         """
         refuse_assign(assign)
-        return import_weights(self, state_dict, strict=strict)
+        return import_weights(self._gemini, state_dict, strict=strict)
 
     # -- what happened ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
         keys)."""
-        return usage_and_traffic(self._gemini.storage, self._gemini.manager)
+        return self._gemini.stats()
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""
-        return self._gemini.manager.report()
+        return self._gemini.plan()
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
         what is pending of the update, except in another thread than the one that trains."""
-        return moments_of_step(self._gemini.manager)
+        return self._gemini.timeline()
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
         """Return what records everything that happens while it is entered, or for so many ``steps``::
@@ -345,7 +262,7 @@ class GeminiDDP(LoadsAsPart):
             ...  # some training steps, after the first: that one only records the order
         timeline.save_html("timeline.html")
         """
-        return TimelineRecorder(self._gemini.storage, self._gemini.manager, steps=steps)
+        return self._gemini.record_timeline(steps=steps)
 
     def memstats(self, kind: str = "train") -> Trace | None:
         """Return the recorded iteration of ``kind`` ``"train"`` or ``"eval"``, or None before the first one
@@ -353,9 +270,7 @@ class GeminiDDP(LoadsAsPart):
 
         Its times and link speeds are final once an iteration has followed it.
         """
-        if kind not in KINDS:
-            raise ConfigError(f"there is no trace of kind {kind!r}; the kinds are {', '.join(KINDS)}")
-        return self._gemini.manager.trace if kind == "train" else self._gemini.manager.eval_trace
+        return self._gemini.memstats(kind)
 
     # -- end -------------------------------------------------------------------------------------
 
@@ -369,33 +284,18 @@ class GeminiDDP(LoadsAsPart):
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
             EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
         """
-        with self._gemini.manager.threads.inside("close"):
-            if self._gemini.peers is not None:
-                self._gemini.peers.leave("closed the model")
-            self._gemini.compiled.close()
-            self._gemini.manager.close()
+        self._gemini.close()
 
     def __enter__(self) -> GeminiDDP:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
-        # After an exception nobody wants the weights, and that exception is the one to be seen.
-        if self._gemini.peers is not None:
-            reason = "closed the model" if kind is None else f"ended with {kind.__name__}: {error}"
-            self._gemini.peers.leave(reason)
-        self._gemini.manager.close(run_pending=kind is None)
+        self._gemini.leave(kind, error)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:
         """Refuse ``double()``, ``to("meta")`` and the like before anything changes; what would change nothing
         is allowed."""
-        for param in self.module.parameters():
-            probe = torch.empty(0, dtype=param.dtype, device=param.device)
-            if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
-                raise ConfigError(
-                    f"a managed model stays {param.dtype} on {param.device}: its memory is laid out once, "
-                    f"when it is wrapped; choose "
-                    "mixed_precision and device there"
-                )
+        self._gemini.refuse_move(fn)
         # A gradient, which may have another type, or be exchanged, changes with its parameter: not at all.
         super()._apply(  # type: ignore[no-untyped-call]
             lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse

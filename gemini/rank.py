@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from gemini.errors import CheckpointError, GeminiError
 from gemini.messages import FAILED
-
-if TYPE_CHECKING:
-    from gemini.ddp import GeminiDDP
 
 _DONE = "done: "
 _Result = TypeVar("_Result")
@@ -93,13 +90,3 @@ class Rank:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
         with suppress(RuntimeError):  # they are elsewhere, or gone: ``error`` is what there is to see
             self.exchange(f"{FAILED}{type(error).__name__}: {error}")
-
-
-def rank_of(model: GeminiDDP, *, aside: bool = False) -> Rank:
-    """Return this process's place among those that share ``model``; ``aside``: for a thread of its own,
-    beside which training goes on. The ranks call it together."""
-    if model._gemini.peers is None:
-        return Rank()
-    share = model._gemini.peers.share
-    say = model._gemini.peers.say_aside() if aside else model._gemini.peers.say
-    return Rank(share.place, share.world, say, model._gemini.peers.on_several_hosts())

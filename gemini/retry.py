@@ -6,7 +6,7 @@ See docs/notes/out-of-memory.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,18 +14,16 @@ from gemini import rng
 from gemini.config import format_bytes
 from gemini.device import ran_out_of_memory
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
+from gemini.managed_model import ManagedModel
 from gemini.runtime import ManagedParameter, ManagedTensor
 from gemini.runtime.gate import Gate
 from gemini.runtime.living import others
 from gemini.runtime.shortage import drop_locals
 
-if TYPE_CHECKING:
-    from gemini.ddp import GeminiDDP
-
 T = TypeVar("T")
 
 
-def retry_step(model: GeminiDDP, step: Callable[[], T]) -> T:
+def retry_step(model: ManagedModel, step: Callable[[], T]) -> T:
     """Call ``step`` and return what it returns; where the computing device runs out of memory in it, lower
     what model data may take of DEVICE, take the step back and call it once more::
 
@@ -50,7 +48,7 @@ def retry_step(model: GeminiDDP, step: Callable[[], T]) -> T:
         ConfigError: an optimizer updates in backward (``overlap="backward"``), or there are several ranks.
     """
     _refuse(model)
-    manager = model._gemini.manager
+    manager = model.manager
     start: _Start | None = None
 
     def attempt() -> T:
@@ -75,49 +73,49 @@ def retry_step(model: GeminiDDP, step: Callable[[], T]) -> T:
         raise OutOfBudgetError(_message(model, error, first_share)) from error
 
 
-def _refuse(model: GeminiDDP) -> None:
-    if model._gemini.peers is not None:
+def _refuse(model: ManagedModel) -> None:
+    if model.peers is not None:
         raise ConfigError(
             "over several ranks none can repeat a step alone; where memory runs out, use a smaller batch or "
             "torch.utils.checkpoint"
         )
-    if any(optimizer.overlap == "backward" for optimizer in model._gemini.optimizers):
+    if any(optimizer.overlap == "backward" for optimizer in model.optimizers):
         raise ConfigError(
             "with overlap='backward' a step cannot be repeated: its backward pass updates weights; choose "
             "overlap=True"
         )
 
 
-def _take_back(model: GeminiDDP, start: _Start | None, error: BaseException) -> int:
+def _take_back(model: ManagedModel, start: _Start | None, error: BaseException) -> int:
     """Undo what ran of a step that ``error`` has ended; return what model data takes of DEVICE from now
     on."""
     drop_locals(error)  # activations: before anything else needs memory
-    model._gemini.manager.chunks.device.release_cache()
+    model.manager.chunks.device.release_cache()
     if start is not None:
         start.restore(error)
-    return model._gemini.manager.shortage.share_bytes
+    return model.manager.shortage.share_bytes
 
 
 class _Start:
     """What a step begins with, so far as it can be had again."""
 
-    def __init__(self, model: GeminiDDP) -> None:
+    def __init__(self, model: ManagedModel) -> None:
         self._model = model
         self._final = self._find_final()
-        self._others = [(other, _progress(other)) for other in others(model._gemini.manager)]
-        self._had_gradients = any(slot.has_grad for slot in model._gemini.storage.slots.values())
+        self._others = [(other, _progress(other)) for other in others(model.manager)]
+        self._had_gradients = any(slot.has_grad for slot in model.storage.slots.values())
         self._generators = rng.capture()
         self._gradients = [(param, param.grad, _copy(param.grad)) for param in _unmanaged(model)]
         self._buffers = [
             (owner, dict(owner._buffers), {name: _copy(buffer) for name, buffer in owner._buffers.items()})
-            for owner in model.modules()
+            for owner in model.module.modules()
             if owner._buffers
         ]
 
     @torch.no_grad()
     def restore(self, error: BaseException) -> None:
         """Make everything as it was. Raises StateError where it cannot be."""
-        self._model._gemini.manager.recover()
+        self._model.manager.recover()
         lost = self._find_lost()
         if lost:
             raise StateError(f"memory ran out and the step cannot be repeated: {lost}") from error
@@ -137,7 +135,7 @@ class _Start:
 
     def _find_lost(self) -> str:
         """Return what the step did that cannot be undone, empty where it did nothing of the kind."""
-        optimizers = self._model._gemini.optimizers
+        optimizers = self._model.optimizers
         broken = [optimizer.incomplete for optimizer in optimizers if optimizer.incomplete]
         if broken:
             return f"{broken[0]}; load a checkpoint before going on"
@@ -150,10 +148,10 @@ class _Start:
 
     def _find_final(self) -> tuple[object, ...]:
         """Return what changes where something happens that cannot be undone, in the order of ``_WHAT``."""
-        model, manager = self._model, self._model._gemini.manager
-        optimizers = model._gemini.optimizers
+        model, manager = self._model, self._model.manager
+        optimizers = model.optimizers
         updates = sorted((id(optimizer), sum(optimizer.steps.values())) for optimizer in optimizers)
-        managed = [slot.param_ref.tensors[0] for slot in model._gemini.storage.slots.values()]
+        managed = [slot.param_ref.tensors[0] for slot in model.storage.slots.values()]
         unmanaged = [(id(param), param._version) for param in _unmanaged(model)]
         return (manager.step, updates), (manager.written.times(managed), unmanaged)
 
@@ -174,9 +172,9 @@ def _progress(manager: Gate) -> tuple[int, ...]:
     return manager.step, manager.num_gradients, manager.written.times()
 
 
-def _unmanaged(model: GeminiDDP) -> list[torch.nn.Parameter]:
+def _unmanaged(model: ManagedModel) -> list[torch.nn.Parameter]:
     """Return the parameters that came after wrapping."""
-    return [param for param in model.parameters() if type(param) is not ManagedParameter]
+    return [param for param in model.module.parameters() if type(param) is not ManagedParameter]
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -186,8 +184,8 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.detach().clone()
 
 
-def _message(model: GeminiDDP, error: BaseException, first_share: int) -> str:
-    capacity = model._gemini.manager.context.capacity
+def _message(model: ManagedModel, error: BaseException, first_share: int) -> str:
+    capacity = model.manager.context.capacity
     below = "" if capacity.host_bytes or capacity.disk_bytes else ", give model data host_bytes or a disk_dir"
     reason = str(error).partition("\n")[0]
     return (
@@ -195,5 +193,5 @@ def _message(model: GeminiDDP, error: BaseException, first_share: int) -> str:
         f"data on DEVICE beside what operators hold (device_bytes is {capacity.device_bytes}): {reason}; use "
         f"a smaller batch or torch.utils.checkpoint, lower device_bytes if others use this memory{below}. "
         "The step was taken back; from now on model data takes at most "
-        f"{format_bytes(model._gemini.manager.shortage.share_bytes)}"
+        f"{format_bytes(model.manager.shortage.share_bytes)}"
     )

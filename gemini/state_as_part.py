@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.weights import import_weights
 from gemini.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from gemini.ddp import GeminiDDP
 
 
 class NamedAsWrapped(Wrapper):
@@ -28,6 +26,8 @@ class NamedAsWrapped(Wrapper):
 
 class LoadsAsPart(NamedAsWrapped):
     """A wrapper whose state has the names of the module that it wraps, and is loaded under them."""
+
+    _gemini: ManagedModel
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LoadsAsPart(NamedAsWrapped):
         # torch goes on with our parts, under names that begin with theirs, and tells only those what version
         # of each the state is of. So they note it, and the hook that comes after them loads.
         self.__dict__["_part_load"] = _PartLoad(own, prefix, strict, self._modules)
-        self._modules = _Listener(cast("GeminiDDP", self).module, prefix, own._metadata)._modules
+        self._modules = _Listener(self._gemini.module, prefix, own._metadata)._modules
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _load_part(wrapper: LoadsAsPart, keys: Any) -> None:
     load = _end_load(wrapper)
     if load is None:
         return
-    found = import_weights(cast("GeminiDDP", wrapper), load.state, strict=False)
+    found = import_weights(wrapper._gemini, load.state, strict=False)
     if load.strict:
         keys.missing_keys.extend(load.prefix + key for key in found.missing_keys)
         keys.unexpected_keys.extend(load.prefix + key for key in found.unexpected_keys)

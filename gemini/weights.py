@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from gemini.managed_model import ManagedModel
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
-from gemini.rank import rank_of
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedTensor, read_values, write_values
 from gemini.runtime.param import plain_copy
 from gemini.runtime.storage import slot_of
 from gemini.state_loading import StateLoad
 
-if TYPE_CHECKING:
-    from gemini.ddp import GeminiDDP
 
-
-def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, Any]:
+def export_weights(model: ManagedModel, *args: Any, **options: Any) -> dict[str, Any]:
     """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
-    model._gemini.manager.lock.refuse_all()
-    model._gemini.storage.mixture.refuse("state_dict")
-    model._gemini.managed.refuse_exchanged("state_dict")
-    model._gemini.manager.run_pending()
+    model.manager.lock.refuse_all()
+    model.storage.mixture.refuse("state_dict")
+    model.managed.refuse_exchanged("state_dict")
+    model.manager.run_pending()
     state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
-    directory = model._gemini.manager.chunks.budgets.disk_dir
+    directory = model.manager.chunks.budgets.disk_dir
     capacity = sum(p.numel() * max(4, p.element_size()) for p in managed.values())
     export = MappedTensors(directory, capacity, len(managed)) if directory is not None else IN_MEMORY
     full: dict[int, torch.Tensor] = {}
@@ -43,10 +40,10 @@ def export_weights(model: GeminiDDP, *args: Any, **options: Any) -> dict[str, An
     return state
 
 
-def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+def import_weights(model: ManagedModel, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
     """Do what :meth:`GeminiDDP.load_state_dict` does."""
-    model._gemini.managed.refuse_exchanged("load_state_dict")
-    rank = rank_of(model)
+    model.managed.refuse_exchanged("load_state_dict")
+    rank = model.rank()
 
     def found() -> StateLoad:
         load = StateLoad(model.module, state_dict, partial(_kept, model))
@@ -57,25 +54,25 @@ def import_weights(model: GeminiDDP, state_dict: Mapping[str, Any], *, strict: b
     load = rank.together(found)
     names = _stored_names(model.module)
     loaded = {_stored_name(target, names) for target in load.targets}
-    rank.together(model._gemini.manager.run_pending)
+    rank.together(model.manager.run_pending)
 
     def write() -> Any:
         keys = load.carry_out(partial(_write, model))
         _refuse_keys(keys, strict=strict)
         return keys
 
-    with model._gemini.storage.mixture.load(loaded, set(names.values())):
+    with model.storage.mixture.load(loaded, set(names.values())):
         return rank.together(write)
 
 
-def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> bool:
+def import_others(model: ManagedModel, others: Mapping[str, Any]) -> bool:
     """Load ``others``, which are all of the module's state but managed weights; those have their values.
 
     Hooks of loading run as where everything is loaded and see all names, with the weights as they are. What
     they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which is
     then no more what it was.
     """
-    written = model._gemini.manager.written.times()
+    written = model.manager.written.times()
     state = model.module.state_dict()
     state.update(others)
 
@@ -84,7 +81,7 @@ def import_others(model: GeminiDDP, others: Mapping[str, Any]) -> bool:
             _write(model, target, value)
 
     StateLoad(model.module, state, partial(_kept, model)).carry_out(write)
-    return model._gemini.manager.written.times() != written
+    return model.manager.written.times() != written
 
 
 def _refuse_keys(keys: Any, *, strict: bool) -> None:
@@ -115,7 +112,7 @@ def _name_of(value: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
+def _write(model: ManagedModel, target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value into chunks, or into a buffer. Over several ranks each writes what it owns."""
     if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
         owner = value._ref.manager  # perhaps another model's
@@ -126,21 +123,21 @@ def _write(model: GeminiDDP, target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, ManagedParameter):
         target.copy_(value)
         return
-    write_values(slot_of(target), value, model._gemini.manager)
+    write_values(slot_of(target), value, model.manager)
     with torch._C.DisableTorchFunctionSubclass():
         increment_version(target)
 
 
-def _kept(model: GeminiDDP, value: torch.Tensor) -> torch.Tensor:
+def _kept(model: ManagedModel, value: torch.Tensor) -> torch.Tensor:
     """Return what is kept of a value that a hook has made, until it is written: in a file where there is a
     DISK tier, so that a hook that converts all weights needs no memory for them at once."""
-    directory = model._gemini.manager.chunks.budgets.disk_dir
+    directory = model.manager.chunks.budgets.disk_dir
     if directory is None or value.device.type != "cpu":
         return value
     return MappedTensors(directory, value.numel() * value.element_size(), 1).copy(value)
 
 
-def _full_value(model: GeminiDDP, param: ManagedParameter, export: Place) -> torch.Tensor:
+def _full_value(model: ManagedModel, param: ManagedParameter, export: Place) -> torch.Tensor:
     """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
     dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
-    return read_values(slot_of(param), model._gemini.manager, export, dtype)
+    return read_values(slot_of(param), model.manager, export, dtype)

@@ -30,7 +30,6 @@ from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.rank import rank_of
 from gemini.runtime import NO_SNAPSHOT, ManagedSlot, StatePiece
 from gemini.threads import start_thread
 
@@ -74,7 +73,7 @@ def save_async(
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {BUFFER_BYTES} bytes or more")
     shard = checked_shard_bytes(shard_bytes)
-    rank = rank_of(model, aside=True)
+    rank = model._gemini.rank(aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
     context = new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()

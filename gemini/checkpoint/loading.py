@@ -23,7 +23,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_exchange import MOMENTS, take_counts, write_state, write_state_range
-from gemini.rank import Rank, rank_of
+from gemini.rank import Rank
 from gemini.runtime import write_range, write_values
 from gemini.weights import import_others
 
@@ -58,7 +58,7 @@ def load(
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     check_managed(model, optimizer)
-    rank = rank_of(model)
+    rank = model._gemini.rank()
     rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
     try:
@@ -170,8 +170,8 @@ def _load_once(
 def _give_up_gradients(model: GeminiDDP, optimizer: GeminiOptimizer, rank: Rank) -> None:
     """Do as ``optimizer.zero_grad()``, in which ranks wait for each other: what may fail on one of them comes
     before and after that."""
-    _agree(rank, model.leave_passes)
-    model.give_up_passes()
+    _agree(rank, model._gemini.leave_passes)
+    model._gemini.give_up_passes()
     _agree(rank, optimizer.give_up_gradients)
 
 
@@ -247,7 +247,7 @@ def _load_values(
         )
 
     def load_rest() -> None:
-        if import_others(model, others):
+        if import_others(model._gemini, others):
             _load_weights(reader, model)
         _load_moments(reader, model, optimizer)
 

@@ -19,7 +19,7 @@ from gemini.config import parse_bytes
 from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.rank import Rank, rank_of
+from gemini.rank import Rank
 from gemini.runtime import refresh_master
 
 SHARD_BYTES = "4GiB"
@@ -59,7 +59,7 @@ def save(
     """
     check_managed(model, optimizer)
     shard = checked_shard_bytes(shard_bytes)
-    rank = rank_of(model)
+    rank = model._gemini.rank()
     manifest = prepare(rank, model, optimizer, scheduler, extra)
     with new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep) as writer:
         writer.manifest, writer.rng = manifest, rng.capture()

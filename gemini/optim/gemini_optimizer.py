@@ -40,7 +40,6 @@ from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.optim.state_shards import export_to_first
-from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.one_thread import in_one_thread
@@ -150,7 +149,7 @@ class GeminiOptimizer(ManagedGroups):
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up the gradients but for those of the model's other optimizers; all ranks together."""
-        self.model.give_up_passes()
+        self.model._gemini.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
 
     @in_one_thread("clip_grad_by_norm")
@@ -252,7 +251,7 @@ class GeminiOptimizer(ManagedGroups):
             CheckpointError: it failed on another rank.
         """
         self.model._gemini.manager.lock.refuse_all()
-        rank = rank_of(self.model)
+        rank = self.model._gemini.rank()
         loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
         with self._completeness.load_states():
             import_together(self, loaded, rank)
@@ -312,7 +311,7 @@ class GeminiOptimizer(ManagedGroups):
             others |= optimizer.slots
         others -= self.slots
         slots = [slot for slot in self.model._gemini.storage.slots.values() if slot not in others]
-        self.model.give_up_gradients(slots, set_to_none=set_to_none)
+        self.model._gemini.give_up_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
     def _start_clipping(self, doing: str = "") -> None:

@@ -9,7 +9,6 @@ from gemini.config import parse_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.optim.state_exchange import MOMENTS, export_state, slots_in_order
 from gemini.optim.state_format import step_count
-from gemini.rank import rank_of
 from gemini.runtime import read_state
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ Entries = dict[int, dict[str, Any]]
 
 def export_to_first(optimizer: GeminiOptimizer) -> dict[str, Any]:
     """Return what :func:`export_state` does on the first rank, nothing on others, which give their part."""
-    if rank_of(optimizer.model).index == 0:
+    if optimizer.model._gemini.rank().index == 0:
         return export_state(optimizer)
     optimizer.require_complete("state_dict")
     for _ in _entries(optimizer):
@@ -35,7 +34,7 @@ def export_shards(
     most = parse_bytes(max_shard_size, name="max_shard_size")
     if not most or most < 0:
         raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
-    keeps = not only_rank_0 or rank_of(optimizer.model).index == 0
+    keeps = not only_rank_0 or optimizer.model._gemini.rank().index == 0
     optimizer.require_complete("state_dict_shard")
     return _shards(optimizer, most, keeps)
 

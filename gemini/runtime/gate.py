@@ -139,6 +139,20 @@ class Gate(ABC):
         self._due = self.pending.by_tensor  # one look per PreOp
         self._first_address, self._end_address = chunks.address_range()
 
+    def take_types(self, precision: torch.dtype | None) -> None:
+        """Have parameters be used in ``precision``; None: each in its own type."""
+        self.mixes_types = precision is not None
+        self.expects_scaled_loss = precision == torch.float16
+
+    @contextmanager
+    def scaled_loss(self) -> Iterator[None]:
+        """Take gradients within the block, a backward pass, for those of a scaled loss."""
+        needed, self.expects_scaled_loss = self.expects_scaled_loss, False
+        try:
+            yield
+        finally:
+            self.expects_scaled_loss = needed
+
     # -- what comes before an operator ---------------------------------------------------------------
 
     def settle_before(self, waiting: Collection[object], settle: Callable[[], None]) -> None:

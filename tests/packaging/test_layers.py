@@ -22,7 +22,7 @@ PYTHON_LAYERS = [
     {
         "ddp",
         "wrapper",
-        "model_parts",
+        "managed_model",
         "weights",
         "state_loading",
         "state_as_part",
