@@ -12,6 +12,8 @@ from gemini.errors import (
     OutOfBudgetError,
     StateError,
 )
+from gemini.in_place import manage
+from gemini.managed_model import ManagedModel, handle_of
 from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
@@ -30,10 +32,13 @@ __all__ = [
     "GeminiOptimizer",
     "HybridAdam",
     "IoError",
+    "ManagedModel",
     "OutOfBudgetError",
     "StateError",
     "__version__",
+    "handle_of",
     "init_on",
+    "manage",
     "zero_model_wrapper",
     "zero_optim_wrapper",
 ]

@@ -10,22 +10,21 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from gemini.chunk import ComputeDevice, SearchResult
+from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
-from gemini.collectives import make_peers, prepared
+from gemini.collectives import ProcessGroupPeers, make_peers, prepared
 from gemini.errors import ConfigError
 from gemini.managed_model import ManagedModel
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.retry import retry_step
-from gemini.runtime import GeminiManager, ManagedTensor, ModelStorage
+from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.one_thread import in_one_thread
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
-from gemini.zero.peers import Peers
 
 T = TypeVar("T")
 
@@ -138,15 +137,18 @@ class GeminiDDP(LoadsAsPart):
             verbose=verbose,
         )
         computing, chosen = prepared(peers, lambda: self._open_device(device, pin_memory), choose)
-        built = self._build_runtime(module, chosen, peers, computing)
-        self._gemini = ManagedModel(module, chosen, computing, peers, built)
+        self._gemini = self._manage(module, chosen, peers, computing)
         self.module = module
 
-    def _build_runtime(
-        self, module: nn.Module, config: GeminiConfig, peers: Peers | None, device: ComputeDevice
-    ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+    def _manage(
+        self,
+        module: nn.Module,
+        config: GeminiConfig,
+        peers: ProcessGroupPeers | None,
+        device: ComputeDevice,
+    ) -> ManagedModel:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return build_runtime(module, config, peers, device)
+        return ManagedModel(module, config, device, peers, build_runtime(module, config, peers, device))
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""
@@ -301,6 +303,13 @@ class GeminiDDP(LoadsAsPart):
             lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse
         )
         return self
+
+    def extra_repr(self) -> str:
+        """Say what is where."""
+        return f"managed: {self._gemini.summary()}" if "_gemini" in vars(self) else ""
+
+    def _repr_html_(self) -> str:
+        return self._gemini._repr_html_()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

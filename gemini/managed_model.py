@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from gemini.chunk import ComputeDevice, SearchResult
+from gemini.chunk import ComputeDevice
 from gemini.collectives import ProcessGroupPeers
+from gemini.config import format_bytes
 from gemini.errors import ConfigError
 from gemini.foreign_classes import intercept_foreign_classes
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.placement import PlanReport
 from gemini.rank import Rank
-from gemini.runtime import GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
+from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime.adopt import release_adopted
+from gemini.runtime.build import Built
 from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
@@ -29,7 +33,8 @@ from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.runtime.unfollowed import Unfollowed
 from gemini.timeline import TimelineRecorder
 
-T = TypeVar("T")
+TIERS = ("device", "host", "disk")
+_SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
 
 
 class ManagedModel:
@@ -50,14 +55,17 @@ class ManagedModel:
         config: GeminiConfig,
         device: ComputeDevice,
         peers: ProcessGroupPeers | None,
-        runtime: tuple[ModelStorage, GeminiManager, SearchResult],
+        built: Built,
+        make_plain: Callable[[nn.Module], None] = lambda _module: None,
     ) -> None:
-        """Take over ``module``, whose parameters are managed already; place its buffers."""
+        """Take over ``module``, whose parameters are managed already; place its buffers. ``make_plain`` takes
+        back, at the end of :meth:`release`, what else was done to it."""
         self.module = module
         self.config = config
         self.device = device
         self.peers = peers
-        self.storage, self.manager, self.search = runtime
+        self.storage, self.manager, self.search = built.storage, built.manager, built.search
+        self._adopted, self._make_plain = built.adopted, make_plain
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
         self.times_given_up = 0
@@ -242,6 +250,65 @@ class ManagedModel:
             self.compiled.close()
             self.manager.close()
 
+    @in_one_thread("release")
+    def release(self) -> None:
+        """Make :attr:`module` an ordinary one again, its weights in memory of their own: on the device and in
+        the type that they had before, with the values of fp32 masters. Buffers stay where they are, gradients
+        are given up, its optimizer is at its end. Over ranks all call it; each gets the whole model.
+
+        Raises:
+            StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
+            OutOfBudgetError, IoError: a chunk could not be read, or an update failed. What is managed still
+                stays so, and calling it again goes on.
+        """
+        self.storage.mixture.refuse("release")
+        self.manager.lock.refuse_all()
+        if not self.manager.is_closed:
+            self.manager.run_pending()
+            self.manager.recover()
+            release_adopted(self._adopted, self.manager)
+        self._adopted = []
+        self.managed.release()
+        self.unfollowed.close()
+        self.compiled.release()
+        recompute = self.manager.activations.recompute if self.manager.activations is not None else None
+        for block in recompute.blocks if recompute is not None else ():
+            block.remove()
+        self.close()
+        self._make_plain(self.module)
+
+    def summary(self) -> str:
+        """Return what is on each tier, in one line."""
+        tiers = [(name, self.stats()[name]) for name in TIERS]
+        return ", ".join(
+            f"{name.upper()} {format_bytes(tier['bytes'])} of {format_bytes(tier['budget_bytes'])}"
+            for name, tier in tiers
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, as a table."""
+        stats, kind = self.stats(), html.escape(type(self.module).__name__)
+        rows = "".join(
+            f"<tr><th>{name.upper()}</th>"
+            + "".join(f"<td>{format_bytes(stats[name][key])}</td>" for key in _SHOWN_BYTES)
+            + "</tr>"
+            for name in TIERS
+        )
+        state = "warmup" if stats["warmup"] else f"step {stats['step']}"
+        return (
+            f"<table><caption>{kind}, managed: {format_bytes(stats['model_data_bytes'])} of model data, "
+            f"{state}</caption><tr><th></th><th>now</th><th>peak</th><th>budget</th></tr>{rows}</table>"
+        )
+
+    def __repr__(self) -> str:
+        return f"ManagedModel({type(self.module).__name__}: {self.summary()})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "what manages a module cannot be copied or pickled: its memory is under one budget; the module "
+            "can, and a copy of it is an ordinary one"
+        )
+
     def leave(self, kind: type[BaseException] | None, error: object) -> None:
         """Do as :meth:`close` at the end of a block, that an exception of ``kind`` may have ended: nobody
         wants the weights then, and it is the one to be seen."""
@@ -259,3 +326,19 @@ class ManagedModel:
                     f"a managed model stays {param.dtype} on {param.device}: its memory is laid out once, "
                     "when it is wrapped; choose mixed_precision and device there"
                 )
+
+
+def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
+    """Return the handle of a GeminiDDP, or of a module that :func:`gemini.manage` manages; a handle is its
+    own.
+
+    Raises:
+        ConfigError: nobody manages ``model``.
+    """
+    handle = model if isinstance(model, ManagedModel) else getattr(model, "__dict__", {}).get("_gemini")
+    if not isinstance(handle, ManagedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a GeminiDDP, nor managed by gemini.manage(): pass what "
+            "GeminiDDP returned, or the module that was given to gemini.manage()"
+        )
+    return handle

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from gemini.ddp import GeminiDDP
+from torch import nn
+
 from gemini.errors import ConfigError
+from gemini.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 
-def check_managed(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
-    """Raise ConfigError where they are not a managed model and its optimizer."""
-    for name, value, kind in (("model", model, GeminiDDP), ("optimizer", optimizer, GeminiOptimizer)):
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{name} is a {type(value).__name__}, not a {kind.__name__}: a checkpoint has the chunks of "
-                "a managed model; save plain ones with torch.save, or pass what was wrapped"
-            )
-    if optimizer.model is not model:
+def checked_model(model: nn.Module | ManagedModel, optimizer: GeminiOptimizer) -> ManagedModel:
+    """Return the handle of ``model``.
+
+    Raises:
+        ConfigError: they are not a managed model and its optimizer.
+    """
+    handle = handle_of(model)
+    if not isinstance(optimizer, GeminiOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, not a GeminiOptimizer: a checkpoint has the chunks "
+            "of a managed model; save plain ones with torch.save, or pass what was wrapped"
+        )
+    if optimizer.model is not handle:
         raise ConfigError("the optimizer updates another model than the one given")
+    return handle

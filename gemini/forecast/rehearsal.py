@@ -21,7 +21,6 @@ from gemini.chunk import (
     ChunkManager,
     ChunkSpec,
     ComputeDevice,
-    SearchResult,
     TensorIds,
     TierBudgets,
 )
@@ -32,6 +31,7 @@ from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
+from gemini.managed_model import ManagedModel
 from gemini.memstats import Trace
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.chunk_update import ChunkUpdate
@@ -40,7 +40,7 @@ from gemini.optim.kernels import AdamStep, Row
 from gemini.placement import TierCapacity
 from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
 from gemini.runtime.adopt import manage
-from gemini.runtime.build import Blueprint
+from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate import TensorRef
 
@@ -192,6 +192,13 @@ class _RehearsedManager(GeminiManager):
         return False
 
 
+class _RehearsedHandle(ManagedModel):
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class _RehearsedModel(GeminiDDP):
     """A managed model whose chunks hold nothing."""
 
@@ -203,14 +210,9 @@ class _RehearsedModel(GeminiDDP):
     def _open_device(self, device: object, pin_memory: bool | None) -> ComputeDevice:
         return _MetaDevice()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""
-        run = torch.autograd.Variable._execution_engine.run_backward
-        run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-    def _build_runtime(
-        self, module: nn.Module, *_: object
-    ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+    def _manage(
+        self, module: nn.Module, config: GeminiConfig, peers: object, device: ComputeDevice
+    ) -> ManagedModel:
         blueprint = self._blueprint
         storage = ModelStorage(
             blueprint.groups,
@@ -229,7 +231,7 @@ class _RehearsedModel(GeminiDDP):
             with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
                 pass
         manager.name_parameters(storage.parameter_names())
-        return storage, manager, blueprint.search
+        return _RehearsedHandle(module, config, device, None, Built(storage, manager, blueprint.search))
 
 
 class _RehearsedUpdate(ChunkUpdate):

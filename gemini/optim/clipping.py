@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gemini.ddp import GeminiDDP
 from gemini.errors import StateError
+from gemini.managed_model import ManagedModel
 from gemini.optim.kernels import GradScale
 from gemini.optim.loss_scale import LossScale
 
@@ -11,9 +11,9 @@ from gemini.optim.loss_scale import LossScale
 class Clipping:
     """The loss scale to take out of a model's gradients, and how they were clipped; of these ones alone."""
 
-    def __init__(self, model: GeminiDDP, loss_scale: LossScale | None) -> None:
+    def __init__(self, model: ManagedModel, loss_scale: LossScale | None) -> None:
         self._model, self._loss_scale = model, loss_scale
-        self._seen = model._gemini.gradient_state()
+        self._seen = model.gradient_state()
         self.forget()
 
     @property
@@ -25,13 +25,13 @@ class Clipping:
 
     def note(self, scale: GradScale) -> None:
         """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
-        self._scale, self.done, self._seen = scale, True, self._model._gemini.gradient_state()
+        self._scale, self.done, self._seen = scale, True, self._model.gradient_state()
 
     def check(self) -> None:
         """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
-        if not self.done or self._seen == self._model._gemini.gradient_state():
+        if not self.done or self._seen == self._model.gradient_state():
             return
-        (given_up, _), (given_up_then, _) = self._model._gemini.gradient_state(), self._seen
+        (given_up, _), (given_up_then, _) = self._model.gradient_state(), self._seen
         if given_up == given_up_then:
             raise StateError("gradients arrived after they were clipped; clip once, right before step()")
         self.forget()

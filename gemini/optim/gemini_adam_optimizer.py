@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from gemini.config import keyword_names, refuse_unknown
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.state_import import TORCH_FLAGS
@@ -18,9 +20,10 @@ class GeminiAdamOptimizer(GeminiOptimizer):
     """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
     max_norm=1.0)``."""
 
-    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
+    def __init__(self, model: nn.Module | ManagedModel, **defaults: Any) -> None:
         """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
         refuse_unknown(type(self).__name__, defaults, _OWN | _ADAM)
         own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}
-        params = [param for param in model.parameters() if param.requires_grad]
-        super().__init__(HybridAdam(params, **defaults), model, **own)
+        handle = handle_of(model)
+        params = [param for param in handle.module.parameters() if param.requires_grad]
+        super().__init__(HybridAdam(params, **defaults), handle, **own)

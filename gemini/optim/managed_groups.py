@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
+from gemini.managed_model import ManagedModel
 from gemini.optim.arguments import check_parameters
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import AdamHyper
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
-    model: GeminiDDP
+    model: ManagedModel
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     _adam: CPUAdam | None = None
 
@@ -99,5 +99,5 @@ class ManagedGroups(WrappedOptimizer):
     @property
     def slots(self) -> set[ManagedSlot]:
         """The parameters that this optimizer updates. Raises StateError where one is managed no more."""
-        self.model._gemini.managed.refuse_exchanged("optimizer")
+        self.model.managed.refuse_exchanged("optimizer")
         return {param._slot for group in self.param_groups for param in group["params"]}

@@ -57,7 +57,7 @@ class ManagedState(Mapping[str, torch.Tensor]):
             return step_count(self._optimizer.steps[self._slot])
         kind = MOMENTS[name]
         self._optimizer.require_complete("state")
-        return read_state(self._slot, kind, self._optimizer.model._gemini.manager)
+        return read_state(self._slot, kind, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
         return iter(("step", *MOMENTS))

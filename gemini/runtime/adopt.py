@@ -100,9 +100,9 @@ def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
+def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> list[Adopted]:
     """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
-    way.
+    way. Return what :func:`release_adopted` needs.
 
     The original memory of each parameter is given back before the next is adopted. Extra memory: the
     parameters of one submodule. Without gradients recorded.
@@ -113,7 +113,7 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
             initialized where they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast
             values.
     """
-    adopted: list[_Adopted] = []
+    adopted: list[Adopted] = []
     initialization, first_names = Initialization(module), _first_names(module)
     try:
         with torch.no_grad():
@@ -123,15 +123,16 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
                     if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
                         adopted.append(_adopt(param, storage.slots[first_names[key]], manager))
     except BaseException:
-        _release_adopted(adopted, manager)
+        _undo(adopted, manager)
         raise
     _warn_of_rounded([entry for entry in adopted if entry.rounded])
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
         _await_load(unset, module, storage, manager)
+    return adopted
 
 
-def _warn_of_rounded(rounded: Sequence[_Adopted]) -> None:
+def _warn_of_rounded(rounded: Sequence[Adopted]) -> None:
     if rounded:
         logger.warning(
             "%d frozen parameters (first %r) have no fp32 masters, and their values were rounded to %s for "
@@ -290,7 +291,7 @@ def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Adopted:
+class Adopted:
     """What it takes to make a parameter an ordinary one again."""
 
     param: nn.Parameter
@@ -301,7 +302,7 @@ class _Adopted:
     rounded: bool  # nobody has its values any more
 
 
-def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _Adopted:
+def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> Adopted:
     dtype, device = param.dtype, param.device
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
@@ -311,7 +312,7 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> _A
         kept.copy_(values)
         rounded = not slot.group.has_master and _differs(kept, values)
     _write_master(slot, slot.start, values, manager)
-    return _Adopted(param, slot, dtype, device, manage(param, slot), rounded)
+    return Adopted(param, slot, dtype, device, manage(param, slot), rounded)
 
 
 def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
@@ -350,7 +351,25 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
 
 
 @torch.no_grad()
-def _release_adopted(adopted: Sequence[_Adopted], manager: GeminiManager) -> None:
+def release_adopted(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
+    """Make the parameters ordinary ones, with memory of their own on the device and in the type of before:
+    the values of their masters where they have any. Gradients are given up.
+
+    Raises:
+        OutOfBudgetError, IoError: a chunk could not be read, there is no memory: parameters of before are
+            ordinary ones, the others stay managed; calling it again goes on.
+    """
+    for entry in adopted:
+        if type(entry.param) is not ManagedParameter:
+            continue
+        values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
+        if entry.hook is not None:
+            entry.hook.remove()
+        make_plain(entry.param, values)
+
+
+@torch.no_grad()
+def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
     """Make the parameters ordinary ones with memory of their own. One that cannot be read stays managed, with
     a warning."""
     manager.recover()

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
-from gemini.runtime.adopt import adopt_module, check_apart, unique_parameters
+from gemini.runtime.adopt import Adopted, adopt_module, check_apart, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.keep_plan import KeepPlan
@@ -73,9 +73,18 @@ class Blueprint:
         return self.context.policy.warmup_plan(self.context.size, self.context.capacity)
 
 
+class Built(NamedTuple):
+    """A module's chunks, what manages them, how their size was found, and what the parameters were before."""
+
+    storage: ModelStorage
+    manager: GeminiManager
+    search: SearchResult
+    adopted: Sequence[Adopted] = ()
+
+
 def build_runtime(
     module: nn.Module, config: GeminiConfig, peers: Peers | None = None, device: ComputeDevice = CPU
-) -> tuple[ModelStorage, GeminiManager, SearchResult]:
+) -> Built:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
     ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``.
 
@@ -133,7 +142,7 @@ def build_runtime(
             strict=config.strict_ddp_mode,
         )
         manager.shard(sharding)
-    adopt_module(module, storage, manager)
+    adopted = adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
     device.settle()
     if manager.sharding is not None:
@@ -144,7 +153,7 @@ def build_runtime(
         recompute = Recompute(manager.order, module) if config.activation_recompute else None
         manager.offload_activations(ActivationOffload(manager, keep, recompute))
     manager.name_parameters(storage.parameter_names())
-    return storage, manager, blueprint.search
+    return Built(storage, manager, blueprint.search, adopted)
 
 
 def _alone(action: Callable[[], _Result]) -> _Result:

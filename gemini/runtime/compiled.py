@@ -149,6 +149,12 @@ class CompiledBlocks:
         """Await nothing any more: the model is closed."""
         _ALL.discard(self)
 
+    def release(self) -> None:
+        """Have every block called as before: the model is an ordinary one again."""
+        self.close()
+        while self._blocks:
+            self._blocks.pop().remove()
+
     def refresh(self) -> None:
         """Look for modules that were compiled since the last time; called before every forward pass."""
         if self._calls() != self._seen:

@@ -19,10 +19,20 @@ class ManagedParameters:
         named = list(module.named_parameters())
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
+        self._is_released = False
+
+    def release(self) -> None:
+        """They are ordinary parameters again, for good."""
+        self._is_released = True
 
     def refuse_exchanged(self, doing: str) -> None:
         """Raise StateError where one of them is managed no more: its chunk would keep what nobody uses. Or
         where two parameters of the module are one in its chunk."""
+        if self._is_released:
+            raise StateError(
+                f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go on "
+                "with the module alone"
+            )
         if second_names:
             self._refuse_twins(doing)
         if _ALL_MANAGED.issuperset(map(type, self._params)):

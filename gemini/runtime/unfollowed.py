@@ -29,7 +29,11 @@ class Unfollowed:
         self._gradients = 0  # that had arrived when the pass before began
         self._unseen = 0
         _by_module[module] = self
-        module.register_forward_pre_hook(_note_call)
+        self._hook = module.register_forward_pre_hook(_note_call)
+
+    def close(self) -> None:
+        """Say nothing any more: the module is an ordinary one again."""
+        self._hook.remove()
 
     @contextmanager
     def inside(self, training: bool) -> Iterator[None]:

@@ -23,6 +23,7 @@ PYTHON_LAYERS = [
         "ddp",
         "wrapper",
         "managed_model",
+        "in_place",
         "weights",
         "state_loading",
         "state_as_part",

@@ -79,11 +79,11 @@ def _managed_contents(model: GeminiDDP) -> ModelContents:
     model._gemini.storage.mixture.refuse("save_model")
     model._gemini.manager.run_pending()
     model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
-    buffers = contents.buffers(model)
-    aliases = {**contents.aliases(model), **tied_names(buffers)}
+    buffers = contents.buffers(model._gemini)
+    aliases = {**contents.aliases(model._gemini), **tied_names(buffers)}
     sources = [_weight_source(model, slot) for slot in model._gemini.storage.slots.values()]
     sources += [copied_source(name, value) for name, value in buffers.items() if name not in aliases]
-    return ModelContents(sources, aliases, contents.extra_states(model))
+    return ModelContents(sources, aliases, contents.extra_states(model._gemini))
 
 
 def _weight_source(model: GeminiDDP, slot: ManagedSlot) -> TensorSource:
