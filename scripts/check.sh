@@ -43,13 +43,14 @@ is_short() {
   [ -z "$long" ] || { printf '%s\n' "longer than $MAX_LINES lines:" "$long" >&2; return 1; }
 }
 
-# mypy cannot see that parallel/ is gemini.parallel, so it gets the two folders laid out as they are installed.
+# mypy cannot see that parallel/ is gemini.parallel, so it gets the folders laid out as they are installed.
 check_types() {
   local view=build/typing
   rm -rf "$view" && mkdir -p "$view/gemini"
   ln -s "$ROOT"/gemini/* "$view/gemini/"
   ln -s "$ROOT/parallel" "$view/gemini/parallel"
-  (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini)
+  ln -s "$ROOT/benchmarks/gemini_bench" "$view/gemini_bench"
+  (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini -p gemini_bench)
 }
 
 lint() {

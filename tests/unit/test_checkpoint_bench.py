@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gemini.bench.checkpoint import CASES
 from gemini.cli.main import main
+from gemini_bench.checkpoint import CASES
 
 
 @pytest.mark.parametrize("case", CASES)
