@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from gemini.jobs.gpt.data import ByteCorpus
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini.optim import CPUAdam
-from gemini.train.data import ByteCorpus
-from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini_bench.adam_measure import Settings, use_threads
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini_bench.trainee import ManagedTrainee, make_batches, model_data_bytes

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from gemini.train.model import language_loss
+from gemini.jobs.gpt.model import language_loss
 from gemini_bench.adam_peers import HYPER
 from gemini_bench.gpu_device import CUDA, BenchDevice
 from gemini_bench.gpu_trainee import SEED

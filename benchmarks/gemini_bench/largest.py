@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from gemini.errors import ConfigError, StateError
-from gemini.train.model import GPTConfig, num_parameters
+from gemini.jobs.gpt.model import GPTConfig, num_parameters
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session
 from gemini_bench.trainee import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemini.train.model import GPT, language_loss
+from gemini.jobs.gpt.model import GPT, language_loss
 from gemini_bench.io_peers import DEEPSPEED, reason, silent_deepspeed
 from gemini_bench.nvme_blocks import StepTimes, run_blocks, timed
 from gemini_bench.nvme_settings import Settings

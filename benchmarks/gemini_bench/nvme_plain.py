@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gemini.errors import StateError
+from gemini.jobs.gpt.model import GPT, language_loss, num_parameters
 from gemini.optim import HybridAdam
-from gemini.train.model import GPT, language_loss, num_parameters
 from gemini_bench.cases import require_space
 from gemini_bench.nvme_bare import BareDisk
 from gemini_bench.nvme_blocks import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemini.errors import ConfigError
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 from gemini_bench.trainee import GPT2_124M
 
 STATE_BYTES = 8  # of a parameter: two fp32 moments

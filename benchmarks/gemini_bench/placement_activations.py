@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gemini.errors import StateError
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 from gemini_bench.paired import Spread, in_turn, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gemini.errors import StateError
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 from gemini_bench.paired import Spread, in_turn, spread_row, unmeasured_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from gemini.errors import StateError
+from gemini.jobs.gpt.model import GPTConfig
 from gemini.placement.report import PlannedStep
-from gemini.train.model import GPTConfig
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

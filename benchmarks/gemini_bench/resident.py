@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemini.errors import StateError
-from gemini.train.model import GPTConfig, num_parameters
+from gemini.jobs.gpt.model import GPTConfig, num_parameters
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 from gemini_bench.trainee import (

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.arguments import Overlap
 from gemini.runtime import init_on
-from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
 
 # fp32: parameter, gradient and the two moments of Adam.
 MODEL_DATA_BYTES_PER_PARAMETER = 16

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gemini.ddp import GeminiDDP
 from gemini.errors import StateError
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini.optim import CPUAdam, GeminiOptimizer
-from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini_bench.paired import Spread, in_turn, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session

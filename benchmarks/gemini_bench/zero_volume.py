@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gemini.ddp import GeminiDDP
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini.optim import CPUAdam, GeminiOptimizer
-from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session
 from gemini_bench.trainee import GPT2_124M, MODEL_DATA_BYTES_PER_PARAMETER

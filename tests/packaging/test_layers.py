@@ -36,7 +36,7 @@ PYTHON_LAYERS = [
     | {"optim", "checkpoint", "simulate"},
     {"parallel", "wrappers"},
     {"forecast"},
-    {"cli", "compat", "train"},
+    {"cli", "compat", "jobs"},
     {"__main__"},
 ]
 # Neighbours that must not know each other, although they share a layer.

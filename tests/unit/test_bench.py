@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from gemini.errors import ConfigError, IoError, StateError
-from gemini.train.model import GPTConfig, num_parameters
+from gemini.jobs.gpt.model import GPTConfig, num_parameters
 from gemini_bench import endurance, largest, offload, preop, resident, runtime
 from gemini_bench.cases import run_cases
 from gemini_bench.cli import bench as command

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from gemini.errors import ConfigError
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 from gemini_bench import (
     adam,
     adam_cases,

@@ -11,13 +11,13 @@ from pathlib import Path
 from gemini import checkpoint
 from gemini.device import ran_out_of_memory, repeatable_operators, resolve_device
 from gemini.errors import ConfigError, IoError
-from gemini.train.config import TrainConfig
-from gemini.train.data import ByteCorpus
-from gemini.train.display import Display, SilentDisplay
-from gemini.train.engine import ManagedEngine, PlainEngine
-from gemini.train.model import num_parameters
-from gemini.train.picture import PLOT_HINT, draw_timeline
-from gemini.train.report import (
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.data import ByteCorpus
+from gemini.jobs.gpt.display import Display, SilentDisplay
+from gemini.jobs.gpt.engine import ManagedEngine, PlainEngine
+from gemini.jobs.gpt.model import num_parameters
+from gemini.jobs.gpt.picture import PLOT_HINT, draw_timeline
+from gemini.jobs.gpt.report import (
     LINKS,
     TIERS,
     Summary,
@@ -26,11 +26,11 @@ from gemini.train.report import (
     steady_speed,
     tier_uses,
 )
-from gemini.train.run_directory import RunDirectory
-from gemini.train.schedule import lr_schedule
-from gemini.train.stop import StopRequest
-from gemini.train.training import EngineFactory, Progress, Training, train_step
-from gemini.train.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
+from gemini.jobs.gpt.run_directory import RunDirectory
+from gemini.jobs.gpt.schedule import lr_schedule
+from gemini.jobs.gpt.stop import StopRequest
+from gemini.jobs.gpt.training import EngineFactory, Progress, Training, train_step
+from gemini.jobs.gpt.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
 
 
 @dataclass(frozen=True)

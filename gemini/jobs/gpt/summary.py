@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 
 from gemini.config import format_bytes
-from gemini.train.display import duration_text
-from gemini.train.report import LINKS, TIERS, Summary
-from gemini.train.verify import Verdict
+from gemini.jobs.gpt.display import duration_text
+from gemini.jobs.gpt.report import LINKS, TIERS, Summary
+from gemini.jobs.gpt.verify import Verdict
 
 _LINK_NAMES = {
     "h2d": "HOST to DEVICE",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import ConfigError
-from gemini.train.model import GPTConfig
+from gemini.jobs.gpt.model import GPTConfig
 
 POLICIES = ("auto", "cpu", "cuda", "const")
 PRECISIONS = ("fp32", "bf16")

@@ -1,4 +1,4 @@
-"""What other distributions add to the ``gemini`` command, the benchmarks first of all."""
+"""The two distributions: what their wheels hold, and what one adds to the command of the other."""
 
 from __future__ import annotations
 
@@ -95,6 +95,13 @@ def test_the_package_runs_as_the_command(
         runpy.run_module("gemini", run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out.startswith("gemini ")
+
+
+def test_the_distribution_names_its_authors_and_its_terms() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'license = "Apache-2.0"' in text
+    assert "authors = [" in text
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
 
 
 def modules_of(folder: Path) -> list[str]:

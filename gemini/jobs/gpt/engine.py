@@ -17,9 +17,9 @@ import gemini
 from gemini import checkpoint
 from gemini.device import resolve_device
 from gemini.errors import ConfigError
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.model import GPT
 from gemini.timeline import TimelineRecorder
-from gemini.train.config import TrainConfig
-from gemini.train.model import GPT
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01

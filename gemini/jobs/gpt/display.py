@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemini.config import format_bytes
-from gemini.train.report import StepReport, TierUse
+from gemini.jobs.gpt.report import StepReport, TierUse
 
 STOPPING = "stopping after this step; once more stops at once and loses what is not saved"
 _RECENT_STEPS = 20

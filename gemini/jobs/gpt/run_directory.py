@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import append_whole, io_errors, read_regular, replacing, temporary_of
-from gemini.train.config import TrainConfig
+from gemini.jobs.gpt.config import TrainConfig
 
 _RUN = "run.json"
 _MAX_RUN_BYTES = 2**20  # it has some hundred

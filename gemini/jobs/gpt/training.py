@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.train.config import TrainConfig
-from gemini.train.data import ByteCorpus
-from gemini.train.display import Display
-from gemini.train.engine import Engine, TieredEngine
-from gemini.train.model import language_loss
-from gemini.train.report import StepReport, tier_uses
-from gemini.train.run_directory import RunDirectory
-from gemini.train.schedule import lr_schedule
-from gemini.train.stop import StopRequest
-from gemini.train.verify import WeightFile
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.data import ByteCorpus
+from gemini.jobs.gpt.display import Display
+from gemini.jobs.gpt.engine import Engine, TieredEngine
+from gemini.jobs.gpt.model import language_loss
+from gemini.jobs.gpt.report import StepReport, tier_uses
+from gemini.jobs.gpt.run_directory import RunDirectory
+from gemini.jobs.gpt.schedule import lr_schedule
+from gemini.jobs.gpt.stop import StopRequest
+from gemini.jobs.gpt.verify import WeightFile
 
 Value = TypeVar("Value")
 EngineFactory = Callable[[TrainConfig], TieredEngine]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from gemini.device import repeatable_operators, resolve_device
 from gemini.errors import ConfigError
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.data import ByteCorpus
+from gemini.jobs.gpt.display import Display
+from gemini.jobs.gpt.engine import ManagedEngine
+from gemini.jobs.gpt.schedule import lr_schedule
+from gemini.jobs.gpt.stop import StopRequest
+from gemini.jobs.gpt.training import train_step
 from gemini.timeline import TimelineRecorder
-from gemini.train.config import TrainConfig
-from gemini.train.data import ByteCorpus
-from gemini.train.display import Display
-from gemini.train.engine import ManagedEngine
-from gemini.train.schedule import lr_schedule
-from gemini.train.stop import StopRequest
-from gemini.train.training import train_step
 
 
 def record_training(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gemini.config import format_bytes
-from gemini.train.verify import Verdict
+from gemini.jobs.gpt.verify import Verdict
 
 TIERS = ("device", "host", "disk")
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
