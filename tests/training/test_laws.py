@@ -15,6 +15,7 @@ import torch
 from disk_space import INDEX_BYTES, disk_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from training_harness import (
     KIB,
     Outcome,
@@ -122,7 +123,7 @@ def test_placement_never_changes_the_numbers(case: Case, tmp_path: Path) -> None
 
 
 @settings(
-    max_examples=12,
+    max_examples=num_examples(12),
     deadline=None,
     derandomize=True,
     database=None,

@@ -34,6 +34,8 @@ from gemini_bench.gpu_trainee import fitted, require_same_losses
 from gemini_bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
 from gemini_bench.session import Session
 
+pytestmark = pytest.mark.slow
+
 KIB = 1 << 10
 GB = 10**9
 
