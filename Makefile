@@ -1,4 +1,5 @@
 # make demo   train a GPT several times larger than the memory it is allowed, and verify it
+# make check  lint and the fast tests, in about 3 minutes on two cores
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
@@ -13,7 +14,7 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
-.PHONY: demo test bench lint format package sanitize setup clean
+.PHONY: demo check test bench lint format package sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -21,6 +22,9 @@ setup:
 demo: setup
 	@mkdir -p demo-output/disk
 	.venv/bin/gemini train $(DEMO_ARGS)
+
+check: setup
+	@scripts/check.sh fast
 
 test: setup
 	@scripts/check.sh py $(PYTEST_ARGS)
@@ -43,6 +47,6 @@ sanitize: setup
 	@scripts/check.sh sanitize
 
 clean:
-	rm -rf .venv build dist demo-output *.egg-info gemini/_C.*.so
+	rm -rf .venv build dist demo-output *.egg-info benchmarks/*.egg-info benchmarks/build gemini/_C.*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import gemini
-from gemini.train.model import GPT, GPTConfig, language_loss
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import distributed as dist
 
 import gemini
 from gemini.checkpoint import is_complete, load, save
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.parallel import join_ranks
-from gemini.train.model import GPT, GPTConfig, language_loss
 
 GLOBAL_BATCH = 4
 

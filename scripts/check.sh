@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {py|cpp|standin|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
-# `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
+# The checks, one function each:  scripts/check.sh {fast|py|cpp|standin|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
+# `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,13 +43,14 @@ is_short() {
   [ -z "$long" ] || { printf '%s\n' "longer than $MAX_LINES lines:" "$long" >&2; return 1; }
 }
 
-# mypy cannot see that parallel/ is gemini.parallel, so it gets the two folders laid out as they are installed.
+# mypy cannot see that parallel/ is gemini.parallel, so it gets the folders laid out as they are installed.
 check_types() {
   local view=build/typing
   rm -rf "$view" && mkdir -p "$view/gemini"
   ln -s "$ROOT"/gemini/* "$view/gemini/"
   ln -s "$ROOT/parallel" "$view/gemini/parallel"
-  (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini)
+  ln -s "$ROOT/benchmarks/gemini_bench" "$view/gemini_bench"
+  (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini -p gemini_bench)
 }
 
 lint() {
@@ -68,11 +69,22 @@ format() {
 }
 
 # ------------------------------------------------------------------------------------------------- tests
+readonly SPREAD=(-n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal)
+
 # All tests are spread over processes; those that arguments choose run in one, where -s and --pdb work and times compare.
 py() {
-  local spread=()
-  [ $# -gt 0 ] || spread=(-n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal)
-  check "pytest" env ${spread[0]+OMP_NUM_THREADS=1} "$BIN/python" -m pytest "${spread[@]}" "$@"
+  if [ $# -gt 0 ]; then
+    check "pytest" "$BIN/python" -m pytest "$@"
+  else
+    check "pytest" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}"
+  fi
+}
+
+# The loop of every day. What is left out, tests marked `slow`, starts processes or kills them, compiles, or trains for long.
+fast() {
+  lint
+  check "pytest, without slow tests" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" -m "not slow" \
+    --hypothesis-profile dev
 }
 
 # build_tests FOLDER TARGETS [cmake options]: configure and build C++ tests; the target cpp_tests is all of them.
@@ -130,7 +142,7 @@ standin() {
     say "tests of Adam's kernel on a GPU left out: nvcc is missing"
     without=(--ignore "$kernel")
   fi
-  check "tests of a GPU on the stand-in" "${tests[@]}" -n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal "${without[@]}"
+  check "tests of a GPU on the stand-in" "${tests[@]}" "${SPREAD[@]}" "${without[@]}"
 }
 
 # The thread sanitizer looks at the parts that own threads.
@@ -174,7 +186,7 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
+  fast | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
   all) lint; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac

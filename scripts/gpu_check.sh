@@ -151,7 +151,7 @@ stage_build() {
   if [ -n "$kit" ]; then
     cp "$kit"/_C.*.so gemini/
   elif [ "${GEMINI_CHECK_VENV:-}" = system ]; then
-    "$python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . || return 1
+    "$python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . -e ./benchmarks || return 1
   else
     PYTHON=${PYTHON:-python3} scripts/setup.sh || return 1
   fi
@@ -169,7 +169,7 @@ sys.exit(None if _C.build_info()["cuda"] else "built without CUDA")
 END
 }
 
-stage_check() { "$python" -m gemini.cli.main check; }
+stage_check() { "$python" -m gemini check; }
 
 # -- tests
 stage_cpp() {
@@ -207,9 +207,9 @@ stage_others() { gpu_tests tests --ignore=tests/training --ignore=tests/parallel
 # Named from here, where it is below: records keep the command that made them, and no path of this machine.
 record() { echo "${results#"$PWD"/}/gpu_${gpu_name}_$(date +%Y%m%d)_$1.json"; }
 
-stage_adam() { "$python" -m gemini.cli.main bench adam --device cuda --out "$(record adam)" $adam_size; }
+stage_adam() { "$python" -m gemini_bench adam --device cuda --out "$(record adam)" $adam_size; }
 
-bench_gpu() { "$python" -m gemini.cli.main bench gpu --out "$(record "$1")" $bench_size --only "$1"; }
+bench_gpu() { "$python" -m gemini_bench gpu --out "$(record "$1")" $bench_size --only "$1"; }
 for name in copies remap preop resident offload bound largest peers; do
   eval "stage_$name() { bench_gpu $name; }"
 done
@@ -222,11 +222,12 @@ else
   PATH=$(dirname "$python"):$PATH  # its cmake and ninja first
 fi
 if [ -n "$kit" ]; then
-  # Nothing is installed: the two folders laid out as they would be.
+  # Nothing is installed: the folders laid out as they would be.
   rm -rf build/gpu-view && mkdir -p build/gpu-view/gemini
   cp "$kit"/_C.*.so gemini/
   ln -s "$ROOT"/gemini/* build/gpu-view/gemini/
   ln -s "$ROOT/parallel" build/gpu-view/gemini/parallel
+  ln -s "$ROOT/benchmarks/gemini_bench" build/gpu-view/gemini_bench
   export PYTHONPATH=$ROOT/build/gpu-view${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 fi
 gpu_name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1)

@@ -92,15 +92,15 @@ make_venv() {
 
 build() {
   local want
-  want=$(find csrc gemini parallel CMakeLists.txt setup.py pyproject.toml -type f \
+  want=$(find csrc gemini parallel benchmarks CMakeLists.txt setup.py pyproject.toml -type f \
     \( -path 'csrc/*' -o -name '__init__.py' -o -name CMakeLists.txt -o -name setup.py -o -name pyproject.toml \) \
     -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
     | digest "${GEMINI_CUDA:-}" "${GEMINI_URING:-}" "$GEMINI_WERROR" "$(missing_packages)" "$(cat "$STAMPS/venv")")
   if is_fresh build "$want" && compgen -G 'gemini/_C.*.so' > /dev/null; then return; fi
   say "building gemini._C and installing the checkout into $VENV: takes some minutes, the first time longer"
-  quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . \
+  quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . -e ./benchmarks \
     || die "the build failed"
-  quietly "$VENV/bin/python" -c 'import gemini' || die "the build does not import"
+  quietly "$VENV/bin/python" -c 'import gemini, gemini_bench' || die "the build does not import"
   mark build "$want"
 }
 

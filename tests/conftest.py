@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("dev", max_examples=10)  # of `make check`; else hypothesis' own, 100
 
 
 def pytest_configure(config: pytest.Config) -> None:

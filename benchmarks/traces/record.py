@@ -18,8 +18,8 @@ from models import Decoder, EncoderDecoder, Mixer, Shape, VisionTransformer, wid
 from torch import Tensor, nn
 
 import gemini
+from gemini.jobs.gpt.model import GPT, GPTConfig
 from gemini.memstats import Trace
-from gemini.train.model import GPT, GPTConfig
 
 HERE = Path(__file__).parent
 _STEPS = 2  # the warmup, and the one in which its order is timed

@@ -6,17 +6,27 @@ import argparse
 import errno
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from gemini._C import build_info
-from gemini.cli import bench, check, ckpt, plan, simulate, trace, train
+from gemini.cli import check, ckpt, plan, simulate, trace, train
+from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+
+COMMANDS: dict[str, AddParser] = {
+    "check": check.add_parser,
+    "plan": plan.add_parser,
+    "train": train.add_parser,
+    "ckpt": ckpt.add_parser,
+    "trace": trace.add_parser,
+    "simulate": simulate.add_parser,
+}
 
 EPILOG = """\
 start here:
@@ -29,15 +39,15 @@ start here:
   gemini ckpt verify out/run           inspect, verify and convert its checkpoints
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
-  gemini bench --help                  measure on this machine
   gemini simulate --help               what a recorded step would take elsewhere
+  gemini bench --help                  measure on this machine (installed by itself: pip install ./benchmarks)
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command."""
+def build_parser(added: Mapping[str, AddParser] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command, with ``added`` commands after its own."""
     parser = argparse.ArgumentParser(
         prog="gemini",
         description="Train PyTorch models several times larger than the memory they are allowed.",
@@ -46,20 +56,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, plan, train, ckpt, trace, simulate, bench):
-        command.add_parser(subparsers)
+    for add_parser in (*COMMANDS.values(), *(added or {}).values()):
+        add_parser(subparsers)
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+def main(arguments: Sequence[str] | None = None, *, added: Mapping[str, AddParser] | None = None) -> int:
+    """Run one command and return its exit code. ``added`` commands are there beside those that are installed.
 
     An error of ours is one line on standard error and code 2; Ctrl-C is code 130. Any other exception, of a
     model's own code for one, is shown as Python does, and is code 2 as well: 1 is a verdict of the command. A
     reader of standard output that has left (head, less) is no error; a full disk under it is one.
     """
     try:
-        code = _run(arguments)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), added or {})
     except GeminiError as error:
         say_error(error)
         code = EXIT_ERROR
@@ -86,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _flush() or code
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    options = _parsed(list(sys.argv[1:] if arguments is None else arguments))
+def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
+    options = _parsed(arguments, added)
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
         logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     _require_directory()
@@ -105,11 +115,13 @@ def _require_directory() -> None:
         ) from None
 
 
-def _parsed(arguments: list[str]) -> argparse.Namespace:
-    if arguments[:1] != ["trace"]:
-        return build_parser().parse_args(arguments)
+def _parsed(arguments: list[str], added: Mapping[str, AddParser]) -> argparse.Namespace:
+    called = arguments[0] if arguments else ""
+    parser = build_parser({**added, **added_commands(called, {*COMMANDS, *added})})
+    if called != "trace":
+        return parser.parse_args(arguments)
     own, script = trace.split_script(arguments)
-    options = build_parser().parse_args(own)
+    options = parser.parse_args(own)
     options.script = script
     return options
 

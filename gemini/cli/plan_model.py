@@ -17,9 +17,9 @@ from gemini.cli.plan_hugging_face import hugging_face
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
 from gemini.runtime.nested import map_tensors
-from gemini.train.model import GPT, GPTConfig, language_loss
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
 PRESETS = {

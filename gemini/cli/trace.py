@@ -16,8 +16,8 @@ from gemini.errors import ConfigError, GeminiError
 from gemini.files import io_errors
 
 if TYPE_CHECKING:
+    from gemini.jobs.gpt.config import TrainConfig
     from gemini.timeline import StepSummary, TimelineRecorder
-    from gemini.train.config import TrainConfig
 
 EPILOG = """\
 examples:
@@ -104,8 +104,8 @@ def run(options: argparse.Namespace) -> int:
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
-    from gemini.train.display import LineDisplay, SilentDisplay
-    from gemini.train.recording import record_training
+    from gemini.jobs.gpt.display import LineDisplay, SilentDisplay
+    from gemini.jobs.gpt.recording import record_training
 
     config = train.config_from(options, steps=options.warmup + options.record)
     out.prepare()

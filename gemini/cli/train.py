@@ -12,8 +12,8 @@ from typing import Any
 
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError, OutOfBudgetError
-from gemini.train.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
-from gemini.train.run_directory import saved_options
+from gemini.jobs.gpt.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
+from gemini.jobs.gpt.run_directory import saved_options
 
 EPILOG = """\
 examples:
@@ -86,9 +86,9 @@ def run(options: argparse.Namespace) -> int:
     _refuse_ranks()
     config = config_from(options)
     from gemini.cli.console import Console, print_json
-    from gemini.train import job
-    from gemini.train.display import make_display
-    from gemini.train.summary import difference_table, summary_table
+    from gemini.jobs.gpt import job
+    from gemini.jobs.gpt.display import make_display
+    from gemini.jobs.gpt.summary import difference_table, summary_table
 
     # Progress goes to standard error: standard output is the result, for people or for a script.
     display = make_display(Console(stderr=True), steps=config.steps, quiet=options.quiet)

@@ -25,11 +25,13 @@ from fault_training import (
 )
 
 from gemini import checkpoint
-from gemini.bench.checkpoint_kills import kill_and_resume
 from gemini.checkpoint.contents import optimizer_file
 from gemini.checkpoint.directory import check_contents, latest, read_manifest
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import IoError
+from gemini_bench.checkpoint_kills import kill_and_resume
+
+pytestmark = pytest.mark.slow
 
 
 def start_saving(place: Path) -> tuple[int, BinaryIO]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fault_training import adam, file_size_limit, managed, train_step
-from interrupts import InterruptAt
+from interrupts import interrupt_at
 
 from gemini import checkpoint
 from gemini.checkpoint.convert import convert
@@ -62,7 +62,7 @@ def test_ctrl_c_inside_of_torch_is_code_130(saved: Path, tmp_path: Path, form: s
     codes, number = [EXIT_INTERRUPTED], 1
     while codes[-1]:
         sys.settrace(
-            InterruptAt(number, "call", ("checkpoint/utils.py", "filesystem.py", "serialization.py"))
+            interrupt_at(number, "call", ("checkpoint/utils.py", "filesystem.py", "serialization.py"))
         )
         try:
             codes.append(main(command))

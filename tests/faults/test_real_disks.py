@@ -21,6 +21,8 @@ from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError, IoError
 from gemini.offload import AsyncFile
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 PIECE = 256 * 1024
 CHUNK = ChunkSpec(ChunkKind.PARAM, MIB // 4, torch.float32)

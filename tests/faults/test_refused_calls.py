@@ -20,6 +20,8 @@ from gemini.checkpoint.workers import Workers
 from gemini.errors import IoError, StateError, ThreadError
 from gemini.offload import AsyncFile
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 HERE = Path(__file__).parent
 needs_seccomp = pytest.mark.skipif(

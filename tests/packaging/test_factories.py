@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("gemini/train/", "gemini/bench/", "gemini/cli/")
+LEFT_OUT = ("gemini/jobs/", "gemini/cli/")
 FILES = sorted(
     path
     for folder in ("gemini", "parallel")

@@ -7,6 +7,17 @@ from collections.abc import Iterator
 import pytest
 from processes import close_workers
 
+_STARTS_PROCESSES = {"processes", "hosts"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all tests of a module that has a function of those that start processes."""
+    for item in items:
+        names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+        if _STARTS_PROCESSES & {getattr(value, "__module__", None) for value in names}:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def workers_end_with_the_session() -> Iterator[None]:

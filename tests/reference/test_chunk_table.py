@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from num_examples import num_examples
 from reference_table import (
     COMPUTE,
     DEVICE,
@@ -351,7 +352,7 @@ def test_table_agrees_with_the_reference_model() -> None:
     run_state_machine_as_test(
         TableMachine,
         settings=settings(
-            max_examples=250,
+            max_examples=num_examples(250),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from num_examples import num_examples
 from reference_table import COMPUTE, DEVICE, FREE, HOLD, HOST, Flight, Kind
 from test_chunk_table import INDEX, TableMachine
 
@@ -119,6 +120,9 @@ def test_table_agrees_with_the_reference_model_of_uses_on_host() -> None:
     run_state_machine_as_test(
         HostMachine,
         settings=settings(
-            max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=checks
+            max_examples=num_examples(300),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=checks,
         ),
     )

@@ -21,6 +21,8 @@ from gemini import ConfigError, HybridAdam, OutOfBudgetError
 from gemini.chunk import ComputeDevice
 from gemini.runtime import activations
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 128
 
 # DEVICE and HOST in blocks, and whether there is a DISK. Model data takes 64 or more, a forward pass saves 24

@@ -13,6 +13,8 @@ from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import GeminiDDP, StateError, checkpoint
 
+pytestmark = pytest.mark.slow
+
 WHERE = (
     "line",
     (

@@ -15,6 +15,7 @@ import torch
 from disk_space import INDEX_BYTES, disk_space
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from training_harness import (
     KIB,
     Outcome,
@@ -122,7 +123,7 @@ def test_placement_never_changes_the_numbers(case: Case, tmp_path: Path) -> None
 
 
 @settings(
-    max_examples=12,
+    max_examples=num_examples(12),
     deadline=None,
     derandomize=True,
     database=None,
@@ -182,7 +183,9 @@ def test_a_small_disk_keeps_its_budget_after_trouble(
             trip()
 
     monkeypatch.setattr(AsyncFile, "discard", discard_or_trip)
-    options = tight(tmp_path, 292 * KIB, host_bytes=100 * KIB, disk_bytes=200 * KIB)
+    # Every forward pass gives up places under a policy that measures nothing. Under a plan, which follows the
+    # speed of the disk, it may be next to none.
+    options = tight(tmp_path, 292 * KIB, host_bytes=100 * KIB, disk_bytes=200 * KIB, placement_policy="cpu")
     troubled, taken = [0], []
 
     def loss_again(model: torch.nn.Module, index: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from test_sequences import USES, Core, Side, Use
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,6 +32,8 @@ from training_harness import (
 from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, StateError, checkpoint
+
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 
@@ -145,7 +148,7 @@ def test_parameters_that_the_next_step_does_not_use_are_updated_all_the_same(
 
 
 @settings(
-    max_examples=25,
+    max_examples=num_examples(25),
     deadline=None,
     derandomize=True,
     database=None,

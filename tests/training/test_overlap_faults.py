@@ -18,6 +18,8 @@ from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, che
 from gemini.optim import chunk_update
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

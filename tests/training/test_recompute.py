@@ -30,7 +30,7 @@ from gemini.placement.recompute import RecomputeChoice
 from gemini.placement.recomputed_trace import BlockCall
 from gemini.runtime import learned, recompute
 
-pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
 
 Chooser = Callable[..., RecomputeChoice]
 

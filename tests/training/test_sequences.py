@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from torch import Tensor, nn
 from training_harness import KIB, assert_same_state, assert_within_budgets, seeded, tight
 from training_models import Around, square_loss
@@ -153,7 +154,7 @@ USES: tuple[Use, ...] = (
 
 
 @settings(
-    max_examples=30,
+    max_examples=num_examples(30),
     deadline=None,
     derandomize=True,
     database=None,

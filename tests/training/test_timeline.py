@@ -32,6 +32,8 @@ from gemini.errors import StateError
 from gemini.timeline import Timeline, TimelineRecorder, Transfer
 from gemini.timeline.computing import computing
 
+pytestmark = pytest.mark.slow
+
 CLIPPED = Recipe(steps=6, accumulate=2, clip=("norm", 0.1))
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gemini.train.model import GPT, GPTConfig, language_loss
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 
 CONFIG = GPTConfig(vocab=32, layers=2, hidden=32, heads=2, seq=16)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gemini.bench.session import WorkerRun
-from gemini.bench.watch import Ending, WatchedRun
-from gemini.bench.worker import find_task
+from gemini_bench.session import WorkerRun
+from gemini_bench.watch import Ending, WatchedRun
+from gemini_bench.worker import find_task
 
 
 def in_process(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gemini.train.config import TrainConfig
-from gemini.train.engine import PlainEngine
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.engine import PlainEngine
 
 BUDGETS = {"device": 1000, "host": 0, "disk": 10_000}
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.source import Example, ModelSource
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.memstats import LinkSpeed
 from gemini.runtime.config import GeminiConfig
-from gemini.train.model import GPT, GPTConfig, language_loss
 
 KIB, MIB = 1024, 1024**2
 SEQ = 32

@@ -16,18 +16,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemini.bench import endurance, largest, offload, preop, resident, runtime
-from gemini.bench.cases import run_cases
-from gemini.bench.record import Row, environment
-from gemini.bench.session import CaseResult, Session, WorkerFailed, WorkerRun, measure_bare_bytes, run_worker
-from gemini.bench.table import render, value_text
-from gemini.bench.trainee import GPT2_124M, ManagedTrainee, PlainTrainee, make_batches, train
-from gemini.bench.watch import Ending, WatchedRun, run_watched
-from gemini.bench.worker import find_task
-from gemini.cli import bench as command
-from gemini.cli.bench_output import publish
 from gemini.errors import ConfigError, IoError, StateError
-from gemini.train.model import GPTConfig, num_parameters
+from gemini.jobs.gpt.model import GPTConfig, num_parameters
+from gemini_bench import endurance, largest, offload, preop, resident, runtime
+from gemini_bench.cases import run_cases
+from gemini_bench.cli import bench as command
+from gemini_bench.cli.output import publish
+from gemini_bench.record import Row, environment
+from gemini_bench.session import CaseResult, Session, WorkerFailed, WorkerRun, measure_bare_bytes, run_worker
+from gemini_bench.table import render, value_text
+from gemini_bench.trainee import GPT2_124M, ManagedTrainee, PlainTrainee, make_batches, train
+from gemini_bench.watch import Ending, WatchedRun, run_watched
+from gemini_bench.worker import find_task
+
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 TINY = GPTConfig(vocab=32, layers=1, hidden=16, heads=2, seq=8)

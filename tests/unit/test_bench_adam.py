@@ -13,7 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from gemini.bench import (
+from gemini.errors import ConfigError
+from gemini.jobs.gpt.model import GPTConfig
+from gemini_bench import (
     adam,
     adam_cases,
     adam_cuda,
@@ -23,17 +25,15 @@ from gemini.bench import (
     adam_small,
     paired,
 )
-from gemini.bench import adam_ours as ours
-from gemini.bench.adam_measure import Settings, measure, parse_count, require_memory
-from gemini.bench.adam_peers import DEEPSPEED, TORCH, mixed_name, own_bf16_name
-from gemini.bench.paired import AbsentRow, Spread, Timings, spread_row, unmeasured_row
-from gemini.bench.record import Row
-from gemini.bench.session import CaseResult, Session, WorkerRun
-from gemini.bench.table import render
-from gemini.bench.watch import Ending, WatchedRun
-from gemini.cli import bench as command
-from gemini.errors import ConfigError
-from gemini.train.model import GPTConfig
+from gemini_bench import adam_ours as ours
+from gemini_bench.adam_measure import Settings, measure, parse_count, require_memory
+from gemini_bench.adam_peers import DEEPSPEED, TORCH, mixed_name, own_bf16_name
+from gemini_bench.cli import bench as command
+from gemini_bench.paired import AbsentRow, Spread, Timings, spread_row, unmeasured_row
+from gemini_bench.record import Row
+from gemini_bench.session import CaseResult, Session, WorkerRun
+from gemini_bench.table import render
+from gemini_bench.watch import Ending, WatchedRun
 
 LAYOUTS = [
     ours.FP32,

@@ -15,7 +15,10 @@ import torch
 from bench_gpu_harness import figures, in_process
 
 from gemini import device as gemini_device
-from gemini.bench import (
+from gemini.chunk import TierBudgets
+from gemini.cli.main import main
+from gemini.errors import ConfigError, StateError
+from gemini_bench import (
     gpu,
     gpu_bound,
     gpu_copies,
@@ -25,14 +28,13 @@ from gemini.bench import (
     gpu_remap,
     gpu_resident,
 )
-from gemini.bench.gpu_device import CUDA, SIMULATED, open_bench_device
-from gemini.bench.gpu_trainee import fitted, require_same_losses
-from gemini.bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
-from gemini.bench.session import Session
-from gemini.chunk import TierBudgets
-from gemini.cli.bench_gpu import HELP
-from gemini.cli.main import main
-from gemini.errors import ConfigError, StateError
+from gemini_bench.cli.gpu import HELP
+from gemini_bench.gpu_device import CUDA, SIMULATED, open_bench_device
+from gemini_bench.gpu_trainee import fitted, require_same_losses
+from gemini_bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
+from gemini_bench.session import Session
+
+pytestmark = pytest.mark.slow
 
 KIB = 1 << 10
 GB = 10**9
@@ -341,7 +343,7 @@ def test_help_explains_every_case() -> None:
 def test_a_model_has_as_many_layers_as_fit(
     free_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemini.bench.gpu_trainee.free_memory_bytes", lambda: 64 * GB)
+    monkeypatch.setattr("gemini_bench.gpu_trainee.free_memory_bytes", lambda: 64 * GB)
     config = fitted(LLAMA_1B, 4096, device_bytes_each=36, host_bytes_each=16, free_bytes=free_bytes)
     assert (config == LLAMA_1B) is whole
     assert 36 * num_parameters(config) < free_bytes

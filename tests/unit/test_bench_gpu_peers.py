@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from bench_gpu_harness import figures, in_process
 
-from gemini.bench import gpu_offloaders, gpu_peers
-from gemini.bench.gpu_device import SIMULATED
-from gemini.bench.session import Session, WorkerRun
-from gemini.bench.watch import Ending, WatchedRun
+from gemini_bench import gpu_offloaders, gpu_peers
+from gemini_bench.gpu_device import SIMULATED
+from gemini_bench.session import Session, WorkerRun
+from gemini_bench.watch import Ending, WatchedRun
 
 
 @pytest.mark.parametrize(("ours", "nbytes", "met"), [(1.0, 100, True), (1.01, 101, False)])

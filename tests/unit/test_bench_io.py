@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gemini.bench import (
+from gemini.errors import ConfigError, StateError
+from gemini_bench import (
     cases,
     io,
     io_cases,
@@ -22,14 +23,13 @@ from gemini.bench import (
     nvme,
     nvme_alldisk,
 )
-from gemini.bench.io_settings import QUICK, Settings, pieces
-from gemini.bench.io_turns import DIRECTIONS, READ, WRITE, Mover, run_turns
-from gemini.bench.record import Row
-from gemini.bench.session import CaseResult, Session, WorkerRun
-from gemini.bench.watch import Ending, WatchedRun
-from gemini.cli import bench as bench_command
-from gemini.cli import bench_disk as command
-from gemini.errors import ConfigError, StateError
+from gemini_bench.cli import bench as bench_command
+from gemini_bench.cli import disk as command
+from gemini_bench.io_settings import QUICK, Settings, pieces
+from gemini_bench.io_turns import DIRECTIONS, READ, WRITE, Mover, run_turns
+from gemini_bench.record import Row
+from gemini_bench.session import CaseResult, Session, WorkerRun
+from gemini_bench.watch import Ending, WatchedRun
 
 MIB = 2**20
 
@@ -41,7 +41,7 @@ def judged(rows: list[Row]) -> dict[str, bool]:
 def in_this_process(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:
     """Run a worker's task here, its options and result through JSON."""
     module, _, name = task.partition(".")
-    tasks = importlib.import_module(f"gemini.bench.{module}").TASKS
+    tasks = importlib.import_module(f"gemini_bench.{module}").TASKS
     found = json.loads(json.dumps(tasks[name](json.loads(json.dumps(options))), allow_nan=False))
     return WorkerRun(found, WatchedRun(Ending.FINISHED, 0, 0.1, 10**9, "", ""))
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from gemini.bench import (
+from gemini.errors import ConfigError, StateError
+from gemini.optim import state_file, state_ring
+from gemini_bench import (
     nvme,
     nvme_alldisk,
     nvme_bare,
@@ -20,12 +22,10 @@ from gemini.bench import (
     nvme_plain,
     nvme_stream,
 )
-from gemini.bench.nvme_settings import STATE_BYTES, Settings
-from gemini.bench.record import Row
-from gemini.bench.session import Session, WorkerRun
-from gemini.bench.watch import Ending, WatchedRun
-from gemini.errors import ConfigError, StateError
-from gemini.optim import state_file, state_ring
+from gemini_bench.nvme_settings import STATE_BYTES, Settings
+from gemini_bench.record import Row
+from gemini_bench.session import Session, WorkerRun
+from gemini_bench.watch import Ending, WatchedRun
 
 MIB = 2**20
 FINISHED = WatchedRun(Ending.FINISHED, 0, 0.1, 10**9, "", "")
@@ -44,7 +44,7 @@ def judged(rows: list[Row]) -> dict[str, bool]:
 def in_this_process(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:
     """Run a worker's task here, its options and result through JSON."""
     module, _, name = task.partition(".")
-    tasks = importlib.import_module(f"gemini.bench.{module}").TASKS
+    tasks = importlib.import_module(f"gemini_bench.{module}").TASKS
     found = json.loads(json.dumps(tasks[name](json.loads(json.dumps(options))), allow_nan=False))
     return WorkerRun(found, FINISHED)
 

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from gemini.bench import paired
-from gemini.bench.paired import Contender, Spread, Timings
 from gemini.errors import StateError
+from gemini_bench import paired
+from gemini_bench.paired import Contender, Spread, Timings
 
 
 @pytest.fixture(autouse=True)

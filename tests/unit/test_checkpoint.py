@@ -40,6 +40,7 @@ def large_chunks(directory: Path) -> dict[str, Any]:
 PLACES = [resident, tight, three_tiers, large_chunks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)

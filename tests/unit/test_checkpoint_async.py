@@ -67,6 +67,7 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("place", [resident, on_disk])

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from gemini.bench.checkpoint import CASES
 from gemini.cli.main import main
+from gemini_bench.checkpoint import CASES
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", CASES)

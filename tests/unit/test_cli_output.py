@@ -58,7 +58,7 @@ def test_a_full_disk_under_the_output_is_an_error_of_one_line(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # argparse ignores an error of its own writing
-    command = [sys.executable, "-m", "gemini.cli.main", *arguments]
+    command = [sys.executable, "-m", "gemini", *arguments]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == EXIT_ERROR

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from gemini.bench.placement_search import transformer
-from gemini.bench.placement_traces import TRACES, dram_nvme
 from gemini.memstats import LINKS, LinkSpeed, Trace
 from gemini.placement.effort import Effort
 from gemini.placement.iteration import Iteration
@@ -16,6 +14,10 @@ from gemini.placement.machine import Machine
 from gemini.placement.planner import by_density, choose_plan
 from gemini.placement.problem import PlanProblem
 from gemini.placement.simulator import Simulation, Simulator
+from gemini_bench.placement_search import transformer
+from gemini_bench.placement_traces import TRACES, dram_nvme
+
+pytestmark = pytest.mark.slow
 
 _LAYERS = 12
 

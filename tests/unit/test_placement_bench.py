@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from gemini.bench.placement import CASES
-from gemini.bench.placement_search import transformer
-from gemini.bench.placement_traces import TRACES, gpu_cpu
 from gemini.cli.main import main
 from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
+from gemini_bench.placement import CASES
+from gemini_bench.placement_search import transformer
+from gemini_bench.placement_traces import TRACES, gpu_cpu
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", ["exact", "plan-time", "predicted", "overlap", "activations"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gemini.bench.placement_exact import Tiny, random_tiny, shortest_step
 from gemini.placement.bound import lower_bound
 from gemini.placement.planner import choose_plan
 from gemini.placement.simulator import Simulator
+from gemini_bench.placement_exact import Tiny, random_tiny, shortest_step
+
+pytestmark = pytest.mark.slow
 
 
 def reads(*chunks: int) -> tuple[tuple[int, bool], ...]:

@@ -50,6 +50,7 @@ def steps(tokens: int, cell: bool) -> ModelSource:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [False, True])
 def test_memory_and_time_of_a_token_loop_are_those_of_the_whole_step(
     cell: bool, monkeypatch: pytest.MonkeyPatch

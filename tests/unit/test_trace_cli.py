@@ -13,10 +13,10 @@ from torch.nn.modules import module as torch_module
 
 from gemini.cli import main
 from gemini.errors import ConfigError
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.display import SilentDisplay
+from gemini.jobs.gpt.recording import record_training
 from gemini.timeline import TimelineRecorder
-from gemini.train.config import TrainConfig
-from gemini.train.display import SilentDisplay
-from gemini.train.recording import record_training
 
 TINY = [
     "--layers",

@@ -13,9 +13,9 @@ import pytest
 from gemini.cli import train
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
-from gemini.train.config import TrainConfig
-from gemini.train.run_directory import RunDirectory
-from gemini.train.schedule import lr_factor
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.run_directory import RunDirectory
+from gemini.jobs.gpt.schedule import lr_factor
 
 
 def parse(*arguments: str) -> argparse.Namespace:

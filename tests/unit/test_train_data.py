@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gemini.errors import ConfigError, IoError
-from gemini.train.data import ByteCorpus
+from gemini.jobs.gpt.data import ByteCorpus
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from fake_train_engine import FakeEngine, fake_is_complete
 
 from gemini.cli import main
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.train import job
-from gemini.train.config import TrainConfig
-from gemini.train.job import TrainResult
-from gemini.train.picture import draw_timeline
-from gemini.train.run_directory import RunDirectory
-from gemini.train.verify import WeightFile
+from gemini.jobs.gpt import job
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.job import TrainResult
+from gemini.jobs.gpt.picture import draw_timeline
+from gemini.jobs.gpt.run_directory import RunDirectory
+from gemini.jobs.gpt.verify import WeightFile
 
 TIMELINE = [
     {

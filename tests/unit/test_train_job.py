@@ -18,11 +18,11 @@ from fake_train_engine import FakeEngine, fake_is_complete
 from rich.console import Console
 
 from gemini.errors import CheckpointError, ConfigError, GeminiError
-from gemini.train import job
-from gemini.train.config import TrainConfig
-from gemini.train.job import TrainResult
-from gemini.train.run_directory import RunDirectory, saved_options
-from gemini.train.summary import summary_table
+from gemini.jobs.gpt import job
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.job import TrainResult
+from gemini.jobs.gpt.run_directory import RunDirectory, saved_options
+from gemini.jobs.gpt.summary import summary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,7 +285,7 @@ def test_a_run_of_two_kinds_of_devices_goes_on_and_is_not_verified(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("job", "engine"):
-        monkeypatch.setattr(f"gemini.train.{module}.resolve_device", lambda _device: torch.device("cpu"))
+        monkeypatch.setattr(f"gemini.jobs.gpt.{module}.resolve_device", lambda _device: torch.device("cpu"))
     run(config, stopping_at(3))
     with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
         run(config, resume=True, device="cuda", verify=True)

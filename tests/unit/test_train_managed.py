@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from gemini.errors import OutOfBudgetError
-from gemini.train import job, training
-from gemini.train.config import TrainConfig
-from gemini.train.display import SilentDisplay
-from gemini.train.model import language_loss
-from gemini.train.report import StepReport
+from gemini.jobs.gpt import job, training
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.gpt.display import SilentDisplay
+from gemini.jobs.gpt.model import language_loss
+from gemini.jobs.gpt.report import StepReport
 
 TINY = TrainConfig(layers=2, hidden=32, heads=2, seq=32, batch=2, steps=6)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture

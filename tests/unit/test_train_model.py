@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemini.errors import ConfigError
-from gemini.train.model import GPT, GPTConfig, language_loss, num_parameters
+from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 
 SMALL = GPTConfig(vocab=256, layers=3, hidden=24, heads=4, seq=16)
 

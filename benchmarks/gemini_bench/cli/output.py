@@ -1,0 +1,81 @@
+"""What the benchmark commands share: common options, progress, the record and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gemini.cli.console import print_json
+from gemini.errors import ConfigError
+
+EXIT_MISSED = 1
+_PIPED_WIDTH = 130  # columns where nobody says how many there are
+
+EXIT_CODES = """\
+exit codes:
+  0 every target that was measured is met ({tiny}: every case ran)
+  1 a target missed or a case failed
+  2 an error, with its reason
+"""
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark has."""
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the record as one JSON object, not as a table"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the record to this file")
+
+
+def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir") -> None:
+    """Refuse now what would fail after minutes of measuring; ``option`` gave ``directory``."""
+    if not directory.is_dir():
+        raise ConfigError(f"{option} {directory} is not a directory; create it or name another")
+    if out is None:
+        return
+    target = out.resolve()
+    if not target.parent.is_dir():
+        raise ConfigError(f"--out {out}: its directory does not exist; create it or name another file")
+    if target.is_dir():
+        raise ConfigError(f"--out {out} is a directory; name a file in it")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"--out {out} cannot be written; change the permissions or name another file")
+
+
+def progress() -> Callable[[str], None]:
+    """Return what tells people, on standard error, what is being measured."""
+    from gemini.cli.console import Console
+
+    console = Console(stderr=True)
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False)
+
+
+def command() -> list[str]:
+    """Return the command line as it belongs into a record."""
+    return ["gemini", *map(shlex.quote, sys.argv[1:])]
+
+
+def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Print and write a record; return the exit code that it deserves."""
+    from gemini.cli.console import Console
+    from gemini_bench.cases import write_record
+    from gemini_bench.table import render
+
+    if options.json:
+        print_json(record)
+    else:
+        render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+    if options.out is not None:  # not before: a disk that is full by now does not cost the figures
+        write_record(record, options.out)
+    if not_measured := len(record.get("not_measured", ())):
+        targets = "1 target" if not_measured == 1 else f"{not_measured} targets"
+        install = record.get("install", "deepspeed")
+        progress()(f"{targets} not measured: " + (f"install {install}" if install else "see their rows"))
+    bad = record["failed"] or (record["missed"] and not record["quick"])
+    return EXIT_MISSED if bad else 0

@@ -1,0 +1,1 @@
+"""Ready-made programs over the runtime, a folder each."""

@@ -1,0 +1,1 @@
+"""A GPT on bytes of text, trained under byte budgets (``gemini train``)."""

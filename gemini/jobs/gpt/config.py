@@ -1,0 +1,143 @@
+"""Everything one training run is told, in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import ConfigError
+from gemini.jobs.gpt.model import GPTConfig
+
+POLICIES = ("auto", "cpu", "cuda", "const")
+PRECISIONS = ("fp32", "bf16")
+ACTIVATIONS = ("keep", "offload", "plan")
+VOCAB = 256
+"""One token per byte value."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of ``gemini train``; sizes are bytes, None leaves a budget to the runtime. ``device`` is what
+    ``GeminiDDP`` takes for one.
+
+    Raise ConfigError for a combination that cannot work.
+    """
+
+    data: str | None = None
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq: int = 128
+    batch: int = 4
+    steps: int = 40
+    lr: float = 1e-3
+    device: str = "cpu"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_dir: str | None = None
+    disk_bytes: int | None = None
+    non_model_bytes: int | None = None
+    policy: str = "auto"
+    precision: str = "fp32"
+    checkpoint: str | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
+    overwrite: bool = False
+    verify: bool = False
+    seed: int = 0
+    accumulate: int = 1
+    clip: float = 1.0
+    activation_checkpointing: bool = False
+    activations: str = "keep"
+
+    def __post_init__(self) -> None:
+        self.gpt()
+        for name in ("batch", "steps", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"--lr is {self.lr}; it must be a positive number, 1e-3 is a good start")
+        if not 0 <= self.clip < float("inf"):
+            raise ConfigError(f"--clip is {self.clip}; it must be a positive number, or 0 for no clipping")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        self._check_activations()
+        self._check_checkpointing()
+
+    def gpt(self) -> GPTConfig:
+        """Return the model this run trains."""
+        return GPTConfig(
+            vocab=VOCAB,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            seq=self.seq,
+            checkpoint_activations=self.activation_checkpointing,
+        )
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1).
+        Nor is the device, which law 1 says nothing of: a run may go on elsewhere, with other last digits."""
+        names = ("layers", "hidden", "heads", "seq", "batch", "lr", "precision", "seed", "accumulate", "clip")
+        return {name: getattr(self, name) for name in names}
+
+    def options(self) -> dict[str, Any]:
+        """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
+        given = asdict(self)
+        for name in ("checkpoint", "resume", "overwrite", "verify"):
+            del given[name]
+        for name in ("data", "disk_dir"):
+            if given[name] is not None:
+                given[name] = str(Path(given[name]).absolute())
+        return given
+
+    @property
+    def device_kind(self) -> str:
+        """Return the kind of device, of which numbers are the same: ``cpu`` or ``cuda``."""
+        return self.device.partition(":")[0]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many bytes of text one optimizer step learns from."""
+        return self.batch * self.seq * self.accumulate
+
+    def _check_activations(self) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(
+                f"--activations is {self.activations!r}; it must be one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.activations != "keep" and not (self.disk_dir or self.host_bytes):
+            raise ConfigError(
+                f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
+                "--host-bytes"
+            )
+        if self.activations == "plan" and self.device_kind != "cpu":
+            raise ConfigError(
+                f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
+                "--activations offload, or --activation-checkpointing"
+            )
+        if self.activations != "keep" and self.policy != "auto":
+            raise ConfigError(
+                f"--activations {self.activations} needs --policy auto, which measures what stays on DEVICE"
+            )
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpoint_every < 0:
+            raise ConfigError(
+                f"--checkpoint-every is {self.checkpoint_every}; it must be 0 (at the end) or more"
+            )
+        if self.checkpoint is None:
+            for option, given in (
+                ("--resume", self.resume),
+                ("--overwrite", self.overwrite),
+                ("--checkpoint-every", self.checkpoint_every > 0),
+            ):
+                if given:
+                    raise ConfigError(f"{option} needs --checkpoint DIR, the directory of the run")
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")

@@ -1,0 +1,225 @@
+"""Progress for people: a live panel on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gemini.config import format_bytes
+from gemini.jobs.gpt.report import StepReport, TierUse
+
+STOPPING = "stopping after this step; once more stops at once and loses what is not saved"
+_RECENT_STEPS = 20
+_PLAIN_LINES = 20
+_BAR_WIDTH = 32
+_TIER_STYLES = {"device": "green", "host": "cyan", "disk": "magenta"}
+
+
+class Display(Protocol):
+    """What a run tells while it goes on; a context manager around the whole run."""
+
+    def __enter__(self) -> Display:
+        """Take the screen."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give the screen back."""
+
+    def note(self, text: str) -> None:
+        """Say something that stays on the screen."""
+
+    def step(self, report: StepReport) -> None:
+        """Show a finished training step."""
+
+    def stopping(self) -> None:
+        """Say that the run ends after this step; safe within a signal handler."""
+
+    def verifying(self, step: int) -> None:
+        """Show that the unmanaged run has finished ``step`` (from 1)."""
+
+
+class SilentDisplay:
+    """Show nothing but the answer to Ctrl-C."""
+
+    def __enter__(self) -> SilentDisplay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        """Drop ``text``."""
+
+    def step(self, report: StepReport) -> None:
+        """Drop ``report``."""
+
+    def stopping(self) -> None:
+        """Write one line, past every buffer: the handler may have interrupted a write to the same stream."""
+        if sys.stderr is not None:  # else descriptor 2 may be any file
+            with suppress(OSError):
+                os.write(2, f"{STOPPING}\n".encode("ascii"))
+
+    def verifying(self, step: int) -> None:
+        """Drop ``step``."""
+
+
+class LineDisplay(SilentDisplay):
+    """Write about twenty lines per run, for logs and pipes."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._every = max(1, steps // _PLAIN_LINES)
+
+    def note(self, text: str) -> None:
+        """Write ``text`` as a line."""
+        self._write(text)
+
+    def step(self, report: StepReport) -> None:
+        """Write a line for the first, the last and every n-th step."""
+        if not self._is_due(report.step):
+            return
+        tiers = "  ".join(f"{name} {fill_text(use)}" for name, use in report.tiers.items())
+        self._write(
+            f"step {report.step}/{self._steps}  loss {report.loss:.4f}  lr {report.lr:.2e}  "
+            f"{report.tokens_per_second:,.0f} tokens/s  stalled {report.stall_share:.0%}  {tiers}"
+        )
+
+    def verifying(self, step: int) -> None:
+        """Write a line for the first, the last and every n-th step of the unmanaged run."""
+        if self._is_due(step):
+            self._write(f"verify: unmanaged step {step}/{self._steps}")
+
+    def _is_due(self, step: int) -> bool:
+        return step in (1, self._steps) or step % self._every == 0
+
+    def _write(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """Redraw one panel in place: progress, loss, speed and the fill of every tier."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._steps = steps
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._report: StepReport | None = None
+        self._verified = 0
+        self._stopping = False
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self.render)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Write ``text`` above the panel."""
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def step(self, report: StepReport) -> None:
+        """Show ``report`` at the next refresh."""
+        self._recent.append(report.seconds)
+        self._report = report
+
+    def stopping(self) -> None:
+        """Show the line at the next refresh."""
+        self._stopping = True
+
+    def verifying(self, step: int) -> None:
+        """Show the progress of the unmanaged run at the next refresh."""
+        self._verified = step
+
+    def render(self) -> RenderableType:
+        """Return the panel as it should look now."""
+        report = self._report
+        parts: list[RenderableType] = []
+        if report is None:
+            parts.append(Text("preparing the first step ...", style="dim"))
+        else:
+            parts += [self._progress(report), _tier_table(report)]
+        if self._verified:
+            parts.append(Text(f"verify: unmanaged step {self._verified}/{self._steps}", style="yellow"))
+        if self._stopping:
+            parts.append(Text(STOPPING, style="bold red"))
+        return Group(*parts)
+
+    def _progress(self, report: StepReport) -> RenderableType:
+        left = (self._steps - report.step) * sum(self._recent) / max(1, len(self._recent))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(
+            Text(f"step {report.step}/{self._steps}", style="bold"),
+            ProgressBar(total=self._steps, completed=report.step, width=_BAR_WIDTH),
+            Text(f"loss {report.loss:.4f}", style="bold yellow"),
+            f"{report.tokens_per_second:,.0f} tokens/s",
+            f"{duration_text(left)} left",
+        )
+        return grid
+
+
+def make_display(console: Console, *, steps: int, quiet: bool) -> Display:
+    """Return the display that suits ``console``."""
+    if quiet:
+        return SilentDisplay()
+    return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(console, steps)
+
+
+def fill_text(use: TierUse) -> str:
+    """Return ``12.0 MiB/24.0 MiB``, or only the first where there is no limit."""
+    limit = "" if use.budget_bytes is None else f"/{format_bytes(use.budget_bytes)}"
+    return format_bytes(use.nbytes) + limit
+
+
+def duration_text(seconds: float) -> str:
+    """Return ``42s``, ``3m07s`` or ``2h05m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _tier_table(report: StepReport) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for name, use in report.tiers.items():
+        if use.budget_bytes == 0 and use.nbytes == 0:
+            continue
+        total = use.budget_bytes or max(use.peak_bytes, 1)
+        bar = ProgressBar(
+            total=total,
+            completed=use.nbytes,
+            width=_BAR_WIDTH,
+            complete_style=_TIER_STYLES.get(name, "green"),
+        )
+        grid.add_row(name.upper(), bar, fill_text(use))
+    share = report.stall_share
+    stalled = ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH, complete_style="red")
+    grid.add_row("stalled", stalled, f"{share:.0%} of the last step, lr {report.lr:.2e}")
+    return grid

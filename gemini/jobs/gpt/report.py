@@ -1,0 +1,130 @@
+"""What one step and one whole run amount to: plain numbers for the display, the metrics and the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemini.config import format_bytes
+from gemini.jobs.gpt.verify import Verdict
+
+TIERS = ("device", "host", "disk")
+LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """Bytes of one tier: now, at most so far, and allowed (None: no limit)."""
+
+    nbytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step; ``step`` counts from 1, ``stall_seconds`` is its own waiting, not the sum."""
+
+    step: int
+    loss: float
+    lr: float
+    seconds: float
+    tokens: int
+    stall_seconds: float
+    tiers: Mapping[str, TierUse]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the speed of this step."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Return the part of this step that was spent waiting for transfers, from 0 to 1."""
+        return min(1.0, self.stall_seconds / self.seconds) if self.seconds > 0 else 0.0
+
+    def to_metrics(self) -> dict[str, Any]:
+        """Return the line of metrics.jsonl; the loss keeps every bit."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "lr": self.lr,
+            "seconds": round(self.seconds, 6),
+            "tokens": self.tokens,
+            "stall_seconds": round(self.stall_seconds, 6),
+            **{f"{name}_bytes": use.nbytes for name, use in self.tiers.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
+    ``peak_non_model_bytes``: None where nothing was measured."""
+
+    parameters: int
+    model_data_bytes: int
+    budget_bytes: Mapping[str, int | None]
+    ratio: float | None
+    peak_bytes: Mapping[str, int]
+    peak_non_model_bytes: int | None
+    link_bytes: Mapping[str, int]
+    first_step: int
+    last_step: int
+    first_loss: float | None
+    last_loss: float | None
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    stall_share: float
+    interrupted: bool
+    checkpoint: str | None = None
+    picture: str | None = None
+    notes: tuple[str, ...] = ()
+    verify: Verdict | None = field(default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for summary.json and ``--json``."""
+        verdict = None if self.verify is None else self.verify.to_dict()
+        return {**asdict(self), "verify": verdict}
+
+
+def tier_uses(stats: Mapping[str, Any]) -> dict[str, TierUse]:
+    """Return the use of every tier out of ``GeminiDDP.stats()``."""
+    return {
+        name: TierUse(stats[name]["bytes"], stats[name]["peak_bytes"], stats[name]["budget_bytes"])
+        for name in TIERS
+        if name in stats
+    }
+
+
+def model_data_ratio(model_data_bytes: int, budgets: Mapping[str, int | None]) -> float | None:
+    """Return model data over what DEVICE and HOST may hold together; None where there is no limit."""
+    fast = [budgets.get(name) for name in ("device", "host")]
+    limits = [limit for limit in fast if limit is not None]
+    if len(limits) < len(fast) or sum(limits) == 0:
+        return None
+    return model_data_bytes / sum(limits)
+
+
+def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | None) -> list[str]:
+    """Return what to say where activations left model data no room: the runtime manages only the latter."""
+    used = max((int(entry["device_bytes"]) + int(entry["non_model_bytes"]) for entry in timeline), default=0)
+    if budget_bytes is None or used <= budget_bytes:
+        return []
+    return [
+        f"DEVICE held {format_bytes(used)} with activations and temporaries, above its budget of "
+        f"{format_bytes(budget_bytes)}: "
+        "take a larger one, or a smaller --batch or --seq, or --activations plan and "
+        "--activation-checkpointing, as far as they are not in use"
+    ]
+
+
+def steady_speed(reports: Sequence[StepReport]) -> tuple[float, float]:
+    """Return tokens per second and stall share; the first step, which only records, counts if it is alone."""
+    steady = reports[1:] or reports
+    seconds = sum(report.seconds for report in steady)
+    if seconds <= 0:
+        return 0.0, 0.0
+    stalled = sum(report.stall_seconds for report in steady)
+    return sum(report.tokens for report in steady) / seconds, min(1.0, stalled / seconds)

@@ -1,0 +1,289 @@
+"""The directory of a run: its checkpoint, and metrics, summary and picture next to it.
+
+``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
+``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from gemini.directory_lock import DirectoryLock
+from gemini.errors import CheckpointError, ConfigError
+from gemini.files import append_whole, io_errors, read_regular, replacing, temporary_of
+from gemini.jobs.gpt.config import TrainConfig
+
+_RUN = "run.json"
+_MAX_RUN_BYTES = 2**20  # it has some hundred
+_MAX_METRICS_BYTES = 2**30  # millions of steps
+_REPAIR = "repair it, or start over with --overwrite"
+
+
+class RunDirectory:
+    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
+
+    Where a file cannot be read or written an IoError names it. No other process may train in the directory
+    from the first look at it on, until :meth:`release`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[Path], bool]) -> None:
+        self.path = Path(path)
+        self._is_complete = is_complete
+        self._unwritten = b""
+        self._lock: DirectoryLock | None = None
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the directory that gemini.checkpoint writes and reads."""
+        return self.path / "checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """Return the file with one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Return the file with the summary of the run."""
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        """Return the picture of memory per tier over one step."""
+        return self.path / "memory.png"
+
+    @property
+    def _run(self) -> Path:
+        return self.path / _RUN
+
+    def refuse_older_run(self) -> None:
+        """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it; or if
+        another process trains here."""
+        self._hold()
+        if not self._has_checkpoint():
+            return
+        if not self._is_complete(self.checkpoint):
+            raise ConfigError(self._incomplete())
+        raise ConfigError(
+            f"{self.path} already holds a run; "
+            "continue it with --resume, start over with --overwrite, or choose another directory"
+        )
+
+    def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Make the directory, without any older run, for a run of this ``identity``, which has ``options``
+        when it is resumed. Raise ConfigError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold()
+            self._refuse_directories()  # before anything is removed
+            self._remove_checkpoint()
+            self._remove_temporaries()
+            for file in (self.metrics, self.summary, self.picture):
+                file.unlink(missing_ok=True)
+            _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to --checkpoint {self.path}: {error.strerror or error}"
+            ) from error
+
+    def _refuse_directories(self) -> None:
+        own = (self._run, self.metrics, self.summary, self.picture)
+        for file in (*own, *map(temporary_of, own)):
+            if file.is_dir() and not file.is_symlink():
+                raise ConfigError(f"{file} is a directory; move it away, or choose another --checkpoint")
+
+    def _remove_temporaries(self) -> None:
+        """Remove what a kill has left half-written."""
+        for file in (self._run, self.metrics, self.summary, self.picture):
+            temporary_of(file).unlink(missing_ok=True)
+
+    def _remove_checkpoint(self) -> None:
+        """Remove it; where it is a link to a directory, on another disk perhaps, what is in there."""
+        if not self.checkpoint.is_symlink():
+            if self.checkpoint.exists():
+                shutil.rmtree(self.checkpoint)
+            return
+        if not self.checkpoint.is_dir():
+            raise ConfigError(
+                f"{self.checkpoint} is a link to {self.checkpoint.readlink()}, which is no directory; make "
+                "it (is its disk mounted?), or remove the link"
+            )
+        for entry in self.checkpoint.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def check_resume(self, identity: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run, or
+        if another process trains here."""
+        self._hold()
+        if not self._has_checkpoint():
+            raise CheckpointError(
+                f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
+            )
+        if not self._is_complete(self.checkpoint):
+            raise CheckpointError(self._incomplete())
+        self._check_metrics()
+        self._refuse_directories()
+        saved = _read_run(self._run)
+        others = [name for name, value in identity.items() if saved.get(name) != value]
+        if others:
+            has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
+            asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
+            raise ConfigError(
+                f"the run in {self.path} has {has}; this one {asked}; "
+                "resume with the options of the first run (the device, budgets, tiers and policy may change)"
+            )
+
+    def release(self) -> None:
+        """Let other processes train here. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _hold(self) -> None:
+        """Keep other processes from training here, if there is a directory yet."""
+        if self._lock is not None or not self.path.is_dir():
+            return
+        with io_errors("open", self.path):
+            try:
+                self._lock = DirectoryLock(self.path)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"another process trains in {self.path}; wait for its end, or choose another directory"
+                ) from error
+
+    def _has_checkpoint(self) -> bool:
+        """Return whether there is one, complete or not. An empty directory that no run has made is none."""
+        with io_errors("look for an older run", self.checkpoint):
+            if not self.checkpoint.exists():
+                return False
+            return self._run.exists() or any(self.checkpoint.iterdir())
+
+    def _incomplete(self) -> str:
+        return (
+            f"no complete checkpoint in {self.path}: its run was stopped while it saved its first, or files "
+            f"of {self.checkpoint} are gone; start over with --overwrite, or choose another directory"
+        )
+
+    def keep_options(self, options: Mapping[str, Any]) -> None:
+        """Have the run go on with ``options`` when it is resumed once more."""
+        with io_errors("remove what a killed run left", self.path):
+            self._remove_temporaries()
+        _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line, readable at once by whoever follows the file; one that failed goes with the next."""
+        self._unwritten += (json.dumps(record) + "\n").encode("ascii")
+        with io_errors("write metrics", self.metrics):
+            append_whole(self.metrics, self._unwritten)
+        self._unwritten = b""
+
+    def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
+        """Return the records of steps 1 to ``before_step`` and forget later ones, to be trained again.
+
+        A last line that a killed run left unfinished is no record. Raise CheckpointError for any other that
+        is none.
+        """
+        records: list[dict[str, Any]] = []
+        self._check_metrics()
+        with io_errors("read metrics", self.metrics):
+            data = read_regular(self.metrics, _MAX_METRICS_BYTES) if self.metrics.exists() else b""
+        lines = data.decode("ascii", errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):
+                    break
+                raise self._bad_line(number, str(error)) from error
+            if not isinstance(record, dict) or not _is_step(record.get("step")):
+                raise self._bad_line(number, "it has no step, a number from 1")
+            if not _is_number(record.get("loss")):
+                raise self._bad_line(number, "it has no loss, a number")
+            if record["step"] <= before_step:
+                records.append(record)
+        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
+        return records
+
+    def _check_metrics(self) -> None:
+        """Raise CheckpointError for what is no file: a FIFO would be waited for."""
+        with io_errors("read metrics", self.metrics):
+            is_other = self.metrics.exists() and not self.metrics.is_file()
+        if is_other:
+            raise CheckpointError(
+                f"{self.metrics} is no regular file; remove it to go on without the losses of the steps "
+                "before"
+            )
+
+    def _bad_line(self, number: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"line {number} of {self.metrics} is no record of a step: {why}; repair it, or remove the file "
+            "to go on without the losses of the steps before"
+        )
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, whole or not at all."""
+        _write(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the options that the run in ``path`` last had; none where there is no run.
+
+    Raise CheckpointError or IoError where they cannot be read.
+    """
+    file = Path(path) / _RUN
+    with io_errors("look for an older run", file):
+        exists = file.exists()
+    options = _read_run(file).get("options", {}) if exists else {}
+    if not isinstance(options, dict):
+        raise CheckpointError(
+            f"{file} has options = {options!r:.200}, which are none of gemini train; {_REPAIR}"
+        )
+    types, names = get_type_hints(TrainConfig), TrainConfig().options()
+    for name, value in options.items():
+        if name not in names or not _is_a(value, types[name]):
+            raise CheckpointError(
+                f"{file} has {name} = {value!r:.200}, which is no option of gemini train; {_REPAIR}"
+            )
+    return options
+
+
+def _read_run(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(file, _MAX_RUN_BYTES).decode("ascii"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}; {_REPAIR}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object, so the run is unknown; {_REPAIR}")
+    return found
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Return whether a value that was read can be that of an option of type ``kind``."""
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, str) and "\0" in value:
+        return False
+    if type(value) in (int, float):
+        return _is_number(value) and (kind is float or isinstance(value, kind))
+    return isinstance(value, kind)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path, "write") as temporary:
+        temporary.write_text(text, encoding="ascii")

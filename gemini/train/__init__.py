@@ -1,1 +1,0 @@
-"""The main job: a GPT on bytes of text, trained under byte budgets (``gemini train``)."""
