@@ -30,8 +30,8 @@ class ManagedParameters:
         where two parameters of the module are one in its chunk."""
         if self._is_released:
             raise StateError(
-                f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go on "
-                "with the module alone"
+                f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go "
+                "on with the module alone"
             )
         if second_names:
             self._refuse_twins(doing)
