@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -221,14 +221,6 @@ class GeminiDDP(LoadsAsPart):
         see :func:`gemini.retry.retry_step`."""
         return retry_step(self, step)
 
-    def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
-        """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
-        needed, self._gemini.manager.expects_scaled_loss = self._gemini.manager.expects_scaled_loss, False
-        try:
-            self.backward(loss.float() * scale)
-        finally:
-            self._gemini.manager.expects_scaled_loss = needed
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
@@ -274,7 +266,7 @@ class GeminiDDP(LoadsAsPart):
         self._gemini.manager.lock.refuse_all()
         self._gemini.manager.recover()
 
-    def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
+    def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
         self._gemini.manager.recover()
         if self._gemini.manager.sharding is not None:
@@ -288,6 +280,8 @@ class GeminiDDP(LoadsAsPart):
                 slot.free_grad()
             elif slot.grad is not None:
                 slot.grad.fill_zero()
+        if not any(slot.has_grad for slot in set(self._gemini.storage.slots.values()).difference(slots)):
+            self._gemini.manager.gradient_scale.forget()
 
     # -- weights ---------------------------------------------------------------------------------
 

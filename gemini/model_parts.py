@@ -15,6 +15,7 @@ from gemini.runtime import GeminiManager, ModelStorage
 from gemini.runtime.compiled import CompiledBlocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
+from gemini.runtime.gradient_scale import GradientScale
 from gemini.runtime.precision import place_buffers
 from gemini.runtime.unfollowed import Unfollowed
 
@@ -58,9 +59,11 @@ class ModelParts:
         runtime: tuple[ModelStorage, GeminiManager, SearchResult],
     ) -> ModelParts:
         """Return the parts of ``module``, whose parameters are managed already; place its buffers."""
-        manager, mixes_types = runtime[1], config.precision is not None
+        storage, manager = runtime[:2]
+        mixes_types = config.precision is not None
         manager.mixes_types = mixes_types
-        manager.expects_scaled_loss = config.precision == torch.float16
+        slots, is_fp16 = list(storage.slots.values()), config.precision == torch.float16
+        manager.gradient_scale = GradientScale(manager, slots, is_needed=is_fp16)
         parameters, blocks = ManagedParameters(module), CompiledBlocks(manager, module)
         place_buffers(module, device.torch_device, casts=mixes_types)
         unfollowed = Unfollowed(module, *runtime[:2])

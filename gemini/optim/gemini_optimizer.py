@@ -36,12 +36,13 @@ from gemini.optim.gradients import (
 )
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
-from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
+from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.optim.state_shards import export_to_first
 from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
+from gemini.runtime.gradient_scale import ScaledLosses
 from gemini.runtime.host_states import choose_host_updates
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.one_thread import in_one_thread
@@ -113,6 +114,7 @@ class GeminiOptimizer(ManagedGroups):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
+        self._losses = ScaledLosses()
         groups = model._gemini.storage.trainable_groups()
         self._orders = {id(group): order for order, group in enumerate(groups)}
         self._clipping = Clipping(model, self.loss_scale)
@@ -139,7 +141,9 @@ class GeminiOptimizer(ManagedGroups):
                 parameter that was updated is used again.
         """
         if self.loss_scale is not None:
-            self.model.backward_scaled(loss, self.loss_scale.scale)
+            self._begin_losses(self.loss_scale)
+            with self._losses.backward_pass(self.loss_scale.scale):
+                self.model.backward(loss.float() * self.loss_scale.scale)
         elif self._in_backward is not None:
             self.require_complete("backward")
             with self._in_backward.backward_pass(last=not self.model._gemini.accumulates):
@@ -173,7 +177,7 @@ class GeminiOptimizer(ManagedGroups):
         if not clip_value >= 0:
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
         self._start_clipping(f"clip_grad_by_value({clip_value})")
-        if self.loss_scale is not None:
+        if self._are_scaled:
             self._clipping.overflowed |= not self._all_finite()
         before = self._clipping.scale
         after = then_clamp(before, clip_value)
@@ -221,13 +225,17 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.check()
         if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
-        overflowed = self.loss_scale is not None and (self._clipping.overflowed or not self._all_finite())
+        overflowed = self._are_scaled and (self._clipping.overflowed or not self._all_finite())
+        for losses in self.model._gemini.manager.gradient_scale.losses:
+            losses.overflowed = overflowed
+        update = self._update if not overflowed else _skip
         if self._in_backward is not None:
-            self._in_backward.finish(self._update, self._hypers())
-        elif not overflowed:
-            self._update()
+            self._in_backward.finish(update, self._hypers())
+        else:
+            update()
         self._grad_norm = self._clipping.measured
         self.give_up_gradients(set_to_none=True)
+        self._losses = ScaledLosses()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self.model._gemini.manager.end_step()
@@ -315,6 +323,20 @@ class GeminiOptimizer(ManagedGroups):
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
+    def _begin_losses(self, loss_scale: LossScale) -> None:
+        """Count what is scaled next apart from losses that another model's step has used."""
+        before = self._losses
+        if before.overflowed is None:
+            return
+        if before.overflowed and before not in self.model._gemini.manager.gradient_scale.losses:
+            loss_scale.update(True)  # no step of this optimizer will tell
+        self._losses = ScaledLosses()
+
+    @property
+    def _are_scaled(self) -> bool:
+        """Whether there may be gradients of a scaled loss; the same on all ranks, once they are finished."""
+        return self.loss_scale is not None or self.model._gemini.manager.gradient_scale.value is not None
+
     def _start_clipping(self, doing: str = "") -> None:
         """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
@@ -400,3 +422,7 @@ class GeminiOptimizer(ManagedGroups):
                 manager = self.model._gemini.manager
                 updates.append(self.update_type(manager, group, order, steps, self._completeness))
         return updates
+
+
+def _skip() -> None:
+    """Update nothing."""

@@ -18,6 +18,7 @@ from gemini.runtime import living, unusable
 from gemini.runtime.addresses import ParametersByAddress
 from gemini.runtime.backward import BackwardPins
 from gemini.runtime.eval_order import EvalOrder
+from gemini.runtime.gradient_scale import GradientScale
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
@@ -76,7 +77,7 @@ class GeminiManager:
         self.shortage = Shortage(self)
         self.num_gradients = 0  # that arrived since the model was wrapped
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
-        self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
+        self.gradient_scale = GradientScale(self)
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
         self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
         self.observer: StepObserver | None = None
@@ -376,6 +377,7 @@ class GeminiManager:
         finally:
             self.snapshot.close(finish=False)
             self.pending.clear()
+            self.gradient_scale.forget()
             self.resident = self.in_step = False
             self._following = None
             self.order.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ from gemini.zero.rounds import from_bits, to_bits
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
     from gemini.runtime.storage import ChunkGroup, ModelStorage
+
+_SCALE, _DOUBLE = struct.Struct("=q"), struct.Struct("=d")
+_NO_SCALE = 0
 
 
 class GradientExchange:
@@ -147,10 +151,13 @@ class GradientExchange:
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
         had_here = to_bits(sorted(self._had), len(self._gradients))
-        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), *words, *had_here])
-        if any(message[0] != said[0][0] for message in said):
-            _refuse_different(self._peers.say(doing))
-        said = [message[1:] for message in said]
+        scale = _bits_of(self._manager.gradient_scale.value)
+        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), scale, *words, *had_here])
+        scales = {message[1] for message in said} - {_NO_SCALE}
+        if any(message[0] != said[0][0] for message in said) or len(scales) > 1:
+            _refuse_different(self._peers.say(f"{doing}, gradients scaled by {_scale_of(scale)}"))
+        self._manager.gradient_scale.value = _scale_of(max(scales, default=_NO_SCALE))
+        said = [message[2:] for message in said]
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()
@@ -229,6 +236,14 @@ def _refuse_different(doing: Sequence[str]) -> None:
         f"ranks use gradients differently, so that parts of one weight would not belong together: {each}; "
         "give all of them the same"
     )
+
+
+def _bits_of(scale: float | None) -> int:
+    return _NO_SCALE if scale is None else int(_SCALE.unpack(_DOUBLE.pack(scale))[0])
+
+
+def _scale_of(bits: int) -> float | None:
+    return None if bits == _NO_SCALE else float(_DOUBLE.unpack(_SCALE.pack(bits))[0])
 
 
 def _union(sets: Iterable[Sequence[int]]) -> list[int]:
