@@ -29,6 +29,7 @@ from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
+from gemini.zero.joining import Joining
 from gemini.zero.peers import Peers
 
 T = TypeVar("T")
@@ -234,6 +235,36 @@ class GeminiDDP(LoadsAsPart):
         finally:
             self._gemini.accumulates = before
 
+    @contextmanager
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks train on different numbers of batches within the block, as DistributedDataParallel's: one
+        that comes to its end first serves the others until they do, with no gradients of its own::
+
+            with model.join():
+                for batch in loader:
+                    optimizer.backward(loss_of(model(batch)))
+                    optimizer.step()
+
+        Gradients are divided by the number of all ranks or, without ``divide_by_initial_world_size``, of
+        those that still train. ``throw_on_early_termination``: all raise StateError as soon as one has come
+        to the end. What ranks save or load together comes after the block (docs/notes/zero.md).
+        """
+        sharding = self._gemini.manager.sharding
+        if sharding is None or not enable:
+            yield
+            return
+        with sharding.join(Joining(divide_by_initial_world_size, throw_on_early_termination)):
+            yield
+            with self._gemini.manager.threads.inside("join"):
+                self.leave_passes()
+                sharding.serve(self._give_up_all)
+
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
         return self._gemini.times_given_up, self._gemini.manager.num_gradients
@@ -244,11 +275,14 @@ class GeminiDDP(LoadsAsPart):
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
         over, so that no gradient of before comes to those of the next."""
         self.give_up_passes()
-        self._gemini.times_given_up += 1
-        self.give_up_gradients(self._gemini.storage.slots.values(), set_to_none=set_to_none)
+        self._give_up_all(set_to_none=set_to_none)
         for param in self.module.parameters():
             if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
+
+    def _give_up_all(self, *, set_to_none: bool = True) -> None:
+        self._gemini.times_given_up += 1
+        self.give_up_gradients(self._gemini.storage.slots.values(), set_to_none=set_to_none)
 
     def give_up_passes(self) -> None:
         """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.

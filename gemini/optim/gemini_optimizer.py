@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch.autograd.graph import increment_version
@@ -125,6 +127,8 @@ class GeminiOptimizer(ManagedGroups):
                 model._gemini.manager, model._gemini.storage, self._start_update, self._completeness
             )
         model._gemini.manager.watcher = self._in_backward
+        if model._gemini.manager.sharding is not None:
+            model._gemini.manager.sharding.follower = WeakMethod(self._follow)
         model._gemini.manager.order.updates_in_backward = self._in_backward is not None
         take_over_state(self, optim)
 
@@ -165,7 +169,7 @@ class GeminiOptimizer(ManagedGroups):
         update, not written to the gradients.
         """
         checked_max_norm(max_norm)
-        self._start_clipping(f"clip_grad_by_norm(max_norm={max_norm}, norm_type={norm_type})")
+        self._start_clipping("clip_grad_by_norm", max_norm=max_norm, norm_type=norm_type)
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._clipping.measured = float(norm)
@@ -176,7 +180,7 @@ class GeminiOptimizer(ManagedGroups):
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         if not clip_value >= 0:
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
-        self._start_clipping(f"clip_grad_by_value({clip_value})")
+        self._start_clipping("clip_grad_by_value", clip_value=clip_value)
         if self._are_scaled:
             self._clipping.overflowed |= not self._all_finite()
         before = self._clipping.scale
@@ -195,7 +199,7 @@ class GeminiOptimizer(ManagedGroups):
             ConfigError: the optimizer does not update ``param``, or updates run in backward.
         """
         slot = self.slot_of(param)
-        self._start_clipping()
+        self._start_clipping("get_param_grad", param=slot.name)
         return whole_gradient(slot, self.model._gemini.manager, self._clipping.scale)
 
     @in_one_thread("step")
@@ -221,7 +225,7 @@ class GeminiOptimizer(ManagedGroups):
                 loss = closure()
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
-        self._finish_gradients()
+        self._finish_gradients("step")
         self._clipping.check()
         if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
@@ -337,22 +341,34 @@ class GeminiOptimizer(ManagedGroups):
         """Whether there may be gradients of a scaled loss; the same on all ranks, once they are finished."""
         return self.loss_scale is not None or self.model._gemini.manager.gradient_scale.value is not None
 
-    def _start_clipping(self, doing: str = "") -> None:
+    def _start_clipping(self, call: str, **arguments: Any) -> None:
         """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
                 "while backward goes on; choose overlap=True"
             )
-        self._finish_gradients(doing)
+        self._finish_gradients(call, **arguments)
         self._clipping.check()
 
-    def _finish_gradients(self, clipping: str = "") -> None:
+    def _finish_gradients(self, call: str, **arguments: Any) -> None:
         sharding = self.model._gemini.manager.sharding
         if sharding is not None:
             scale = self.loss_scale and self.loss_scale.scale
-            step = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
-            sharding.finish_gradients(clipping or step)
+            doing = f"{call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+            if call == "step":
+                doing = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
+            described = json.dumps([call, arguments, self.exported_settings()], default=float)
+            sharding.finish_gradients(doing, described)
+
+    def _follow(self, described: str) -> None:
+        """Make a call with gradients as other ranks make it, whose settings are taken over."""
+        call, arguments, settings = json.loads(described)
+        self.take_settings(settings)
+        if call == "get_param_grad":
+            params = (param for group in self.param_groups for param in group["params"])
+            arguments["param"] = next(p for p in params if p._slot.name == arguments["param"])
+        getattr(self, call)(**arguments)
 
     @property
     def _chunks(self) -> tuple[ModelStorage, GeminiManager]:

@@ -40,6 +40,7 @@ class GradientExchange:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.is_held = False  # gradients accumulate here, without an exchange
+        self.count = peers.share.size  # by which their sums are divided
         self._manager = manager
         self._peers = peers
         self._enter_round = enter_round
@@ -80,7 +81,7 @@ class GradientExchange:
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
-        self._under_way = index, self._parts.send(group.grad.tensor)
+        self._under_way = index, self._parts.send(group.grad.tensor, self.count)
 
     def wait(self) -> None:
         """Wait for the exchange under way, if there is one; what it brought is void."""
