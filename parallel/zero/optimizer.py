@@ -234,6 +234,16 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.tell_schedulers()
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler`` asks before it looks for gradients in the groups, where none is."""
+        raise ConfigError(
+            "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in "
+            "gradients, of which each rank has a part. Scale by LowLevelZeroOptimizer(precision='fp16') and "
+            "optimizer.backward(loss), which does as much, or compute in bf16, and make the scaler with "
+            "enabled=False"
+        )
+
     # -- weights and state -----------------------------------------------------------------------
 
     def update_master_params(self) -> None:
