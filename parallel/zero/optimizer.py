@@ -22,6 +22,7 @@ from .options import (
     check_options,
     check_wire,
     choose_stage,
+    described,
     device_of,
     parse_precision,
 )
@@ -165,9 +166,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm
         before, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped."""
-        self._settle()
         norm_type = self.norm_type if norm_type is None else norm_type
         check_norm(max_norm, norm_type)
+        self.collectives.require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
+        self._settle()
         norm = total_norm(
             [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
         )
@@ -181,6 +183,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every element of the mean gradients to ``[-clip_value, clip_value]``, without loss scale."""
+        self.collectives.require_same(f"clip_grad_by_value({float(clip_value)})")
         self._settle()
         for bucket in self._reducer.buckets:
             if bucket.mean is not None:
@@ -214,13 +217,16 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         changes.
 
         Raises:
-            StateError: gradients arrived after they were clipped, or 16-bit weights were changed behind
-                their masters.
+            StateError: gradients arrived after they were clipped, 16-bit weights were changed behind their
+                masters, or hyper-parameters are not the same on all ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale = self.loss_scale and self.loss_scale.scale
+        settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
+        self.collectives.require_same(f"step with {settings}")
         self._settle()
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
