@@ -16,6 +16,7 @@ from gemini.optim.wrapped import WrappedOptimizer, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
+from .one_type import run_backward
 from .options import (
     check_norm,
     check_optimizer,
@@ -52,6 +53,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             ``stage=2``.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
             after fp32 masters have been made from what they were. ``None`` leaves them as they are.
+        keep_fp32: parameters that ``precision`` leaves as they are: they are their own masters.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, for fp16 parameters; others are not scaled.
         clip_grad_norm, norm_type: clip the global gradient norm in every step; 0 does not.
@@ -80,6 +82,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         stage: int | None = None,
         partition_grad: bool | None = None,
         precision: str | torch.dtype | None = None,
+        keep_fp32: Iterable[torch.Tensor] = (),
         initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2.0,
@@ -112,6 +115,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             optimizer,
             self.collectives,
             dtype=parse_precision(precision),
+            kept=keep_fp32,
             home=torch.device("cpu") if cpu_offload else None,
         )
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -323,8 +327,12 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def _run_backward(
         self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool
     ) -> None:
+        halves = any(shard.has_master for shard in self.sharded.shards)
         with self._reducer.backward():
-            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+            if halves and inputs is None:
+                run_backward(tensor, grad, (), retain_graph)
+            else:
+                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
 
     def _hold_scale(self, loss_scale: LossScale) -> float:
         """Remember the scale of these gradients: by the time of step() it may be another."""
