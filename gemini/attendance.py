@@ -38,8 +38,8 @@ _BROKEN = "ranks have lost each other"
 _START_AGAIN = "Start all ranks again from the last checkpoint (gemini.checkpoint.load)"
 _UNEVEN = (
     "All ranks must make the calls that ranks make together as often and in the same order; where one has "
-    "fewer batches, end the loop on all after the smallest number (all_reduce it with MIN before), or use "
-    "DistributedSampler(drop_last=True) (docs/notes/zero.md)"
+    "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
+    "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
 )
 
 

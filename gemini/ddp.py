@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +25,7 @@ from gemini.runtime.one_thread import in_one_thread
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
+from gemini.zero.joining import Joining
 
 T = TypeVar("T")
 
@@ -192,15 +193,33 @@ class GeminiDDP(LoadsAsPart):
         see :func:`gemini.retry.retry_step`."""
         return retry_step(self._gemini, step)
 
-    def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
-        """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
-        self._gemini.backward_scaled(loss, scale)
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
         nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
         return self._gemini.no_sync()
+
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Let ranks train on different numbers of batches within the block, as DistributedDataParallel's: one
+        that comes to its end first serves the others until they do, with no gradients of its own::
+
+            with model.join():
+                for batch in loader:
+                    optimizer.backward(loss_of(model(batch)))
+                    optimizer.step()
+
+        Gradients are divided by the number of all ranks or, without ``divide_by_initial_world_size``, of
+        those that still train. ``throw_on_early_termination``: all raise StateError as soon as one has come
+        to the end. What ranks save or load together comes after the block (docs/notes/zero.md).
+        """
+        joining = Joining(divide_by_initial_world_size, throw_on_early_termination)
+        return self._gemini.join(joining) if enable else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch._C import _EnableTorchFunction as SubclassesAnswer
 
+from gemini.errors import ConfigError
 from gemini.runtime.metadata import METADATA_FUNCTIONS
 from gemini.runtime.param import MANAGED, dispatch
 from gemini.runtime.special import SPECIAL
 
 _NAME = "__torch_function__"
+_REFUSES = "_refuses_managed"  # of a __new__
 
 
 class _Intercepted(classmethod):  # type: ignore[type-arg]
@@ -34,12 +36,35 @@ def intercept_foreign_classes() -> None:
     for cls in classes[1:]:
         if cls in MANAGED:
             continue
+        if cls.__name__ == "DTensor":
+            _refuse_within(cls)
         owner = next(part for part in cls.__mro__ if _NAME in part.__dict__)
         answer = owner.__dict__[_NAME]
         # Tensor's own leaves operands of other classes to them. What is no classmethod (Parameter's) answers
         # nothing.
         if owner is not torch.Tensor and type(answer) is classmethod:
             setattr(owner, _NAME, _Intercepted(_intercepting(answer.__func__)))
+
+
+def _refuse_within(wrapper: Any) -> None:
+    """Refuse managed tensors within tensors of the class ``wrapper``, whose operators would take their memory
+    where it may not be."""
+    make = wrapper.__new__
+    if hasattr(make, _REFUSES):
+        return
+
+    @functools.wraps(make)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(type(each) in MANAGED for each in (*args, *kwargs.values())):
+            raise ConfigError(
+                f"a {wrapper.__name__} cannot be made of a managed parameter, or of a view of one: its "
+                "operators would read memory that is there for the runtime's own alone; make it of a copy, "
+                f"{wrapper.__name__}.from_local(param.detach().clone(), mesh)"
+            )
+        return make(cls, *args, **kwargs)
+
+    setattr(new, _REFUSES, True)
+    wrapper.__new__ = new
 
 
 def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
@@ -32,6 +32,7 @@ from gemini.runtime.precision import place_buffers
 from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.runtime.unfollowed import Unfollowed
 from gemini.timeline import TimelineRecorder
+from gemini.zero.joining import Joining
 
 TIERS = ("device", "host", "disk")
 _SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
@@ -69,7 +70,7 @@ class ManagedModel:
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
         self.times_given_up = 0
-        self.manager.take_types(config.precision)
+        self.manager.take_types(config.precision, list(self.storage.slots.values()))
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
@@ -132,11 +133,6 @@ class ManagedModel:
         with self.manager.shortage.watched():
             loss.backward()
 
-    def backward_scaled(self, loss: torch.Tensor, scale: float) -> None:
-        """Run the backward pass of ``loss * scale``; the optimizer takes the scale out again."""
-        with self.manager.scaled_loss():
-            self.backward(loss.float() * scale)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
@@ -150,6 +146,19 @@ class ManagedModel:
         finally:
             self.accumulates = before
 
+    @contextmanager
+    def join(self, joining: Joining) -> Iterator[None]:
+        """As :meth:`gemini.GeminiDDP.join`; with one process it changes nothing."""
+        sharding = self.manager.sharding
+        if sharding is None:
+            yield
+            return
+        with sharding.join(joining):
+            yield
+            with self.manager.threads.inside("join"):
+                self.leave_passes()
+                sharding.serve(self._give_up_all)
+
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
         return self.times_given_up, self.manager.num_gradients
@@ -160,11 +169,14 @@ class ManagedModel:
         that raised, before repeating it. All ranks call it together: each waits until the others' passes are
         over, so that no gradient of before comes to those of the next."""
         self.give_up_passes()
-        self.times_given_up += 1
-        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
+        self._give_up_all(set_to_none=set_to_none)
         for param in self.module.parameters():
             if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
+
+    def _give_up_all(self, *, set_to_none: bool = True) -> None:
+        self.times_given_up += 1
+        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
 
     def give_up_passes(self) -> None:
         """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.
@@ -182,7 +194,7 @@ class ManagedModel:
         self.manager.lock.refuse_all()
         self.manager.recover()
 
-    def give_up_gradients(self, slots: Iterable[ManagedSlot], *, set_to_none: bool = True) -> None:
+    def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
         self.manager.recover()
         if self.manager.sharding is not None:
@@ -196,6 +208,8 @@ class ManagedModel:
                 slot.free_grad()
             elif slot.grad is not None:
                 slot.grad.fill_zero()
+        if not any(slot.has_grad for slot in set(self.storage.slots.values()).difference(slots)):
+            self.manager.gradient_scale.forget()
 
     # -- what happened ---------------------------------------------------------------------------
 

@@ -258,7 +258,7 @@ class _RehearsedOptimizer(GeminiOptimizer):
         self._meter = meter
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
-        self._start_clipping()
+        self._start_clipping("clip_grad_by_norm")
         return self._global_norm(norm_type or self.norm_type)
 
     def _all_finite(self) -> bool:

@@ -19,9 +19,10 @@ class Clipping:
     @property
     def scale(self) -> GradScale:
         """The pending transform, with the loss scale taken out first."""
-        if self._loss_scale is None or self.done:
-            return self._scale
-        return GradScale(pre_scale=1.0 / self._loss_scale.scale)
+        in_gradients = self._model.manager.gradient_scale.value
+        if in_gradients is None and self._loss_scale is not None:  # they were assigned
+            in_gradients = self._loss_scale.scale
+        return self._scale if self.done or in_gradients is None else GradScale(pre_scale=1.0 / in_gradients)
 
     def note(self, scale: GradScale) -> None:
         """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""

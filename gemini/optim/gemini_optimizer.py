@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -37,11 +39,12 @@ from gemini.optim.gradients import (
 )
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
-from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
+from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.optim.state_shards import export_to_first
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
+from gemini.runtime.gradient_scale import ScaledLosses
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.one_thread import in_one_thread
 from gemini.runtime.phases import OPTIMIZER
@@ -114,6 +117,7 @@ class GeminiOptimizer(ManagedGroups):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
+        self._losses = ScaledLosses()
         groups = model.storage.trainable_groups()
         self._orders = {id(group): order for order, group in enumerate(groups)}
         self._clipping = Clipping(model, self.loss_scale)
@@ -124,6 +128,8 @@ class GeminiOptimizer(ManagedGroups):
                 model.manager, model.storage, self._start_update, self._completeness
             )
         model.storage.watch_gradients(self._in_backward)
+        if model.manager.sharding is not None:
+            model.manager.sharding.follower = WeakMethod(self._follow)
         model.manager.order.updates_in_backward = self._in_backward is not None
         take_over_state(self, optim)
 
@@ -140,7 +146,9 @@ class GeminiOptimizer(ManagedGroups):
                 parameter that was updated is used again.
         """
         if self.loss_scale is not None:
-            self.model.backward_scaled(loss, self.loss_scale.scale)
+            self._begin_losses(self.loss_scale)
+            with self._losses.backward_pass(self.loss_scale.scale):
+                self.model.backward(loss.float() * self.loss_scale.scale)
         elif self._in_backward is not None:
             self.require_complete("backward")
             with self._in_backward.backward_pass(last=not self.model.accumulates):
@@ -162,7 +170,7 @@ class GeminiOptimizer(ManagedGroups):
         update, not written to the gradients.
         """
         checked_max_norm(max_norm)
-        self._start_clipping(f"clip_grad_by_norm(max_norm={max_norm}, norm_type={norm_type})")
+        self._start_clipping("clip_grad_by_norm", max_norm=max_norm, norm_type=norm_type)
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._clipping.measured = float(norm)
@@ -173,8 +181,8 @@ class GeminiOptimizer(ManagedGroups):
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
         if not clip_value >= 0:
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
-        self._start_clipping(f"clip_grad_by_value({clip_value})")
-        if self.loss_scale is not None:
+        self._start_clipping("clip_grad_by_value", clip_value=clip_value)
+        if self._are_scaled:
             self._clipping.overflowed |= not self._all_finite()
         before = self._clipping.scale
         after = then_clamp(before, clip_value)
@@ -192,7 +200,7 @@ class GeminiOptimizer(ManagedGroups):
             ConfigError: the optimizer does not update ``param``, or updates run in backward.
         """
         slot = self.slot_of(param)
-        self._start_clipping()
+        self._start_clipping("get_param_grad", param=slot.name)
         return whole_gradient(slot, self.model.manager, self._clipping.scale)
 
     @in_one_thread("step")
@@ -218,17 +226,21 @@ class GeminiOptimizer(ManagedGroups):
                 loss = closure()
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
-        self._finish_gradients()
+        self._finish_gradients("step")
         self._clipping.check()
         if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
-        overflowed = self.loss_scale is not None and (self._clipping.overflowed or not self._all_finite())
+        overflowed = self._are_scaled and (self._clipping.overflowed or not self._all_finite())
+        for losses in self.model.manager.gradient_scale.losses:
+            losses.overflowed = overflowed
+        update = self._update if not overflowed else _skip
         if self._in_backward is not None:
-            self._in_backward.finish(self._update, self._hypers())
-        elif not overflowed:
-            self._update()
+            self._in_backward.finish(update, self._hypers())
+        else:
+            update()
         self._grad_norm = self._clipping.measured
         self.give_up_gradients(set_to_none=True)
+        self._losses = ScaledLosses()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self.model.manager.end_step()
@@ -316,22 +328,48 @@ class GeminiOptimizer(ManagedGroups):
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
-    def _start_clipping(self, doing: str = "") -> None:
+    def _begin_losses(self, loss_scale: LossScale) -> None:
+        """Count what is scaled next apart from losses that another model's step has used."""
+        before = self._losses
+        if before.overflowed is None:
+            return
+        if before.overflowed and before not in self.model.manager.gradient_scale.losses:
+            loss_scale.update(True)  # no step of this optimizer will tell
+        self._losses = ScaledLosses()
+
+    @property
+    def _are_scaled(self) -> bool:
+        """Whether there may be gradients of a scaled loss; the same on all ranks, once they are finished."""
+        return self.loss_scale is not None or self.model.manager.gradient_scale.value is not None
+
+    def _start_clipping(self, call: str, **arguments: Any) -> None:
         """Have all gradients there, or raise where they cannot be clipped or read."""
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
                 "while backward goes on; choose overlap=True"
             )
-        self._finish_gradients(doing)
+        self._finish_gradients(call, **arguments)
         self._clipping.check()
 
-    def _finish_gradients(self, clipping: str = "") -> None:
+    def _finish_gradients(self, call: str, **arguments: Any) -> None:
         sharding = self.model.manager.sharding
         if sharding is not None:
             scale = self.loss_scale and self.loss_scale.scale
-            step = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
-            sharding.finish_gradients(clipping or step)
+            doing = f"{call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+            if call == "step":
+                doing = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
+            described = json.dumps([call, arguments, self.exported_settings()], default=float)
+            sharding.finish_gradients(doing, described)
+
+    def _follow(self, described: str) -> None:
+        """Make a call with gradients as other ranks make it, whose settings are taken over."""
+        call, arguments, settings = json.loads(described)
+        self.take_settings(settings)
+        if call == "get_param_grad":
+            params = (param for group in self.param_groups for param in group["params"])
+            arguments["param"] = next(p for p in params if p._slot.name == arguments["param"])
+        getattr(self, call)(**arguments)
 
     @property
     def _chunks(self) -> tuple[ModelStorage, GeminiManager]:
@@ -401,3 +439,7 @@ class GeminiOptimizer(ManagedGroups):
                 manager = self.model.manager
                 updates.append(self.update_type(manager, group, order, steps, self._completeness))
         return updates
+
+
+def _skip() -> None:
+    """Update nothing."""

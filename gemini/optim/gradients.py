@@ -12,6 +12,7 @@ from gemini.errors import ConfigError
 from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
+from gemini.zero.peers import Topic
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
@@ -74,11 +75,13 @@ def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) 
 
 
 def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
-    """Say whether every element of every gradient is finite; each is read once."""
-    finite = True
+    """Say whether every element of every gradient is finite, here, on other ranks, and in other models that
+    the same losses have reached; each is read once."""
+    scale = manager.gradient_scale
+    finite = not any(losses.overflowed for losses in scale.losses)
     on_gpu: list[torch.Tensor] = []  # one element of each gradient there: to look at them waits for the GPU
 
-    def look(_slot: ManagedSlot, grad: torch.Tensor) -> None:
+    def look(_slot: object, grad: torch.Tensor) -> None:
         nonlocal finite
         if grad.device.type == "cpu":
             finite = finite and math.isfinite(sum_of_squares(grad))
@@ -87,12 +90,16 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
             on_gpu.append(torch.linalg.vector_norm(grad, math.inf).float())
 
     visit_gradients(storage, manager, look)
+    for other in scale.linked():
+        for slot in other.slots:
+            for tensors, values in slot.trainable_grad.held() if slot.has_grad else ():
+                with other.operator(tensors), torch.no_grad():
+                    look(slot, values)
     if on_gpu:
         finite = finite and bool(torch.stack(on_gpu).isfinite().all())
     if manager.sharding is not None:
-        overflowed = torch.tensor([0.0 if finite else 1.0], dtype=torch.float32, device="cpu")
-        manager.sharding.peers.largest(overflowed)
-        finite = not overflowed.item()
+        # Of all copies of the model: what other models have may differ between them.
+        finite = all(said == [1] for said in manager.sharding.peers.exchange(Topic.GRADIENTS, [int(finite)]))
     return finite
 
 

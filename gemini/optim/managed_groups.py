@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -95,6 +96,19 @@ class ManagedGroups(WrappedOptimizer):
         """What an update takes besides tensors, by group, as text."""
         each = (AdamHyper.from_group(group) for group in self.param_groups)
         return ", ".join(f"group {index}: {hyper}" for index, hyper in enumerate(each))
+
+    def exported_settings(self) -> list[dict[str, Any]]:
+        """Return what :attr:`settings` says, as numbers."""
+        return [asdict(AdamHyper.from_group(group)) for group in self.param_groups]
+
+    def take_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Set what another rank's :meth:`exported_settings` says."""
+        for group, given in zip(self.param_groups, settings, strict=True):
+            for name, value in given.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(value)  # a scheduler holds it
+                else:
+                    group[name] = tuple(value) if name == "betas" else value
 
     @property
     def slots(self) -> set[ManagedSlot]:

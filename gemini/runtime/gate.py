@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
@@ -14,12 +14,14 @@ from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.runtime import unusable
 from gemini.runtime.addresses import ParametersByAddress
+from gemini.runtime.gradient_scale import GradientScale
 from gemini.runtime.lock import TensorLock
 from gemini.runtime.loose import LooseBytes
 from gemini.runtime.observer import StepObserver
 from gemini.runtime.one_thread import OneThread
 from gemini.runtime.pending import PendingUpdates
 from gemini.runtime.phases import FORWARD, OPTIMIZER
+from gemini.runtime.slot import Slot
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.strays import Strays
 from gemini.runtime.tensor_mgr import StatefulTensorMgr
@@ -36,33 +38,6 @@ class TensorRef:
     def __init__(self, manager: Gate, tensor: int) -> None:
         self.manager = manager
         self.tensors = (tensor,)
-
-
-class Gradient(Protocol):
-    """The gradient of a managed parameter, as ``param.grad`` shows it."""
-
-    def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is."""
-        ...
-
-    def assign(self, grad: torch.Tensor | None) -> None:
-        """Do what ``param.grad = grad`` says."""
-
-
-class Slot(Protocol):
-    """A managed parameter's place, as the parameter knows it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def grad(self) -> Gradient | None: ...
-
-    @property
-    def trainable_grad(self) -> Gradient: ...
-
-    def free_grad(self) -> None:
-        """Give up the gradient's memory."""
 
 
 class Moments(Protocol):
@@ -120,7 +95,7 @@ class Gate(ABC):
         self.step = 0  # finished ones
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
-        self.expects_scaled_loss = False  # True: fp16, and no scaled backward is under way
+        self.gradient_scale = GradientScale(self.operator)
         self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
         self.num_gradients = 0  # that arrived since the model was wrapped
         self.loose = LooseBytes(chunks.table)
@@ -139,19 +114,10 @@ class Gate(ABC):
         self._due = self.pending.by_tensor  # one look per PreOp
         self._first_address, self._end_address = chunks.address_range()
 
-    def take_types(self, precision: torch.dtype | None) -> None:
-        """Have parameters be used in ``precision``; None: each in its own type."""
+    def take_types(self, precision: torch.dtype | None, slots: Sequence[Slot]) -> None:
+        """Have the parameters of ``slots`` be used in ``precision``; None: each in its own type."""
         self.mixes_types = precision is not None
-        self.expects_scaled_loss = precision == torch.float16
-
-    @contextmanager
-    def scaled_loss(self) -> Iterator[None]:
-        """Take gradients within the block, a backward pass, for those of a scaled loss."""
-        needed, self.expects_scaled_loss = self.expects_scaled_loss, False
-        try:
-            yield
-        finally:
-            self.expects_scaled_loss = needed
+        self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
 
     # -- what comes before an operator ---------------------------------------------------------------
 

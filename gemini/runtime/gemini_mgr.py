@@ -286,6 +286,7 @@ class GeminiManager(Gate):
         finally:
             self.snapshot.close(finish=False)
             self.pending.clear()
+            self.gradient_scale.forget()
             self.in_step = False
             self._following = None
             self.order.close()

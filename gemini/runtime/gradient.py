@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -83,6 +84,11 @@ class SlotGradient:
         """The gradient, in the parameter's shape; valid while pinned, and only if it exists or was taken."""
         return self.view if self._loose is None else self._loose
 
+    def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield what there is of the gradient here: the ids to pin, and the values."""
+        if self.exists:
+            yield self.tensors, self.value
+
     @property
     def loose_bytes(self) -> int:
         """Bytes held outside the chunk."""
@@ -105,13 +111,7 @@ class SlotGradient:
             ConfigError: it is sparse, or belongs to a loss that was not scaled.
         """
         self._refuse_sparse(grad)
-        if self._gate.expects_scaled_loss:
-            raise ConfigError(
-                "under mixed_precision='fp16' the gradients of an unscaled loss underflow; "
-                "call optimizer.backward(loss) instead of loss.backward(), of this model's optimizer: where "
-                "one loss goes through several managed models, which each have a loss scale of their own, "
-                "wrap a module that holds them all, for one optimizer with a group for each, or choose 'bf16'"
-            )
+        grad = self._gate.gradient_scale.admit(grad)
         self._gate.num_gradients += 1
         self._await_update()
         if self._loose is not None:

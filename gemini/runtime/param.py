@@ -20,11 +20,12 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
-from gemini.runtime.gate import Gate, Slot, TensorRef
+from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
 from gemini.runtime.mutation import SilentPlaces, arguments_in
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.precision import run_in_one_type
+from gemini.runtime.slot import Slot
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL, set_memory
 from gemini.runtime.writers import possibly_written

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
 from gemini.runtime import raw_access
-from gemini.runtime.gate import Slot
+from gemini.runtime.slot import Slot
 
 
 def _slot_of(tensor: Any) -> Slot | None:

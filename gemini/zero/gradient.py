@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
@@ -126,6 +127,14 @@ class ShardedGradient(SlotGradient):
         assert place.shard.grad is not None
         offset = place.first - place.shard.start
         return place.shard.grad.tensor[offset + start : offset + stop]
+
+    def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Do as the base: what this rank has made, and its part of the mean."""
+        self.events.settle()
+        if self._in_chunk:
+            yield self.ref.tensors, self.view
+        if self._has_mean:
+            yield self.tensors, self.value
 
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None, this rank's own, or one whose use raises ConfigError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -14,6 +15,9 @@ from gemini.zero.gradient import ShardedGradient
 from gemini.zero.parts import FullParts, NarrowParts, Parts
 from gemini.zero.peers import Peers, Topic, Transfer, digest_of
 from gemini.zero.rounds import from_bits, to_bits
+
+_SCALE, _DOUBLE = struct.Struct("=q"), struct.Struct("=d")
+_NO_SCALE = 0
 
 
 class GradientExchange:
@@ -33,6 +37,7 @@ class GradientExchange:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.is_held = False  # gradients accumulate here, without an exchange
+        self.count = peers.share.size  # by which their sums are divided
         self._gate = gate
         self._peers = peers
         self._enter_round = enter_round
@@ -73,7 +78,7 @@ class GradientExchange:
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
-        self._under_way = index, self._parts.send(group.grad.tensor)
+        self._under_way = index, self._parts.send(group.grad.tensor, self.count)
 
     def wait(self) -> None:
         """Wait for the exchange under way, if there is one; what it brought is void."""
@@ -144,10 +149,13 @@ class GradientExchange:
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
         had_here = to_bits(sorted(self._had), len(self._gradients))
-        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), *words, *had_here])
-        if any(message[0] != said[0][0] for message in said):
-            _refuse_different(self._peers.say(doing))
-        said = [message[1:] for message in said]
+        scale = _bits_of(self._gate.gradient_scale.value)
+        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), scale, *words, *had_here])
+        scales = {message[1] for message in said} - {_NO_SCALE}
+        if any(message[0] != said[0][0] for message in said) or len(scales) > 1:
+            _refuse_different(self._peers.say(f"{doing}, gradients scaled by {_scale_of(scale)}"))
+        self._gate.gradient_scale.value = _scale_of(max(scales, default=_NO_SCALE))
+        said = [message[2:] for message in said]
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()
@@ -226,6 +234,14 @@ def _refuse_different(doing: Sequence[str]) -> None:
         f"ranks use gradients differently, so that parts of one weight would not belong together: {each}; "
         "give all of them the same"
     )
+
+
+def _bits_of(scale: float | None) -> int:
+    return _NO_SCALE if scale is None else int(_SCALE.unpack(_DOUBLE.pack(scale))[0])
+
+
+def _scale_of(bits: int) -> float | None:
+    return None if bits == _NO_SCALE else float(_DOUBLE.unpack(_SCALE.pack(bits))[0])
 
 
 def _union(sets: Iterable[Sequence[int]]) -> list[int]:

@@ -17,8 +17,9 @@ class Parts(Protocol):
     """Sends one whole gradient at a time, through the room for parts; both are pinned from :meth:`send` until
     :meth:`mean` has been used."""
 
-    def send(self, whole: torch.Tensor) -> Transfer:
-        """Start to send every rank its part of ``whole``, fp32, which nobody may write until it is over."""
+    def send(self, whole: torch.Tensor, count: int) -> Transfer:
+        """Start to send every rank its part of ``whole``, fp32, which nobody may write until it is over. The
+        sum is divided by ``count``."""
         ...
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
@@ -33,8 +34,10 @@ class FullParts(Parts):
         """``room``: fp32, at least as large as a whole gradient."""
         self._peers = peers
         self._room = room
+        self._count = peers.share.size
 
-    def send(self, whole: torch.Tensor) -> Transfer:
+    def send(self, whole: torch.Tensor, count: int) -> Transfer:
+        self._count = count
         return self._peers.scatter_all(whole, self._room[: whole.numel()])
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ class FullParts(Parts):
         total = places[share.rank]  # nothing has arrived there
         terms = [*places[: share.rank], _own(whole, self._peers), *places[share.rank + 1 :]]
         torch.add(terms[0], terms[1], out=total)
-        return _add(total, terms[2:]).mul_(1.0 / share.size)
+        return _add(total, terms[2:]).mul_(1.0 / self._count)
 
 
 class NarrowParts(Parts):
@@ -57,9 +60,9 @@ class NarrowParts(Parts):
         self._room = room
         self._dtype = dtype
 
-    def send(self, whole: torch.Tensor) -> Transfer:
+    def send(self, whole: torch.Tensor, count: int) -> Transfer:
         sent, arrived = self._room[: whole.numel()].view(self._dtype).chunk(2)
-        sent.copy_(whole.mul_(1.0 / self._peers.share.size))
+        sent.copy_(whole.mul_(1.0 / count))
         return self._peers.scatter_all(sent, arrived)
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:

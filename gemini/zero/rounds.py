@@ -16,7 +16,7 @@ from gemini.errors import StateError
 WANTS = 4  # chunks that a rank may ask for in a round
 
 _BITS = 62  # of an integer, used for a set
-_HEAD = 3  # integers before the wants: how the rank's passes ended, its step, what it foretells
+_HEAD = 4  # integers before the wants: how the rank's passes ended, its step, what it foretells, its join()
 
 
 class Ending(IntEnum):
@@ -25,6 +25,7 @@ class Ending(IntEnum):
     NONE = 0
     COMPLETE = 1  # gradients are to be used
     GIVEN_UP = 2  # they are not
+    JOINED = 3  # it has no batches left, and does what the others do with theirs
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Round:
     complete: tuple[int, ...]
     all_done: bool
     alike: bool  # all foretell the same
+    joined: tuple[int, ...] = ()  # ranks that have no batches left
+    given_up: bool = False  # a rank gives its gradients up
 
     def gathers(self, members: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Return the chunks that ranks among ``members`` want, each once, with the places among them of those
@@ -55,10 +58,12 @@ def encode(
     step: int = 0,
     foretold: int = 0,
     ending: Ending = Ending.NONE,
+    joining: int = 0,
 ) -> list[int]:
-    """Return the message of a rank, which has made ``step`` steps; equally long for all."""
+    """Return the message of a rank, which has made ``step`` steps and is within a ``join()`` with the options
+    ``joining``, 0: in none; equally long for all."""
     padded = [*wants, *([-1] * (WANTS - len(wants)))]
-    return [ending, step, foretold, *padded, *to_bits(complete, num_groups)]
+    return [ending, step, foretold, joining, *padded, *to_bits(complete, num_groups)]
 
 
 def decode(messages: Sequence[Sequence[int]]) -> Round:
@@ -70,13 +75,28 @@ def decode(messages: Sequence[Sequence[int]]) -> Round:
     endings = {ending: [r for r, m in enumerate(messages) if m[0] == ending] for ending in Ending}
     _refuse_apart(endings, [message[1] for message in messages])
     body = [message[_HEAD:] for message in messages]
-    complete = set.intersection(*(set(from_bits(words[WANTS:])) for words in body))
+    joined = tuple(endings[Ending.JOINED])
+    if joined and len({message[3] for message in messages}) > 1:
+        _refuse_unlike(joined, [rank for rank, message in enumerate(messages) if not message[3]])
+    training = [words for rank, words in enumerate(body) if rank not in joined]
+    complete = set.intersection(*(set(from_bits(words[WANTS:])) for words in training or body))
     return Round(
         wants=tuple(tuple(want for want in words[:WANTS] if want >= 0) for words in body),
         complete=tuple(sorted(complete)),
         all_done=not endings[Ending.NONE],
         alike=all(message[2] == messages[0][2] for message in messages),
+        joined=joined,
+        given_up=bool(endings[Ending.GIVEN_UP]),
     )
+
+
+def _refuse_unlike(joined: Sequence[int], outside: Sequence[int]) -> None:
+    if outside:
+        raise StateError(
+            f"ranks {list(joined)} have come to the end of a `with model.join():` that ranks {list(outside)} "
+            "are not in; have all ranks train within it"
+        )
+    raise StateError("ranks are in `with model.join():` with different options; give all of them the same")
 
 
 def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int]) -> None:
@@ -98,11 +118,12 @@ def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
     pass may have ended anywhere."""
     if any(message[0] == Ending.GIVEN_UP for message in messages):
         return
-    different = [rank for rank, message in enumerate(messages) if message != messages[0]]
+    training = [rank for rank, message in enumerate(messages) if message[0] != Ending.JOINED]
+    different = [rank for rank in training if messages[rank] != messages[training[0]]]
     if different:
         raise StateError(
-            f"ranks {different} run other operators than rank 0, or in another order; leave strict_ddp_mode "
-            "out where they may"
+            f"ranks {different} run other operators than rank {training[0]}, or in another order; leave "
+            "strict_ddp_mode out where they may"
         )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from weakref import WeakMethod
 
 import torch
 
 from gemini.chunk import TensorIds
+from gemini.errors import StateError
 from gemini.runtime.gate import Gate
 from gemini.runtime.storage import ModelStorage
 from gemini.zero.gathered import GatheredChunks
 from gemini.zero.gradient_exchange import GradientExchange
+from gemini.zero.joining import Follow, Joining, count_present
 from gemini.zero.peers import Peers, Topic
 from gemini.zero.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
 
@@ -42,6 +45,9 @@ class Sharding:
         self._in_round = False
         self._abandoned = False
         self._strict = strict
+        self._joining: Joining | None = None
+        self._is_told = False  # of a call with gradients: the passes of all ranks have ended for it
+        self.follower: WeakMethod[Follow] | None = None  # the optimizer's
 
     def __del__(self) -> None:
         # A model that is dropped without close(): its memory goes right after this.
@@ -159,13 +165,18 @@ class Sharding:
         finally:
             self._gradients.is_held = before
 
-    def finish_gradients(self, doing: str = "") -> None:
-        """Exchange what is left of all gradients, when every rank has come here.
+    def finish_gradients(self, doing: str = "", call: str = "") -> None:
+        """Exchange what is left of all gradients, when every rank has come here. ``call``: what ranks that
+        have no batches left are to do.
 
         Raises:
             StateError: on all ranks: they are not ``doing`` the same with them. Nothing was exchanged.
         """
-        self._end_passes(Ending.COMPLETE)
+        if not self._is_told:
+            said = self._end_passes(Ending.COMPLETE)
+            if said is not None and said.joined:
+                self.peers.say(call)
+        self._is_told = False
         self._gradients.finish(doing)
 
     def give_up_passes(self) -> None:
@@ -178,6 +189,39 @@ class Sharding:
     def forget_gradients(self, *, keep: bool = False) -> None:
         """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
         self._gradients.forget(keep=keep)
+
+    @contextmanager
+    def join(self, joining: Joining) -> Iterator[None]:
+        """Let ranks leave the block one after another: :meth:`serve` is its end."""
+        joining.refuse(self.peers.share)
+        before, self._joining = self._joining, joining
+        try:
+            yield
+        finally:
+            self._joining = before
+            self._gradients.count = self.peers.share.size
+
+    def serve(self, give_up: Callable[[], None]) -> None:
+        """Do what the ranks do that have batches left, until none has: gather and exchange with them, follow
+        the calls in which they use gradients, or ``give_up`` as they do."""
+        while (said := self._end_passes(Ending.JOINED)) is not None:
+            is_over = len(said.joined) == self.peers.share.world
+            if is_over or said.given_up:
+                self._chunks.restart(forget=not said.alike)
+            if is_over:
+                return
+            if said.given_up:
+                give_up()
+                continue
+            calls = [call for rank, call in enumerate(self.peers.say("")) if rank not in said.joined]
+            follow = self.follower() if self.follower is not None else None
+            if follow is None:
+                raise StateError(
+                    "other ranks use their gradients (step, clipping), and there is no optimizer on this one "
+                    "to do so with them; keep it until join() has ended"
+                )
+            self._is_told = True
+            follow(calls[0])
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -202,11 +246,20 @@ class Sharding:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
             step, foretold = self._gate.step, self._chunks.foretold
-            message = encode(wants, complete, self._num_groups, step=step, foretold=foretold, ending=ending)
+            message = encode(
+                wants,
+                complete,
+                self._num_groups,
+                step=step,
+                foretold=foretold,
+                ending=ending,
+                joining=self._joining.said if self._joining is not None else 0,
+            )
             messages = self.peers.exchange(Topic.ROUND, message)
             if self._strict:
                 refuse_difference(messages)
             said = decode(messages)
+            self._gradients.count = count_present(self._joining, said, self.peers.share)
             for chunk, askers in said.gathers(self.peers.share.members):
                 self._chunks.gather(chunk, askers)
             for group in said.complete:

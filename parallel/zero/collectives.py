@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from gemini.collectives import all_gather
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
+
+_DIGEST_BYTES = 8
 
 
 @dataclass
@@ -96,6 +99,23 @@ class Collectives:
         self.traffic.other_bytes += shared.nbytes
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
         return [int(flag) for flag in shared.tolist()]
+
+    def require_same(self, doing: str) -> None:
+        """Raise StateError, on all ranks, where they are not about to do the same."""
+        if self.size == 1:
+            return
+        digest = sha256(doing.encode()).digest()[:_DIGEST_BYTES]
+        largest = self.maximum([*digest, *(255 - byte for byte in digest)])
+        if all(
+            low == 255 - high
+            for high, low in zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)
+        ):
+            return
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
+        raise StateError(
+            "ranks use gradients differently, so that parts of one weight would not belong together: "
+            f"{each}; give all of them the same"
+        )
 
     def objects(self, own: Any) -> list[Any]:
         """Return every rank's object by rank; they are pickled."""

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
 from gemini.runtime.nested import cast_floating, map_tensors
+from gemini.runtime.precision import compute_types, place_buffers
 from gemini.state_as_part import NamedAsWrapped
 
 from .collectives import Collectives
+from .one_type import InOneType, mixes_types
 from .optimizer import LowLevelZeroOptimizer
 
 
 class LowLevelZeroModel(NamedAsWrapped):
     """Run ``module`` in the precision of its optimizer.
 
-    Floating-point buffers, and parameters that the optimizer has not cast, get ``dtype`` here, in place. The
-    optimizer is made first: its masters come from the original weights. State dicts are the module's own.
+    Parameters that the optimizer has not cast get ``dtype`` here, in place, but for those that stay in fp32;
+    buffers keep their type (docs/notes/precision.md). The optimizer is made first: its masters come from the
+    original weights. State dicts are the module's own.
 
     Args:
         dtype: ``None`` casts nothing.
+        keep_fp32: parameters, or modules with them, that stay in fp32, by name or a part of it; batch norm,
+            and what the model itself says, need no naming. The optimizer is to be told of its own.
         cast_inputs: whether floating-point inputs get ``dtype`` too.
         stage: what ``zero_optim_wrapper`` makes of its optimizer.
     """
@@ -34,6 +41,7 @@ class LowLevelZeroModel(NamedAsWrapped):
         module: nn.Module,
         dtype: torch.dtype | None = None,
         *,
+        keep_fp32: Iterable[str] = (),
         cast_inputs: bool = True,
         stage: int = 1,
     ) -> None:
@@ -42,14 +50,16 @@ class LowLevelZeroModel(NamedAsWrapped):
         self.stage = stage
         self._input_dtype = dtype if cast_inputs else None
         if dtype is not None:
-            _cast_rest(module, dtype)
+            _cast_rest(module, dtype, tuple(keep_fp32))
+        self._mixes_types = dtype is not None and mixes_types(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         dtype = self._input_dtype
         if dtype is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, dtype))
-        return self.module(*args, **kwargs)
+        with InOneType() if self._mixes_types else nullcontext():
+            return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state, in the model's precision; fp32 weights are the optimizer's."""
@@ -79,10 +89,26 @@ def spread_rest(
         Collectives(group, tensor.device).spread(tensor)
 
 
-def _cast_rest(module: nn.Module, dtype: torch.dtype) -> None:
+def kept_in_fp32(
+    module: nn.Module, dtype: torch.dtype | None, keep_fp32: Sequence[str]
+) -> list[nn.Parameter]:
+    """Return the parameters that stay in fp32 where others get ``dtype``, as the model and ``keep_fp32`` say.
+    Raises ConfigError for a name that fits nothing."""
+    dtype = None if dtype == torch.float32 else dtype
+    types = compute_types(module, dtype, keep_fp32)
+    if dtype is None:
+        return []
+    return [param for param in module.parameters() if types[id(param)] != dtype]
+
+
+def _cast_rest(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str]) -> None:
+    kept = {id(param) for param in kept_in_fp32(module, dtype, keep_fp32)}
     for param in module.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
+        if param.is_floating_point() and param.dtype != dtype and id(param) not in kept:
             param.data = param.data.to(dtype)
+    place_buffers(module, None, casts=True)
     for owner in module.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            setattr(owner, name, cast_floating(buffer, dtype))
+        # Its operator takes both in one type; the optimizer was not told to leave its parameters in fp32.
+        if isinstance(owner, _NormBase) and owner.weight is not None:
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, cast_floating(buffer, owner.weight.dtype))

@@ -16,12 +16,14 @@ from gemini.optim.wrapped import WrappedOptimizer, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
+from .one_type import run_backward
 from .options import (
     check_norm,
     check_optimizer,
     check_options,
     check_wire,
     choose_stage,
+    described,
     device_of,
     parse_precision,
 )
@@ -51,6 +53,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             ``stage=2``.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
             after fp32 masters have been made from what they were. ``None`` leaves them as they are.
+        keep_fp32: parameters that ``precision`` leaves as they are: they are their own masters.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, for fp16 parameters; others are not scaled.
         clip_grad_norm, norm_type: clip the global gradient norm in every step; 0 does not.
@@ -79,6 +82,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         stage: int | None = None,
         partition_grad: bool | None = None,
         precision: str | torch.dtype | None = None,
+        keep_fp32: Iterable[torch.Tensor] = (),
         initial_scale: float = 2**16,
         min_scale: float = 1,
         growth_factor: float = 2.0,
@@ -111,6 +115,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             optimizer,
             self.collectives,
             dtype=parse_precision(precision),
+            kept=keep_fp32,
             home=torch.device("cpu") if cpu_offload else None,
         )
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -165,9 +170,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm
         before, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped."""
-        self._settle()
         norm_type = self.norm_type if norm_type is None else norm_type
         check_norm(max_norm, norm_type)
+        self.collectives.require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
+        self._settle()
         norm = total_norm(
             [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
         )
@@ -181,6 +187,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every element of the mean gradients to ``[-clip_value, clip_value]``, without loss scale."""
+        self.collectives.require_same(f"clip_grad_by_value({float(clip_value)})")
         self._settle()
         for bucket in self._reducer.buckets:
             if bucket.mean is not None:
@@ -214,13 +221,16 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         changes.
 
         Raises:
-            StateError: gradients arrived after they were clipped, or 16-bit weights were changed behind
-                their masters.
+            StateError: gradients arrived after they were clipped, 16-bit weights were changed behind their
+                masters, or hyper-parameters are not the same on all ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale = self.loss_scale and self.loss_scale.scale
+        settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
+        self.collectives.require_same(f"step with {settings}")
         self._settle()
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
@@ -233,6 +243,16 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             self.loss_scale.update(overflowed)
         self.tell_schedulers()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler`` asks before it looks for gradients in the groups, where none is."""
+        raise ConfigError(
+            "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in "
+            "gradients, of which each rank has a part. Scale by LowLevelZeroOptimizer(precision='fp16') and "
+            "optimizer.backward(loss), which does as much, or compute in bf16, and make the scaler with "
+            "enabled=False"
+        )
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -307,8 +327,12 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def _run_backward(
         self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool
     ) -> None:
+        halves = any(shard.has_master for shard in self.sharded.shards)
         with self._reducer.backward():
-            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
+            if halves and inputs is None:
+                run_backward(tensor, grad, (), retain_graph)
+            else:
+                torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
 
     def _hold_scale(self, loss_scale: LossScale) -> float:
         """Remember the scale of these gradients: by the time of step() it may be another."""

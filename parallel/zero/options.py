@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gemini.errors import ConfigError
@@ -11,6 +13,7 @@ from gemini.optim.state_format import StateFormat
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Their update of an element depends on others, or on the shape of the whole parameter.
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+_BY_RANK = ("params", "param_names")  # of a group: what is this rank's own
 
 
 def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
@@ -83,3 +86,21 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Return where the parameters are; the CPU if there are none."""
     devices = [param.device for group in optimizer.param_groups for param in group["params"]]
     return devices[0] if devices else torch.device("cpu")
+
+
+def described(groups: list[dict[str, Any]]) -> str:
+    """Return what an update takes besides tensors, by group, as text: equal on ranks for which it is."""
+    each = []
+    for number, group in enumerate(groups):
+        settings = {name: _plain(value) for name, value in group.items() if name not in _BY_RANK}
+        each.append(f"group {number}: " + ", ".join(f"{name}={value}" for name, value in settings.items()))
+    return "; ".join(each)
+
+
+def _plain(value: Any) -> str:
+    """Return a number, or several, as text; what has none by its type, as its address would differ."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain, value))})"
+    return str(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

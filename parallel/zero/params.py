@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,10 @@ class ShardedParams:
         *,
         dtype: torch.dtype | None,
         home: torch.device | None,
+        kept: Iterable[torch.Tensor] = (),
     ) -> None:
+        """``kept``: parameters that do not get ``dtype``."""
+        keeps_type = {id(param) for param in kept}
         self._collectives = collectives
         labels = _checked_labels(optimizer)
         _check_alike(optimizer, collectives)
@@ -53,7 +56,7 @@ class ShardedParams:
                         labels[param],
                         rank=collectives.rank,
                         world_size=collectives.size,
-                        dtype=dtype,
+                        dtype=None if id(param) in keeps_type else dtype,
                         home=home,
                     )
                 )

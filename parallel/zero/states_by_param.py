@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 
+from gemini.errors import ConfigError
+
 from .shards import ParamShard
+
+_HELPER = "torch.distributed.checkpoint.state_dict"
 
 
 class StatesByParam(MutableMapping[Any, Any]):
@@ -44,6 +49,16 @@ class StatesByParam(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __bool__(self) -> bool:
+        # The first thing that the helper looks at; what it would go on to do ends in a KeyError.
+        if sys._getframe(1).f_globals.get("__name__") == _HELPER:
+            raise ConfigError(
+                f"{_HELPER} looks for the model's parameters in the groups of the optimizer, where a "
+                "LowLevelZeroOptimizer has this rank's parts of them; save and load optimizer.state_dict(), "
+                "whole and in the wrapped optimizer's format, or its state_shards(), by rank, as they are"
+            )
+        return len(self) > 0
 
     def _own(self, key: Any) -> Any:
         shard = self._shards.get(key)

@@ -12,6 +12,7 @@ import torch
 from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train_plain, weights
 
@@ -351,3 +352,51 @@ def test_a_step_sends_each_gradient_and_each_weight_once(
     want = (world_size - 1) * sum(widths) * itemsize
     for stage in (1, 2):
         assert run_on_ranks(_count_a_step, world_size, precision, stage) == [(want,) * 4] * world_size
+
+
+# -- torch's own helpers -------------------------------------------------------------------------
+
+
+def _scaler(unscales: bool) -> str:
+    model = branches()
+    before = weights(model)
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(model(batch(0, 0), 0).square().mean()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(ConfigError) as caught:
+        scaler.step(optimizer)
+    assert_same(weights(model), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_torchs_scaler_is_refused_with_the_way_out(unscales: bool) -> None:
+    for said in (_scaler(unscales), *run_on_ranks(_scaler, 2, unscales)):
+        assert "precision='fp16'" in said
+
+
+def test_torchs_scaler_that_does_nothing_may_stay() -> None:
+    model = branches()
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # type: ignore[attr-defined]
+    scaler.scale(model(batch(0, 0), 0).square().mean()).backward()
+    before = weights(model)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(weights(model)["stem.weight"], before["stem.weight"])
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_torchs_helpers_for_state_dicts_are_refused_with_the_way_out(steps: int) -> None:
+    model = branches()
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))
+    for step in range(steps):
+        optimizer.backward(model(batch(0, step), 0).square().mean())
+        optimizer.step()
+    with pytest.raises(ConfigError, match=r"optimizer\.state_dict\(\)"):
+        get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ConfigError, match=r"state_shards\(\)"):
+        set_optimizer_state_dict(model, optimizer, optimizer.state_dict())
+    assert bool(optimizer.state) == bool(steps)

@@ -54,7 +54,9 @@ def _configured(precision: str, stage: int) -> dict[str, Any]:
 def test_plugin_makes_ranks_equal_casts_the_model_and_trains_it(precision: str, dtype: torch.dtype) -> None:
     first, second = run_on_ranks(_configured, 2, precision, 2)
     assert first["stage"] == 2
-    assert {value.dtype for value in first["end"].values() if value.is_floating_point()} == {dtype}
+    for name, value in first["end"].items():
+        if value.is_floating_point():
+            assert value.dtype == (torch.float32 if name.startswith("norm") else dtype), name
     for name, value in first["end"].items():
         same_on_ranks = torch.equal(value, second["end"][name])
         assert same_on_ranks or name in {"norm.running_mean", "norm.running_var"}, name
@@ -75,8 +77,7 @@ def test_plugin_that_does_not_cast_inputs_leaves_them() -> None:
     model = plugin.configure(Normed(), None, None, None).model
     assert isinstance(model, LowLevelZeroModel)
     model.module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(torch.randn(3, 6), scale={"by": torch.ones(2)})
+    model(torch.randn(3, 6), scale={"by": torch.ones(2)})  # where they meet weights they get their type
     assert seen == [torch.float32]
 
 

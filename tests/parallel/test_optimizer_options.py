@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_on_ranks
+from torch import distributed as dist
 from torch import nn
 
 from gemini import (
@@ -16,6 +18,7 @@ from gemini import (
     GeminiDDP,
     GeminiOptimizer,
     HybridAdam,
+    StateError,
     zero_model_wrapper,
     zero_optim_wrapper,
 )
@@ -99,3 +102,37 @@ def test_the_adam_of_one_call_takes_torchs_flags_at_their_defaults() -> None:
     optimizer = gemini_adam(None, lr=0.5, amsgrad=False, fused=None, max_norm=1.0)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.max_norm == 1.0
+
+
+def _differ(change: str) -> tuple[str, bool]:
+    """Step with a setting that rank 1 has otherwise, then with the same one; return what was said, and
+    whether the step that was refused has changed anything."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2)))
+    (group,) = optimizer.param_groups
+    optimizer.backward(model(torch.ones(2, 4)).square().mean())
+    before = model.weight.detach().clone()
+    rank = dist.get_rank()
+    lr, betas = group["lr"].clone(), group["betas"]
+    if change == "lr":
+        group["lr"].mul_(1 + rank)
+    elif change == "betas":
+        group["betas"] = (0.9, 0.99 + rank / 1000)
+    elif change == "clip_grad_norm":
+        optimizer.clip_grad_norm = 0.5 + rank
+    with pytest.raises(StateError) as caught:
+        optimizer.clip_grad_by_norm(1.0 + rank) if change == "max_norm" else optimizer.step()
+    is_same = torch.equal(model.weight, before)
+    group["lr"].copy_(lr)
+    group["betas"], optimizer.clip_grad_norm = betas, 0.5
+    optimizer.step()
+    return str(caught.value), is_same and not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("change", ["lr", "betas", "clip_grad_norm", "max_norm"])
+def test_settings_that_differ_by_rank_are_refused_and_the_step_can_be_repeated(change: str) -> None:
+    for said, can_be_repeated in run_on_ranks(_differ, 2, change):
+        assert "rank 0: " in said
+        assert "rank 1: " in said
+        assert can_be_repeated

@@ -275,36 +275,3 @@ def test_a_parameter_that_is_managed_no_more_is_refused_wherever_it_would_be_use
     ):
         with pytest.raises(StateError, match=r"is managed no more: .*load_state_dict"):
             used()
-
-
-class _Pair(nn.Module):
-    """Two models in one, as the way out of two loss scales for one loss has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = build(), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
-
-
-def test_one_loss_through_two_fp16_models_says_the_way_out_which_is_one() -> None:
-    with (
-        GeminiDDP(build(), mixed_precision="fp16") as a,
-        GeminiDDP(nn.Linear(8, 8), mixed_precision="fp16") as b,
-    ):
-        optimizer = GeminiOptimizer(CPUAdam(a.parameters()), a)
-        with pytest.raises(ConfigError, match="wrap a module that holds them all"):
-            optimizer.backward(b(a(torch.ones(4, 32))).float().square().mean())
-    with GeminiDDP(_Pair(), mixed_precision="fp16") as model:
-        parts = model.module.first, model.module.second
-        groups = [
-            {"params": list(part.parameters()), "lr": 10.0**-index} for index, part in enumerate(parts, 2)
-        ]
-        optimizer = GeminiOptimizer(CPUAdam(groups), model)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        optimizer.backward(loss_of(model, 0))
-        optimizer.step()
-        after = model.state_dict()
-        assert not any(torch.equal(before[name], after[name]) for name in before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +17,19 @@ from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
+from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import choose_stage, parse_precision
 
 _OWN = frozenset(
-    ("stage", "precision", "max_norm", "reduce_bucket_size_in_m", "cast_inputs", "dp_process_group")
+    (
+        "stage",
+        "precision",
+        "max_norm",
+        "reduce_bucket_size_in_m",
+        "cast_inputs",
+        "keep_fp32",
+        "dp_process_group",
+    )
 )
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
 _OPTIONS = keyword_names(LowLevelZeroOptimizer) - _OWN - _RENAMED
@@ -42,6 +52,8 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: the optimizer's ``clip_grad_norm``.
         reduce_bucket_size_in_m: millions (2**20) of elements that are sent at a time.
         cast_inputs: whether floating-point inputs of the model are cast to ``precision``.
+        keep_fp32: parameters, or modules with them, that stay in fp32, by name or a part of it, as
+            :class:`gemini.GeminiDDP` has it. Buffers keep their type.
         dp_process_group: the ranks; None: all.
         options: ``norm_type``, ``communication_dtype``, ``overlap_communication``, ``cpu_offload`` and the
             loss scale's, as LowLevelZeroOptimizer has them. Gradients are sent while backward goes on, and
@@ -59,6 +71,7 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: float = 0.0,
         reduce_bucket_size_in_m: int = 12,
         cast_inputs: bool = True,
+        keep_fp32: Iterable[str] = (),
         dp_process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -66,6 +79,7 @@ class LowLevelZeroPlugin(Plugin):
         parse_precision(precision)
         self._precision = precision
         self._cast_inputs = cast_inputs
+        self._keep_fp32 = tuple(keep_fp32)
         self._own: dict[str, Any] = {
             "stage": choose_stage(stage, None),
             "dp_process_group": dp_process_group,
@@ -98,11 +112,18 @@ class LowLevelZeroPlugin(Plugin):
             cut = LowLevelZeroOptimizer(
                 optimizer,
                 precision=dtype,
+                keep_fp32=kept_in_fp32(model, dtype, self._keep_fp32),
                 **self._own,
                 **{**_DEFAULTS, **(_FP16_DEFAULTS if dtype == torch.float16 else {}), **options},
             )
         spread_rest(model, cut, self.process_group)
-        ready = LowLevelZeroModel(model, dtype, cast_inputs=self._cast_inputs, stage=self._own["stage"])
+        ready = LowLevelZeroModel(
+            model,
+            dtype,
+            keep_fp32=self._keep_fp32,
+            cast_inputs=self._cast_inputs,
+            stage=self._own["stage"],
+        )
         return Boosted(ready, cut, criterion)
 
     def no_sync(
