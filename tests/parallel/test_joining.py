@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, StateError
 
+# Ranks have one thread each: what they are compared with must add up alike.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPE = Recipe()
 BUILDS = {"mlp": mlp, "tied": tied}
 
