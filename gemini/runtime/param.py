@@ -21,12 +21,11 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS, is_view
-from gemini.runtime.mutation import SilentPlaces, arguments_in
+from gemini.runtime.mutation import SilentPlaces, arguments_in, possibly_written
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.precision import run_in_one_type
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL, set_memory
-from gemini.runtime.writers import possibly_written
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
