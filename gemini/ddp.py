@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -24,7 +24,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.one_thread import in_one_thread
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
-from gemini.weights import export_weights, import_weights
+from gemini.weights import export_shards, export_weights, import_weights
 from gemini.zero.joining import Joining
 
 T = TypeVar("T")
@@ -236,12 +236,27 @@ class GeminiDDP(LoadsAsPart):
 
         Streamed: one parameter at a time is on DEVICE. With a DISK tier the tensors are mapped from a file
         there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
-        in memory.
+        in memory. ``only_rank_0``: other ranks take part and get ``{}``; the other arguments are those of
+        ``nn.Module.state_dict``.
 
         Raises:
             StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
         """
         return export_weights(self._gemini, *args, **kwargs)
+
+    def state_dict_shard(
+        self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
+    ) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield what is in :meth:`state_dict` in shards of at most so many bytes, each with its bytes; a
+        larger parameter comes alone, all names of a tied one together. Copies in memory, one shard at a time.
+
+        Over ranks all of them go through it, and with ``only_rank_0`` others get no shard.
+
+        Raises:
+            ConfigError: ``max_shard_size`` is none; StateError: as :meth:`state_dict`, or there was a step
+                between two shards.
+        """
+        return export_shards(self._gemini, max_shard_size, only_rank_0)
 
     @in_one_thread("load_state_dict")
     def load_state_dict(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from gemini.config import parse_bytes
+from gemini.errors import ConfigError, StateError
 from gemini.managed_model import ManagedModel
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.runtime import GeminiManager, ManagedParameter, ManagedTensor, read_values, write_values
@@ -18,26 +20,82 @@ from gemini.runtime.storage import slot_of
 from gemini.state_loading import StateLoad
 
 
-def export_weights(model: ManagedModel, *args: Any, **options: Any) -> dict[str, Any]:
-    """Return what :meth:`GeminiDDP.state_dict` does; the arguments are those of ``nn.Module.state_dict``."""
-    model.manager.lock.refuse_all()
-    model.storage.mixture.refuse("state_dict")
-    model.managed.refuse_exchanged("state_dict")
-    model.manager.run_pending()
-    state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
+def export_weights(
+    model: ManagedModel, *args: Any, only_rank_0: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Return what :meth:`GeminiDDP.state_dict` does; the other arguments are those of
+    ``nn.Module.state_dict``."""
+    state = _state(model, "state_dict", *args, **options)
+    keeps = not only_rank_0 or model.rank().index == 0
     managed = {id(v): v for v in state.values() if isinstance(v, ManagedParameter)}
-    directory = model.manager.chunks.budgets.disk_dir
+    directory = model.manager.chunks.budgets.disk_dir if keeps else None
     capacity = sum(p.numel() * max(4, p.element_size()) for p in managed.values())
     export = MappedTensors(directory, capacity, len(managed)) if directory is not None else IN_MEMORY
-    full: dict[int, torch.Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, ManagedParameter):
-            if id(value) not in full:
-                full[id(value)] = _full_value(model, value, export)
-            state[key] = full[id(value)]
-        elif isinstance(value, torch.Tensor):
-            state[key] = value.detach().cpu()
+    for names, value in _full_values(model, state, export):
+        state.update(dict.fromkeys(names, value) if keeps else {})
+    if not keeps:
+        state.clear()
     return state
+
+
+def export_shards(
+    model: ManagedModel, max_shard_size: int | str, only_rank_0: bool
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield what :meth:`GeminiDDP.state_dict_shard` does."""
+    most = parse_bytes(max_shard_size, name="max_shard_size")
+    if not most or most < 0:
+        raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
+    state = _state(model, "state_dict_shard")
+    keeps = not only_rank_0 or model.rank().index == 0
+    return _shards(model, _full_values(model, state, IN_MEMORY), most, keeps)
+
+
+def _shards(
+    model: ManagedModel, values: Iterator[tuple[list[str], Any]], most: int, keeps: bool
+) -> Iterator[tuple[dict[str, Any], int]]:
+    begun = model.manager.step
+    shard: dict[str, Any] = {}
+    held = 0
+    for names, value in values:
+        nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
+        if shard and held + nbytes > most:
+            yield shard, held
+            shard, held = {}, 0
+            if model.manager.step != begun:
+                raise StateError(
+                    "weights were changed while they were read in shards; begin again after the step"
+                )
+        if keeps:
+            shard.update(dict.fromkeys(names, value))
+            held += nbytes
+    if shard:
+        yield shard, held
+
+
+def _state(model: ManagedModel, doing: str, *args: Any, **options: Any) -> dict[str, Any]:
+    """Return the module's state with managed weights as they are; nothing of an update is pending then."""
+    model.manager.lock.refuse_all()
+    model.storage.mixture.refuse(doing)
+    model.managed.refuse_exchanged(doing)
+    model.manager.run_pending()
+    state: dict[str, Any] = model.module.state_dict(*args, **{**options, "keep_vars": True})
+    return state
+
+
+def _full_values(
+    model: ManagedModel, state: Mapping[str, Any], export: Place
+) -> Iterator[tuple[list[str], Any]]:
+    """Yield each value of a state, as an ordinary one, with its names, several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for key, value in state.items():
+        names.setdefault(id(value), []).append(key)
+    for keys in names.values():
+        value = state[keys[0]]
+        if isinstance(value, ManagedParameter):
+            value = _full_value(model, value, export)
+        elif isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        yield keys, value
 
 
 def import_weights(model: ManagedModel, state_dict: Mapping[str, Any], *, strict: bool) -> Any:

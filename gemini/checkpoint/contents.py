@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import torch
 
+from gemini.errors import CheckpointError
 from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime.storage import slot_of
 
 BUFFERS = "model-buffers.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
@@ -55,6 +57,26 @@ def owned(slot: ManagedSlot) -> tuple[int, int]:
     if slot.group.shard is not None:
         start, stop = slot.group.shard.clip(start, stop)
     return start - slot.start, stop - slot.start
+
+
+def require_own_names(model: ManagedModel) -> None:
+    """Raise CheckpointError where the module has another tensor under the name of a managed parameter, which
+    was put there after wrapping: the file would hold one, and the model computes with the other."""
+    slots = model.storage.slots
+    state = model.module.state_dict(keep_vars=True)
+    others = [name for name, value in state.items() if name in slots and _slot_of(value) is not slots[name]]
+    if others:
+        raise CheckpointError(
+            f"{others[0]!r} and {len(others) - 1} more names of the model's state are of other tensors than "
+            "those that were wrapped, so that their chunks are not what the model computes with. Copy new "
+            "values into the parameters (param.copy_(values) under torch.no_grad()), or replace, tie or "
+            "exchange layers before wrapping: copy.deepcopy(model.module) is an ordinary model. Weights "
+            "alone are in model.state_dict() and Booster.save_model"
+        )
+
+
+def _slot_of(value: object) -> ManagedSlot | None:
+    return slot_of(value) if isinstance(value, ManagedParameter) else None
 
 
 def parameters(model: ManagedModel) -> dict[str, dict[str, list[int]]]:

@@ -51,8 +51,8 @@ def load(
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
-            it was made for another model or without a scheduler; nothing was changed, unless the message says
-            that a load failed half-way.
+            it was made for another model or without a scheduler, or a parameter was replaced after wrapping;
+            nothing was changed, unless the message says that a load failed half-way.
         IoError: a chunk could not be read or written; repeat the load.
 
     Where a rank raises, all do: the others a CheckpointError that names it and says why. After a load that
@@ -199,6 +199,7 @@ def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> N
 def _check_model(
     checkpoint: Path, manifest: Mapping[str, Any], model: ManagedModel, optimizer: GeminiOptimizer
 ) -> None:
+    contents.require_own_names(model)
     shapes = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
     own_shapes = {name: entry["shape"] for name, entry in contents.parameters(model).items()}
     _compare(checkpoint, "parameter", shapes, own_shapes)

@@ -56,7 +56,8 @@ def save(
     Raises:
         IoError: the directory cannot be written, or a chunk cannot be read.
         CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state holds
-            objects that cannot be saved, or another process is saving in ``directory``.
+            objects that cannot be saved, a parameter was replaced after wrapping, or another process is
+            saving in ``directory``.
     """
     model = checked_model(model, optimizer)
     shard = checked_shard_bytes(shard_bytes)
@@ -99,6 +100,7 @@ def _prepared(
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)
     model.manager.recover()  # an operator that raised may have left chunks pinned
+    contents.require_own_names(model)
     extra = {} if extra is None else extra
     _check_json(extra, "extra")
     _check_tensors(model)

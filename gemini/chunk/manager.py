@@ -71,6 +71,11 @@ class ChunkManager:
 
     # -- what the runtime calls ------------------------------------------------------------------
 
+    def usages(self) -> tuple[int, int, int]:
+        """Return the bytes on DEVICE, HOST and DISK, there with the file of stowed chunks."""
+        device, host, disk = self.table.usages()
+        return device, host, disk if self.stow is None else disk + self.stow.bytes
+
     def has_place(self, nbytes: int) -> bool:
         """Say whether one more chunk of this size has a place in the DISK file, where there is one."""
         return self._disk.has_place(nbytes)

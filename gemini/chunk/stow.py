@@ -46,20 +46,14 @@ class Stow:
         self._files: list[BufferedFile] = []
         self.directory: str | None = None  # where the files are
         self._latest: _Stowed | None = None  # of those that were read
+        self.bytes = 0  # what the files have of chunks now
         self._peak_bytes = 0
 
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._stowed
 
-    @property
-    def bytes(self) -> int:
-        """What the file has of chunks now."""
-        stowed = list(self._stowed.values())  # at once: another thread may ask
-        return sum(each.range[1] for each in stowed if each.has_place)
-
     def usage(self) -> dict[str, int]:
         """Return bytes as ``stats()`` does those of a tier."""
-        self._peak_bytes = max(self._peak_bytes, self.bytes)
         reserved = sum(file.size for file in self._files)
         return {"bytes": self.bytes, "peak_bytes": self._peak_bytes, "budget_bytes": reserved}
 
@@ -99,7 +93,9 @@ class Stow:
         for tensor in tensors:
             if self._stowed[tensor].has_place:
                 self._manager.acquire((tensor,), traced=False)
-                del self._by_chunk[self._stowed.pop(tensor).chunk.id]
+                stowed = self._stowed.pop(tensor)
+                self.bytes -= stowed.range[1]
+                del self._by_chunk[stowed.chunk.id]
                 self._manager.release((tensor,), dirty=True)
             else:
                 del self._by_chunk[self._stowed.pop(tensor).chunk.id]
@@ -110,6 +106,7 @@ class Stow:
             file.close()
         for stowed in self._stowed.values():
             stowed.has_place = False
+        self.bytes = 0
 
     # -- what the manager tells ------------------------------------------------------------------
 
@@ -157,7 +154,10 @@ class Stow:
                 return
             values = self._bytes_of(stowed, _C.Tier.DEVICE if on_device else _C.Tier.HOST)
             stowed.file.write(stowed.range[0], values)
-            stowed.has_place = True
+            if not stowed.has_place:
+                stowed.has_place = True
+                self.bytes += stowed.range[1]
+                self._peak_bytes = max(self._peak_bytes, self.bytes)
         stowed.is_here = stowed.is_dirty = False
         self._manager.free((stowed.tensor,))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import resource
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from gemini import _C
 from gemini.cli.console import Console, print_json
 from gemini.config import format_bytes
 from gemini.device import free_memory_bytes
+from gemini.threads import usable_processors
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
 PROBE_BYTES = 1 << 20
@@ -92,7 +92,7 @@ def cpu() -> Facts:
     """Return the CPU's model, the cores this process may use and the Adam kernels it can run."""
     return {
         "model": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(usable_processors()),
         "adam_isa": _C.adam_isa(),
         "adam_isas": list(_C.adam_isas()),
     }

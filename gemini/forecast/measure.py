@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from gemini.memstats import LinkSpeed
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.kernels import AdamHyper, adam_update
 from gemini.placement.machine import CPU_TRANSFERS_TAKE
+from gemini.threads import usable_processors
 
 _MATMUL_SIZE = 768
 _STREAM_NUMEL = 1 << 23
@@ -28,7 +28,7 @@ _KIB = 1024
 def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
     """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory."""
     return MachineSpeeds(
-        name=f"{platform.node() or 'this machine'}, {len(os.sched_getaffinity(0))} cores",
+        name=f"{platform.node() or 'this machine'}, {len(usable_processors())} cores",
         matmul_flops={
             DTYPE_NAMES[kind]: _matmul_flops(kind) for kind in {torch.float32, dtype or torch.float32}
         },

@@ -52,7 +52,7 @@ class MappedTensors:
             descriptor = _open_nameless(directory)
             try:
                 _require_room(descriptor, size)
-                os.posix_fallocate(descriptor, 0, size)
+                _reserve(descriptor, size)
                 self._map = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
@@ -126,6 +126,19 @@ def _require_room(descriptor: int, nbytes: int) -> None:
     found = os.fstatvfs(descriptor)
     if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Reserve disk space. Where a sandbox or the file system knows no such call, by writing zeros."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        zeros = bytes(min(nbytes, _PART_BYTES))
+        done = 0
+        while done < nbytes:
+            done += os.pwrite(descriptor, zeros[: nbytes - done], done)
 
 
 def _open_nameless(directory: str) -> int:

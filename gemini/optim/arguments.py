@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 from gemini.runtime.host_states import HostUpdates
+from gemini.threads import usable_processors
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _warn_of_one_thread(model: ManagedModel) -> None:
     sharding = model.manager.sharding
     if sharding is None or torch.get_num_threads() > 1:
         return
-    usable = os.sched_getaffinity(0)
+    usable = usable_processors()
     near = usable.intersection(model.device.processors) or usable
     share = len(near) // sharding.peers.ranks_on_this_host
     if share > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
+from gemini.threads import usable_processors
 
 from .kernels import BLOCK_NUMEL, GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
 from .state_file import Batch, Segment, Source, State, StateFile, state_bytes
@@ -166,7 +166,7 @@ class DiskStates:
 
 def _num_threads() -> int:
     # A processor is left to the file's own thread: a disk that waits for it costs more than a kernel does.
-    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
+    return max(1, min(torch.get_num_threads(), len(usable_processors()) - 1))
 
 
 @dataclass(frozen=True)

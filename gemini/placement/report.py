@@ -61,12 +61,14 @@ class PlanReport:
 
     ``placement``: limits in force. ``step``: the planned step; None before the first step was recorded, where
     everything fits DEVICE, and under policies that follow the order alone. ``recompute``: of blocks; None
-    where none was asked for.
+    where none was asked for. ``stowed_bytes``: states that a file has between updates, which are on DEVICE or
+    HOST only meanwhile.
     """
 
     placement: PlacementPlan
     step: PlannedStep | None
     recompute: RecomputeReport | None = None
+    stowed_bytes: int = 0
 
     @property
     def kinds(self) -> tuple[KindShare, ...]:
@@ -84,6 +86,11 @@ class PlanReport:
         else:
             less = "none but what an operator uses where activations and temporaries need all of it"
         yield f"DEVICE: up to {format_bytes(limit)} of model data, {less}"
+        if self.stowed_bytes:
+            yield (
+                f"Stowed: {format_bytes(self.stowed_bytes)} of states are in a file between updates "
+                "(nvme_offload_fraction): every step reads and writes them there."
+            )
         if self.recompute is not None:
             yield from self.recompute.lines()
         if self.step is None:

@@ -73,6 +73,10 @@ class RawMemory(Protocol):
         """Return a plain tensor whose memory holds ``tensor`` until the next operator. Raises as a PreOp."""
         ...
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy whose address was given for ``tensor`` since the last operator."""
+        ...
+
     def settle(self) -> None:
         """End all uses. Raises as a PreOp."""
 

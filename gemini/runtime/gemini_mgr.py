@@ -106,7 +106,9 @@ class GeminiManager(Gate):
         """Return the plans in force, and what steps take at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
         of_blocks = recompute.report() if recompute is not None else None
-        return PlanReport(self.order.plan, self.order.planned(), of_blocks)
+        stow = self.chunks.stow
+        stowed_bytes = 0 if stow is None else stow.bytes
+        return PlanReport(self.order.plan, self.order.planned(), of_blocks, stowed_bytes)
 
     @property
     def trace(self) -> Trace | None:

@@ -95,3 +95,17 @@ ALIASING_FUNCTIONS: frozenset[Any] = frozenset(
         torch.Tensor.expand_as,
     )
 )
+
+# Name a part of the same memory, of which nothing is read; an index only where it is no list of elements.
+_VIEWS: frozenset[Any] = frozenset(
+    (torch.Tensor.view, torch.Tensor.select, torch.Tensor.narrow, torch.Tensor.__getitem__)
+)
+_BASIC_INDICES = frozenset((int, slice, type(None), type(...)))
+
+
+def is_view(func: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether ``func(*args)`` reads no element of its operand."""
+    if func is not torch.Tensor.__getitem__:
+        return func in _VIEWS
+    indices = args[1] if type(args[1]) is tuple else args[1:]
+    return _BASIC_INDICES.issuperset(map(type, indices))

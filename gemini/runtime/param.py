@@ -21,14 +21,13 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError
 from gemini.runtime.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.gate import Gate, TensorRef
-from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS
-from gemini.runtime.mutation import SilentPlaces, arguments_in
+from gemini.runtime.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS, is_view
+from gemini.runtime.mutation import SilentPlaces, arguments_in, possibly_written
 from gemini.runtime.nested import map_tensors
 from gemini.runtime.precision import run_in_one_type
 from gemini.runtime.slot import Slot
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.special import SPECIAL, set_memory
-from gemini.runtime.writers import possibly_written
 
 
 class ManagedTensor(torch.Tensor):
@@ -186,6 +185,8 @@ def _operate(
         versions = [operand._version for operand in operands]
         silent = _written_in_silence(func, args, kwargs)
         pinned = not manager.resident
+        if pinned and manager.raw.uses and is_view(func, args):
+            pinned = False  # a PreOp would take addresses back that are being compared
         if given is not None and pinned:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
         first_node = next_node_number()

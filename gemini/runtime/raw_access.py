@@ -47,7 +47,8 @@ class RawAccess:
         self._gate = gate
 
     def plain(self, tensor: Any) -> torch.Tensor:
-        """Return a plain tensor whose memory holds ``tensor`` until the next operator.
+        """Return a plain tensor whose memory holds ``tensor`` until the next operator. Tensors that are parts
+        of one parameter are parts of one memory then, too.
 
         Raises:
             OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
@@ -56,22 +57,41 @@ class RawAccess:
         if gate.pending and not self.uses:
             gate.run_pending()  # which takes more room than uses may leave
         gate.snapshot.before_change(tensor._ref.tensors)
+        whole = self._whole(tensor)
+        use = self._use_of(whole) or self._begin(whole)
+        with PlainTensors():
+            return _part(tensor, whole, use.copy)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy whose address :meth:`plain` has given for ``tensor`` since the last operator; None:
+        it gave none, or that of its window."""
+        use = self._use_of(self._whole(tensor))
+        return None if use is None else use.copy
+
+    def _whole(self, tensor: Any) -> Any:
+        """Return the parameter that ``tensor`` is a part of; itself where it is of none (a gradient)."""
+        with PlainTensors():
+            param = self._gate.parameters.at(tensor.data_ptr()) if tensor.numel() else None
+        return tensor if param is None or param.dtype != tensor.dtype else param
+
+    def _use_of(self, whole: torch.Tensor) -> _Use | None:
+        with PlainTensors():
+            return next((use for use in self.uses if use.tensor.is_set_to(whole)), None)
+
+    def _begin(self, whole: Any) -> _Use:
+        """Have the memory of ``whole`` hold it, or a copy. Raises as :meth:`plain`."""
         uses = self._take()  # which a PreOp would end
         try:
-            with PlainTensors():
-                for use in uses:
-                    if use.tensor.is_set_to(tensor):
-                        return use.memory.detach()
             copy, pinned = None, False
-            if not self._has_room(uses, tensor):
-                copy = self._copy(tensor)
-            elif not gate.resident:
-                gate.pre_op(tensor._ref.tensors)
+            if not self._has_room(uses, whole):
+                copy = self._copy(whole)
+            elif not self._gate.resident:
+                self._gate.pre_op(whole._ref.tensors)
                 pinned = True
             with PlainTensors():
-                use = _Use(tensor, copy, pinned, None)
+                use = _Use(whole, copy, pinned, None)
                 uses.append(replace(use, checksum=_checksum(use.memory)))
-                return use.memory.detach()
+            return uses[-1]
         finally:
             self.uses += uses
 
@@ -99,7 +119,8 @@ class RawAccess:
     def _has_room(self, uses: list[_Use], tensor: Any) -> bool:
         """Say whether ``tensor`` is to be used where it is: its window is pinned, or stays."""
         gate, chunks = self._gate, self._gate.chunks
-        if gate.resident or chunks.device.has_own_memory or not tensor.is_contiguous():
+        has_gaps = span_bytes(tensor) != tensor.nbytes
+        if gate.resident or chunks.device.has_own_memory or has_gaps:
             return True
         tensors = [*tensor._ref.tensors]
         for use in uses:
@@ -110,11 +131,23 @@ class RawAccess:
         return len(pinned) <= 2 or taken <= chunks.budgets.device_bytes // _DEVICE_SHARE
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy: in a file where there is a DISK tier, of which the kernel keeps what it can."""
+        """Return a copy of the same layout: in a file where there is a DISK tier, of which the kernel keeps
+        what it can."""
         with torch.no_grad():
             copied = torch.clone(tensor)
         directory = self._gate.chunks.budgets.disk_dir
-        return copied if directory is None else MappedTensors(directory, copied.nbytes, 1).copy(copied)
+        if directory is None:
+            return copied
+        flat = MappedTensors(directory, copied.nbytes, 1).copy(copied.as_strided((copied.numel(),), (1,)))
+        return flat.as_strided(copied.shape, copied.stride())
+
+
+def _part(tensor: torch.Tensor, whole: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    """Return ``tensor``, a part of ``whole``, as a plain tensor; in ``copy`` if there is one."""
+    if copy is None:
+        return tensor.as_subclass(torch.Tensor).detach()
+    offset = (tensor.data_ptr() - whole.data_ptr()) // whole.itemsize
+    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset() + offset)
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
@@ -131,11 +164,17 @@ def data_ptr(tensor: Any) -> int:
 
 def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """``weight.untyped_storage()``: that of the parameter alone, as if it were no part of a chunk, for those
-    who ask which tensors share one. It brings nothing to DEVICE. Of a GPU's memory it is the chunk's."""
+    who ask which tensors share one. It brings nothing to DEVICE. Of a GPU's memory it is the chunk's.
+
+    Where :func:`data_ptr` has given an address in a copy, it is the copy's.
+    """
     with PlainTensors():
-        param = parameter_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+        param: Any = parameter_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
         if param is None:
             return tensor.untyped_storage()
+        copy: torch.Tensor | None = param._ref.manager.raw.copy_of(tensor)
+        if copy is not None:
+            return copy.untyped_storage()
         span = (ctypes.c_char * span_bytes(param)).from_address(param.data_ptr())
         alone: torch.Tensor = torch.frombuffer(span, dtype=torch.uint8)
         return alone.untyped_storage()

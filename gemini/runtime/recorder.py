@@ -92,7 +92,7 @@ class Recorder:
             except BaseException:  # of another chunk's transfer
                 chunks.release(tensors, dirty=False)
                 raise
-        self.log.append((phase, *chunks.table.usages()))
+        self.log.append((phase, *(chunks.table.usages() if chunks.stow is None else chunks.usages())))
         return len(self.log) == _LONGEST_STEP
 
     def end(self) -> Recorded:

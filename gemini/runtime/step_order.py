@@ -131,7 +131,7 @@ class StepOrder(Learned):
             self._late.add(len(self._recorder.log) - 1)
             self.timeline.append(self._recorder.log[-1])
         else:
-            self.timeline.append((OPTIMIZER, *self._chunks.table.usages()))
+            self.timeline.append((OPTIMIZER, *self._chunks.usages()))
 
     def end(self, pending: Sequence[PendingUpdate]) -> None:
         """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""

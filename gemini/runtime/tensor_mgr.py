@@ -17,7 +17,7 @@ class StatefulTensorMgr:
 
     def query(self) -> dict[str, int]:
         """Return the bytes of model data on each tier."""
-        device, host, disk = self._chunks.table.usages()
+        device, host, disk = self._chunks.usages()
         return {"device": device, "host": host, "disk": disk}
 
     def state(self, tensor: int) -> TensorState:

@@ -74,12 +74,15 @@ class TimelineRecorder:
         before = self._manager.observer
         if isinstance(before, TimelineRecorder) and before._gives_way:
             before.stop()
-        table = self._manager.chunks.table
+        chunks = self._manager.chunks
         tiers = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
+        budgets = {name: chunks.table.budget(tier) for name, tier in tiers.items()}
+        if chunks.stow is not None:
+            budgets["disk"] += chunks.stow.usage()["budget_bytes"]
         self._context = Context(
             origin_s=_now(),
             names=name_model(self._storage),
-            budget_bytes={name: table.budget(tier) for name, tier in tiers.items()},
+            budget_bytes=budgets,
             model_data_bytes=self._manager.context.size.total_bytes,
         )
         self._manager.observe(self)
@@ -139,7 +142,6 @@ class TimelineRecorder:
         """Note an operator."""
         manager = self._manager
         assert manager is not None
-        table = manager.chunks.table
         self._raw.append(
             (
                 "acquired",
@@ -149,8 +151,7 @@ class TimelineRecorder:
                 manager.phase,
                 self._late,
                 traced,
-                table.usages(),
-                table.limit(),
+                *self._fill(),
             )
         )
 
@@ -208,5 +209,5 @@ class TimelineRecorder:
     def _fill(self) -> tuple[tuple[int, int, int], int]:
         """Return what the tiers hold, and what model data may take of DEVICE now."""
         assert self._manager is not None
-        table = self._manager.chunks.table
-        return table.usages(), table.limit()
+        chunks = self._manager.chunks
+        return chunks.usages(), chunks.table.limit()

@@ -262,14 +262,15 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         for shard in self.sharded.shards:
             shard.refresh_master()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in the format of the wrapped optimizer, on every rank.
+    def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
+        """Return the whole state in the format of the wrapped optimizer, on every rank; with ``only_rank_0``
+        others take part and get ``{}``.
 
         It can be loaded by any number of ranks and by the wrapped optimizer's class without ZeRO. Beside it
         are ``"masters"``, the fp32 weights behind 16-bit parameters by parameter number, and ``"loss_scale"``
         under fp16. Takes the memory of the whole state; :meth:`state_shards` does not.
         """
-        return self._hooked_state(partial(export_state, self))
+        return self._hooked_state(partial(export_state, self, only_rank_0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of the wrapped optimizer's. With masters, weights are set too.

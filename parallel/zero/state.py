@@ -53,9 +53,10 @@ def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
         yield StateShard(index, tuple(shard.shape), shard.start, shard.stop, tensors, values, master)
 
 
-def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
-    """Return the whole state on every rank; see LowLevelZeroOptimizer.state_dict."""
+def export_state(optimizer: LowLevelZeroOptimizer, only_rank_0: bool = False) -> dict[str, Any]:
+    """Return the whole state, {} where it is not wanted; see LowLevelZeroOptimizer.state_dict."""
     collectives = optimizer.collectives
+    keeps = not only_rank_0 or collectives.rank == 0
     own = {shard.index: shard for shard in state_shards(optimizer)}
     # The first rank has a part of every parameter that is not empty.
     described = collectives.first(
@@ -73,10 +74,14 @@ def export_state(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
             state[index] = dict(values if part is None else part.values)
         for name, dtype in names.items():
             mine = None if part is None else part.tensors[name]
-            state[index][name] = whole_tensor(shard, mine, dtype, collectives)
+            whole = whole_tensor(shard, mine, dtype, collectives)
+            state[index].update({name: whole} if keeps else {})
         if shard.has_master and shard.numel:
             mine = None if part is None else part.master
-            masters[index] = whole_tensor(shard, mine, shard.master_dtype, collectives)
+            whole = whole_tensor(shard, mine, shard.master_dtype, collectives)
+            masters.update({index: whole} if keeps else {})
+    if not keeps:
+        return {}
     state |= _beside(optimizer.optim)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if masters:

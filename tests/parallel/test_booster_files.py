@@ -127,6 +127,48 @@ def test_tied_weights_are_stored_once_and_any_reader_ties_them(tmp_path: Path) -
     assert torch.equal(again.head.weight, apart.head.weight)
 
 
+def replace_layer(net: nn.Sequential) -> None:
+    net[2] = nn.Linear(16, 4)
+
+
+def exchange_layers(net: nn.Sequential) -> None:
+    net[0], net[2] = net[2], net[0]
+
+
+def take_layer_out(net: nn.Sequential) -> None:
+    net[2] = nn.Identity()
+
+
+def tie_layers(net: nn.Sequential) -> None:
+    net[0].weight = net[2].weight
+
+
+@every_layout
+@pytest.mark.parametrize("change", [replace_layer, exchange_layers, take_layer_out, tie_layers])
+def test_a_file_holds_what_a_managed_model_has_by_now(
+    change: Callable[[nn.Sequential], None], shard: bool, tmp_path: Path
+) -> None:
+    booster, model, optimizer = boosted(GeminiPlugin(), mlp())
+    booster.backward(model(torch.ones(2, 16)).square().sum(), optimizer)
+    optimizer.step()
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    change(model.module)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    booster.save_model(model, tmp_path / "model", shard=shard, size_per_shard=TINY)  # type: ignore[arg-type]
+    other = mlp(1)
+    change(other)
+    for loaded in (model, other):
+        with torch.no_grad():
+            for param in loaded.parameters():
+                param.zero_()
+        booster.load_model(loaded, tmp_path / "model")
+        assert_same(plain(loaded.state_dict()), want)
+    if change is not take_layer_out:  # which leaves names and states as they are
+        for act in (booster.save_optimizer, booster.load_optimizer):
+            with pytest.raises(CheckpointError, match=r"'\d.weight' .* wrapping"):
+                act(optimizer, tmp_path / "optimizer")
+
+
 def test_managed_model_is_saved_and_loaded_within_its_budget(tmp_path: Path) -> None:
     plugin = GeminiPlugin(
         placement_policy="const",

@@ -66,6 +66,18 @@ def test_state_saved_by_two_ranks_loads_bit_for_bit_at_one_two_three_and_four(pr
             assert_same_state(got_state, state)
 
 
+def _on_first(precision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    _, optimizer = train(precision=precision, initial_scale=4.0)
+    return copy.deepcopy((optimizer.state_dict(only_rank_0=True), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_only_the_first_rank_has_the_state_where_it_alone_is_to(precision: str | None) -> None:
+    (alone, everywhere), (nothing, _) = run_on_ranks(_on_first, 2, precision)
+    assert_same_state(alone, everywhere)
+    assert nothing == {}
+
+
 def _train_on(precision: str | None, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, optimizer = train(num_steps=num_steps, precision=precision, initial_scale=4.0)
     return copy.deepcopy((weights(model), optimizer.state_dict()))

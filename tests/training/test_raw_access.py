@@ -35,6 +35,15 @@ def model(tmp_path: Path) -> Iterator[GeminiDDP]:
         assert_within_budgets(model.stats())
 
 
+@pytest.fixture(params=["disk", "host"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Return options for the network of which DEVICE holds a small part."""
+    options = tight(tmp_path, 24 * KIB)
+    if request.param == "host":
+        options.update(disk_dir=None, host_bytes=4096 * KIB)
+    return options
+
+
 def by_safetensors(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     safetensors.torch.save_file(state, path)
     return safetensors.torch.load_file(path)
@@ -104,6 +113,57 @@ def test_tied_weights_have_one_storage_and_others_their_own(model: GeminiDDP) ->
     assert of["3.weight"] == of["7.weight"]
     assert len(set(of.values())) == len(of) - 1
     assert state["0.bias"].untyped_storage().nbytes() == 4 * WIDTH
+
+
+def mixed_network() -> nn.Sequential:
+    """Return a network with tied and transposed weights and a buffer."""
+    net = network()
+    net[3].weight = net[7].weight
+    for layer in list(net)[9:19]:
+        layer.weight = nn.Parameter(layer.weight.detach().t())
+    net.register_buffer("steps", torch.arange(3))
+    return net
+
+
+def test_safetensors_writes_and_reads_a_managed_module(tiers: dict[str, Any], tmp_path: Path) -> None:
+    want, got = tmp_path / "want", tmp_path / "got"
+    safetensors.torch.save_model(mixed_network(), str(want))
+    with GeminiDDP(mixed_network(), **tiers) as model:
+        model(torch.ones(2, WIDTH))
+        for module in (model.module, model, model.module):
+            safetensors.torch.save_model(module, str(got))
+            assert got.read_bytes() == want.read_bytes()
+        with torch.no_grad():
+            for param in model.module.parameters():
+                param.zero_()
+        assert safetensors.torch.load_model(model.module, str(want)) == (set(), [])
+        assert_same_state(model.state_dict(), mixed_network().state_dict())
+        assert_within_budgets(model.stats())
+
+
+def test_a_pickled_module_is_an_ordinary_one(tiers: dict[str, Any], tmp_path: Path) -> None:
+    with GeminiDDP(mixed_network(), **tiers) as model:
+        model(torch.ones(2, WIDTH))
+        torch.save(model.module, tmp_path / "whole")
+        found = torch.load(tmp_path / "whole", weights_only=False)
+        for got in (found, pickle.loads(pickle.dumps(model.module))):
+            assert all(type(param) is nn.Parameter for param in got.parameters())
+            assert got[3].weight is got[7].weight
+            assert_same_state(got.state_dict(), mixed_network().state_dict())
+
+
+def test_parts_of_a_parameter_are_parts_of_what_is_at_its_address(tiers: dict[str, Any]) -> None:
+    with GeminiDDP(mixed_network(), **tiers) as model:
+        model(torch.ones(2, WIDTH))
+        for layer in model.module:
+            weight = layer.weight.detach()
+            begin, last = weight.data_ptr(), weight[-1, -1].data_ptr()
+            row = weight.narrow(0, 3, 1)
+            assert last == begin + weight.nbytes - 4
+            assert row.untyped_storage().data_ptr() == begin == weight.untyped_storage().data_ptr()
+            at_address = ctypes.cast(row.data_ptr(), ctypes.POINTER(ctypes.c_float))[0]
+            assert row.data_ptr() - begin == 4 * 3 * weight.stride(0)
+            assert at_address == float(row[0, 0])
 
 
 def halve_by_address(param: Tensor) -> None:

@@ -51,6 +51,22 @@ def on_disk(model: GeminiDDP) -> int:
     return int(model.stats()["disk"]["bytes"])
 
 
+def test_timeline_and_plan_count_what_is_stowed(tmp_path: Path) -> None:
+    options = {**ROOMY, "device_bytes": 200 * KIB, "host_bytes": "1MiB"}
+    with GeminiDDP(seeded(build), **options) as model:
+        assert "Stowed" not in str(model.plan())
+        optimizer = GeminiAdamOptimizer(model, nvme_offload_fraction=0.5, nvme_offload_dir=str(tmp_path))
+        for index in range(3):
+            step(model, optimizer, index)
+        assert max(moment["disk_bytes"] for moment in model.timeline()) == on_disk(model) > 0
+        assert model.plan().stowed_bytes == on_disk(model)
+        assert "Stowed: " in str(model.plan())
+        with model.record_timeline() as recorder:
+            step(model, optimizer, 3)
+        assert recorder.timeline().budget("disk") >= on_disk(model)
+        assert max(fill.disk_bytes for fill in recorder.timeline().fills) == on_disk(model)
+
+
 def trained(fraction: float, *, overlap: Any = True, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Train, look in between at all that can be looked at, and return losses, weights and moments."""
     with GeminiDDP(seeded(build), **options) as model:

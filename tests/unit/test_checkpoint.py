@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_models import KIB, Model, Run, assert_equal, assert_same, start
+from torch import nn
 
 from gemini import GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint
 from gemini.errors import CheckpointError
@@ -331,6 +333,48 @@ def test_other_buffers_are_refused_and_nothing_changed(tmp_path: Path) -> None:
     run = start(seed=7).train(1)
     run.model.module.norm.register_buffer("more", torch.zeros(2))
     refuses(run, tmp_path / "run", "buffer.*norm.more")
+
+
+def replace_head(net: Any) -> None:
+    net.down = nn.Linear(6 * 32, 32)
+
+
+def exchange_norms(net: Any) -> None:
+    net.norm.weight, net.norm.bias = net.norm.bias, net.norm.weight
+
+
+def tie_another(net: Any) -> None:
+    net.up.bias = net.scale
+
+
+def name_a_buffer(net: Any) -> None:
+    value = net.unused.detach().clone()
+    del net.unused
+    net.register_buffer("unused", value)
+
+
+@pytest.mark.parametrize("change", [replace_head, exchange_norms, tie_another, name_a_buffer])
+def test_what_took_the_name_of_a_parameter_is_neither_saved_nor_loaded(
+    tmp_path: Path, change: Callable[[nn.Module], None]
+) -> None:
+    start().save(tmp_path / "run")
+    run = start(seed=7).train(1)
+    change(run.model.module)
+    refuses(run, tmp_path / "run", "wrapping")
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(CheckpointError, match=r"'(down|norm|up|unused).*deepcopy"):
+            save(tmp_path / "other", run.model, run.optimizer)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_layer_that_was_taken_out_is_no_obstacle(tmp_path: Path) -> None:
+    run, other = start(), start(seed=7)
+    for each in (run, other):
+        each.model.module.head = nn.Identity()  # tied: the parameter stays
+        each.model.module.more = nn.Linear(2, 2)
+    run.save(tmp_path / "run")
+    other.load(tmp_path / "run")
+    assert_same(other, run)
 
 
 def test_other_parameter_groups_are_refused_and_nothing_changed(tmp_path: Path) -> None:

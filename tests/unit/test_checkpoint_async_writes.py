@@ -16,7 +16,7 @@ import gemini
 from gemini import checkpoint
 from gemini.errors import CheckpointError
 from gemini.runtime import param as runtime_param
-from gemini.runtime.writers import possibly_written
+from gemini.runtime.mutation import possibly_written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

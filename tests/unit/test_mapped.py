@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gemini import HybridAdam
 from gemini.errors import IoError, StateError
 from gemini.offload.mapped import MappedTensors
+from gemini.threads import usable_processors
 
 
 def open_files(directory: Path) -> list[os.stat_result]:
@@ -22,6 +25,32 @@ def open_files(directory: Path) -> list[os.stat_result]:
         return [Path("/proc/self/map_files", name).stat() for name in mapped]
     except PermissionError:
         pytest.skip("this kernel shows mapped files to root only")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_space_is_reserved_where_a_sandbox_knows_no_call_for_it(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    tensor = torch.randn(2_000_000)
+    assert torch.equal(MappedTensors(str(tmp_path), tensor.nbytes, 1).copy(tensor), tensor)
+
+
+def test_processors_are_counted_where_a_sandbox_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_process: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    layer = torch.nn.Linear(64, 64)
+    optimizer = HybridAdam(layer.parameters(), nvme_offload_fraction=1.0)  # or torch, which asks, too
+    assert usable_processors() == os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    assert usable_processors() == set(range(os.cpu_count() or 1))
+    layer(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.close()
 
 
 def test_copies_equal_what_was_copied_and_do_not_touch_each_other(tmp_path: Path) -> None:

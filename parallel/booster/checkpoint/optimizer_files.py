@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import plain_data
+from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import parse_json
@@ -76,6 +76,8 @@ def load_optimizer(
     with ExitStack() as stack:
 
         def read() -> dict[str, Any]:
+            if isinstance(optimizer, GeminiOptimizer):
+                contents.require_own_names(optimizer.model)
             files = stack.enter_context(TensorFiles(checkpoint))
             with making_sense_of(Path(checkpoint)):
                 return _state_for(optimizer, members, files, checkpoint)
@@ -106,6 +108,7 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
 
 
 def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
+    contents.require_own_names(optimizer.model)
     optimizer.require_complete("save_optimizer")
     optimizer.model.manager.recover()
     sources: list[TensorSource] = []

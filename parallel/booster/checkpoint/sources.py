@@ -16,7 +16,8 @@ from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copie
 from gemini.parallel.booster.checkpoint.zero import master_sources
 from gemini.parallel.booster.data_parallel import DataParallel, SingleProcess
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
-from gemini.runtime import ManagedSlot, read_values
+from gemini.runtime import ManagedParameter, read_values
+from gemini.runtime.storage import slot_of
 
 Names = dict[torch.Tensor, str]
 # In the metadata of a file, next to the further names of tied tensors, which are no dotted "gemini." names.
@@ -79,17 +80,22 @@ def _managed_contents(model: GeminiDDP) -> ModelContents:
     model._gemini.storage.mixture.refuse("save_model")
     model._gemini.manager.run_pending()
     model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
-    buffers = contents.buffers(model._gemini)
-    aliases = {**contents.aliases(model._gemini), **tied_names(buffers)}
-    sources = [_weight_source(model, slot) for slot in model._gemini.storage.slots.values()]
-    sources += [copied_source(name, value) for name, value in buffers.items() if name not in aliases]
-    return ModelContents(sources, aliases, contents.extra_states(model._gemini))
+    state = model.module.state_dict(keep_vars=True)  # of what the model has now, replaced layers included
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    aliases = tied_names(tensors)
+    sources = [_source(model, name, value) for name, value in tensors.items() if name not in aliases]
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    return ModelContents(sources, aliases, extra)
 
 
-def _weight_source(model: GeminiDDP, slot: ManagedSlot) -> TensorSource:
-    """Return the source of a managed weight: of its fp32 master if it has one. All ranks must run it."""
+def _source(model: GeminiDDP, name: str, value: torch.Tensor) -> TensorSource:
+    """Return the source of a tensor of a managed model: of a weight its fp32 master if it has one. All ranks
+    must run it."""
+    if not isinstance(value, ManagedParameter):
+        return copied_source(name, value)
+    slot = slot_of(value)
     read = partial(read_values, slot, model._gemini.manager)
-    return whole_source(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape), read)
+    return whole_source(name, contents.weight_dtype(slot), tuple(slot.param_view.shape), read)
 
 
 def tied_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
