@@ -22,9 +22,9 @@ SERIOUS_NUMEL = 32_000_000
 # Part of every record: what the times of the rows are times of.
 HOW = MappingProxyType(
     {
-        "cpu": "Rows of ours time the call of the kernel on prepared arrays; the case 'small', and rows that "
-        "say step(), time the optimizer's step(). Rows of peers time their optimizer's step(), including "
-        "their Python; 'in 3 passes' adds the casts before and after it.",
+        "cpu": "Rows of ours time the call of the kernel on prepared arrays; the cases 'small' and 'steps', "
+        "and rows that say step(), time the optimizer's step(). Rows of peers time their optimizer's step(), "
+        "including their Python; 'in 3 passes' adds the casts before and after it.",
         "cuda": "All rows but the copy time the optimizer's step(), ours and torch's, until the GPU is done.",
     }
 )

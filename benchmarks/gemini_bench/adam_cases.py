@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gemini_bench import adam_ours as ours
-from gemini_bench import adam_small
+from gemini_bench import adam_small, adam_steps
 from gemini_bench.adam_measure import Settings, absent_rows, measure, prepared, time_rows, timed
 from gemini_bench.adam_peers import (
     DEEPSPEED,
@@ -245,6 +245,7 @@ TASKS = {
     "int8": int8_task,
     "sumsq": sumsq_task,
     "small": adam_small.task,
+    "steps": adam_steps.task,
 }
 ROWS = {
     "limit": limit_rows,
@@ -253,10 +254,12 @@ ROWS = {
     "int8": int8_rows,
     "sumsq": sumsq_rows,
     "small": adam_small.rows,
+    "steps": adam_steps.rows,
 }
 
 
 def run(case: str, session: Session, settings: Settings) -> CaseResult:
     """Measure one case with every number of threads, in a process for each."""
-    held = adam_small.held_bytes(settings.numel) if case == "small" else _HELD_BYTES[case] * settings.numel
+    several = {"small": adam_small.held_bytes, "steps": adam_steps.held_bytes}
+    held = several[case](settings.numel) if case in several else _HELD_BYTES[case] * settings.numel
     return measure(session, settings, case, int(held), ROWS[case])

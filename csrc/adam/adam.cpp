@@ -8,13 +8,12 @@
 #include <vector>
 
 #include "adam/dispatch.h"
-#include "adam/parallel.h"
 #include "common/error.h"
 
 namespace gemini {
 namespace {
 
-constexpr int64_t kBlocksPerTask = 256;  // 64 Ki elements: fewer do not pay for starting a thread
+constexpr int64_t kBlocksPerTask = 64;  // 16 Ki elements: so long may one thread wait for another
 constexpr int64_t kSumNumel = 64 * 1024;
 // Above this many elements in one call a 16-bit copy is not worth its place in the caches.
 constexpr int64_t kStreamNumel = 4 * 1024 * 1024;
@@ -188,30 +187,30 @@ void check_job(const AdamJob& job) {
   check_part("remainder", range.remainder, range.form == ParamForm::kBf16Remainder);
 }
 
-bool adam_step(std::span<const AdamJob> jobs, int threads) {
-  return adam_step_with(isa_kernels().adam, jobs, threads);
+bool adam_step(std::span<const AdamJob> jobs, const Workers& workers) {
+  return adam_step_with(isa_kernels().adam, jobs, workers);
 }
 
-bool adam_step_with(AdamKernel kernel, std::span<const AdamJob> jobs, int threads) {
+bool adam_step_with(AdamKernel kernel, std::span<const AdamJob> jobs, const Workers& workers) {
   for (const AdamJob& job : jobs) check_job(job);
   const BlockList blocks(jobs);
   const DefaultFloatMode callers_mode;
   std::atomic<bool> finite = true;
-  parallel_ranges(blocks.count(), kBlocksPerTask, threads, [&](int64_t begin, int64_t end) {
+  parallel_ranges(blocks.count(), kBlocksPerTask, workers, [&](int64_t begin, int64_t end) {
     const DefaultFloatMode threads_mode;
     if (!blocks.update(kernel, begin, end)) finite.store(false, std::memory_order_relaxed);
   });
   return finite.load();
 }
 
-double sum_squares(const void* values, FloatType type, int64_t numel, int threads) {
+double sum_squares(const void* values, FloatType type, int64_t numel, const Workers& workers) {
   if (numel < 0) throw StateError("sum_squares: numel is " + std::to_string(numel));
   if (numel == 0) return 0.0;
   check_address("values", values, size_of(type));
   const auto sum = isa_kernels().sum_squares;
   const DefaultFloatMode callers_mode;
   std::vector<double> parts(static_cast<size_t>((numel + kSumNumel - 1) / kSumNumel));
-  parallel_ranges(numel, kSumNumel, threads, [&](int64_t begin, int64_t end) {
+  parallel_ranges(numel, kSumNumel, workers, [&](int64_t begin, int64_t end) {
     const DefaultFloatMode threads_mode;
     const char* from = static_cast<const char*>(values) + begin * size_of(type);
     parts[static_cast<size_t>(begin / kSumNumel)] = sum(from, type, end - begin);

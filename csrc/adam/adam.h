@@ -6,6 +6,7 @@
 #include <span>
 
 #include "adam/kernel.h"
+#include "adam/parallel.h"
 
 namespace gemini {
 
@@ -38,18 +39,17 @@ struct AdamJob {
 void check_job(const AdamJob& job);
 
 // Update every job in place with the kernel in use; return whether all gradients were finite, true
-// for jobs that do not check. The bits do not depend on the instruction set, the number of threads
-// (0: one per core), the addresses, or how tensors were cut into jobs; the caller's floating-point
-// mode (flush to zero, rounding) is set aside for the call. Throws as check_job; nothing has
-// changed then.
-bool adam_step(std::span<const AdamJob> jobs, int threads = 0);
+// for jobs that do not check. The bits do not depend on the instruction set, the workers, the
+// addresses, or how tensors were cut into jobs; the caller's floating-point mode (flush to zero,
+// rounding) is set aside for the call. Throws as check_job; nothing has changed then.
+bool adam_step(std::span<const AdamJob> jobs, const Workers& workers = {});
 
 // The same with a given kernel: for tests and benchmarks.
-bool adam_step_with(AdamKernel kernel, std::span<const AdamJob> jobs, int threads);
+bool adam_step_with(AdamKernel kernel, std::span<const AdamJob> jobs, const Workers& workers);
 
 // The sum of the squares of `numel` elements, read once. NaN or infinite exactly when an element is
 // not finite. The same bits for every instruction set and number of threads.
 [[nodiscard]] double sum_squares(const void* values, FloatType type, int64_t numel,
-                                 int threads = 0);
+                                 const Workers& workers = {});
 
 }  // namespace gemini

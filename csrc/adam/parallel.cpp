@@ -2,42 +2,86 @@
 
 #include <algorithm>
 #include <atomic>
-#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "adam/openmp_team.h"
+#include "common/error.h"
+#include "common/worker_thread.h"
+
 namespace gemini {
 namespace {
+
+// Fewer do not pay for waking a thread, or starting one.
+constexpr int64_t kRangesPerThread = 2;
 
 int available_threads() {
   static const int count = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   return count;
 }
 
+// One call, as those who share its work see it.
+class Ranges {
+ public:
+  Ranges(int64_t count, int64_t grain, const Workers& workers,
+         const std::function<void(int64_t, int64_t)>& body)
+      : count_(count), grain_(grain), processors_(workers.processors), body_(body) {
+    const int64_t limit = workers.threads > 0 ? workers.threads : available_threads();
+    threads_ = static_cast<int>(std::clamp(num_ranges() / kRangesPerThread, int64_t{1}, limit));
+  }
+
+  // How many threads are worth sharing it.
+  [[nodiscard]] int threads() const noexcept { return threads_; }
+
+  // Works until nothing is left, unless enough others do.
+  void work() {
+    if (joined_.fetch_add(1, std::memory_order_relaxed) >= threads_) return;
+    const KeepsTo near(processors_);
+    for (int64_t i = take(); i < num_ranges(); i = take()) {
+      body_(i * grain_, std::min(count_, (i + 1) * grain_));
+    }
+  }
+
+ private:
+  [[nodiscard]] int64_t num_ranges() const noexcept { return (count_ + grain_ - 1) / grain_; }
+  int64_t take() noexcept { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  const int64_t count_;
+  const int64_t grain_;
+  const Processors& processors_;
+  const std::function<void(int64_t, int64_t)>& body_;
+  int threads_;
+  std::atomic<int> joined_ = 0;
+  std::atomic<int64_t> next_ = 0;
+};
+
+// Shares the work with threads that live as long as it takes.
+void work_with_new_threads(Ranges& ranges) {
+  std::vector<std::thread> others;
+  others.reserve(static_cast<size_t>(ranges.threads()) - 1);
+  try {
+    while (static_cast<int>(others.size()) + 1 < ranges.threads()) {
+      others.push_back(start_worker("an update", [&ranges] { ranges.work(); }));
+    }
+  } catch (const ThreadError&) {
+    // There are fewer to share it.
+  }
+  ranges.work();
+  for (std::thread& other : others) other.join();
+}
+
 }  // namespace
 
-void parallel_ranges(int64_t count, int64_t grain, int threads,
+void parallel_ranges(int64_t count, int64_t grain, const Workers& workers,
                      const std::function<void(int64_t, int64_t)>& body) {
   if (count <= 0) return;
-  const int64_t ranges = (count + grain - 1) / grain;
-  const int64_t limit = threads > 0 ? threads : available_threads();
-  std::atomic<int64_t> next = 0;
-  const auto work = [&] {
-    for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < ranges;
-         i = next.fetch_add(1, std::memory_order_relaxed)) {
-      body(i * grain, std::min(count, (i + 1) * grain));
-    }
-  };
-  std::vector<std::jthread> others;
-  others.reserve(static_cast<size_t>(std::min(limit, ranges) - 1));
-  try {
-    while (static_cast<int64_t>(others.size()) + 1 < std::min(limit, ranges)) {
-      others.emplace_back(work);
-    }
-  } catch (const std::system_error&) {
-    // No more threads to be had: there are fewer to share the work.
+  Ranges ranges(count, grain, workers, body);
+  if (ranges.threads() == 1) {
+    ranges.work();
+    return;
   }
-  work();
+  const auto work = [](void* shared) { static_cast<Ranges*>(shared)->work(); };
+  if (!run_on_openmp_team(ranges.threads(), work, &ranges)) work_with_new_threads(ranges);
 }
 
 }  // namespace gemini

@@ -10,8 +10,8 @@
 
 #include "aio/io_backend.h"
 #include "aio/io_hook.h"
-#include "aio/process_guard.h"
 #include "aio/request_queue.h"
+#include "common/process_guard.h"
 
 namespace gemini {
 

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "aio/request_queue.h"
-#include "aio/thread_cpu.h"
-#include "aio/worker_thread.h"
+#include "common/thread_cpu.h"
+#include "common/worker_thread.h"
 
 namespace gemini {
 

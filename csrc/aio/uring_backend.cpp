@@ -23,9 +23,9 @@
 
 #include "aio/io_piece.h"
 #include "aio/request_queue.h"
-#include "aio/thread_cpu.h"
-#include "aio/worker_thread.h"
+#include "common/thread_cpu.h"
 #include "common/unique_fd.h"
+#include "common/worker_thread.h"
 
 namespace gemini {
 namespace {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "adam/adam.h"
@@ -80,11 +81,10 @@ struct Jobs {
 };
 
 bool step(int64_t table, int64_t rows, const std::vector<AdamOptions>& options, int threads,
-          const Processors& processors) {
+          Processors processors) {
   const Jobs jobs(table, rows, options);
   const py::gil_scoped_release unlocked;
-  const KeepsTo near(processors);
-  return adam_step(jobs.list, threads);
+  return adam_step(jobs.list, {threads, std::move(processors)});
 }
 
 bool cuda_step(int64_t table, int64_t rows, const std::vector<AdamOptions>& options,
@@ -139,12 +139,25 @@ void bind_adam(py::module_& m) {
            py::arg("weight_decay"), py::arg("step"), py::arg("bias_correction"),
            py::arg("adamw_mode"), py::arg("pre_scale") = 1.0,
            py::arg("clip_value") = std::numeric_limits<double>::infinity(),
-           py::arg("post_scale") = 1.0, py::arg("check_finite") = false);
+           py::arg("post_scale") = 1.0, py::arg("check_finite") = false)
+      .def(
+          "at",
+          [](AdamOptions options, int64_t step) {
+            options.step = step;
+            return options;
+          },
+          py::arg("step"), "The same for another step.");
   m.def("adam_step", &step, py::arg("table"), py::arg("rows"), py::arg("options"), py::kw_only(),
         py::arg("threads") = 0, py::arg("processors") = Processors(),
         "Update the tensors of a table of `rows` times 12 int64 at address `table`, in place; say "
         "whether all gradients were finite (True where not asked). Threads run on `processors`, "
         "where that is not empty.");
+  m.def(
+      "count_steps",
+      [](int64_t address, int64_t numel) {
+        for (int64_t i = 0; i < numel; ++i) pointer<float>(address)[i] += 1.0f;
+      },
+      py::arg("address"), py::arg("numel"), "Add 1 to each of numel fp32 elements.");
   m.def("cuda_adam_step", &cuda_step, py::arg("table"), py::arg("rows"), py::arg("options"),
         py::kw_only(), py::arg("stream"),
         "The same for tensors of the current GPU, enqueued on a CUDA stream given as an integer.");

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "aio/async_file.h"
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 #include "gpu/gpu_windows.h"
 #include "gpu/pinned_arena.h"

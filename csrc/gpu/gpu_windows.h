@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 
 namespace gemini {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 
 namespace gemini {

@@ -17,10 +17,10 @@
 #include <thread>
 #include <utility>
 
-#include "aio/worker_thread.h"
 #include "common/bytes.h"
 #include "common/error.h"
 #include "common/unique_fd.h"
+#include "common/worker_thread.h"
 
 namespace gemini {
 namespace {

@@ -4,10 +4,10 @@
 #include <exception>
 #include <utility>
 
-#include "aio/worker_thread.h"
 #include "common/error.h"
 #include "common/processors.h"
 #include "common/steady_clock.h"
+#include "common/worker_thread.h"
 
 namespace gemini {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <mutex>
 
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 #include "transfer/arena_ledger.h"
 #include "transfer/pages.h"
 #include "transfer/parked_blocks.h"

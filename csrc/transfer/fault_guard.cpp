@@ -9,6 +9,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "common/error.h"
 
@@ -21,6 +22,12 @@ struct Slot {
   std::atomic<uintptr_t> begin{0};
   std::atomic<uintptr_t> end{0};
   std::atomic<FaultTarget*> target{nullptr};
+  std::atomic<int> answering{0};  // handlers that may be using `target`
+
+  [[nodiscard]] bool holds(uintptr_t address) const {
+    const uintptr_t from = begin.load();
+    return from != 0 && address >= from && address < end.load();
+  }
 };
 
 constinit std::array<Slot, kMaxFaultTargets> slots{};
@@ -45,11 +52,14 @@ bool may_retry(uintptr_t address) {
 
 FaultAnswer answer(uintptr_t address, bool bus_error) {
   for (Slot& slot : slots) {
-    const uintptr_t begin = slot.begin.load(std::memory_order_acquire);
-    if (begin == 0 || address < begin || address >= slot.end.load()) continue;
-    FaultTarget* const target = slot.target.load();
-    if (slot.begin.load() != begin) continue;
-    return target->absorb(address, bus_error);
+    if (!slot.holds(address)) continue;
+    // Counted before it is asked again: who empties the slot after that waits for the answer.
+    ++slot.answering;
+    const bool held = slot.holds(address);
+    FaultAnswer result = FaultAnswer::kForeign;
+    if (held) result = slot.target.load()->absorb(address, bus_error);
+    --slot.answering;
+    if (held) return result;
   }
   return FaultAnswer::kForeign;
 }
@@ -123,6 +133,7 @@ void before_fork() {
 
 void after_fork(bool in_child) {
   for (Slot& slot : slots) {
+    if (in_child) slot.answering = 0;  // by threads that are not here
     if (slot.begin.load() != 0) slot.target.load()->after_fork(in_child);
   }
   registry_mutex.unlock();
@@ -141,7 +152,7 @@ void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
     if (slot.begin.load() != 0) continue;
     slot.end = end;
     slot.target = &target;
-    slot.begin.store(begin, std::memory_order_release);
+    slot.begin = begin;
     return;
   }
   throw Error("cannot guard more than " + std::to_string(kMaxFaultTargets) +
@@ -152,7 +163,8 @@ void unguard_faults(FaultTarget& target) noexcept {
   const std::lock_guard lock(registry_mutex);
   for (Slot& slot : slots) {
     if (slot.target.load() != &target) continue;
-    slot.begin.store(0, std::memory_order_release);
+    slot.begin = 0;
+    while (slot.answering.load() != 0) std::this_thread::yield();
     slot.target = nullptr;
   }
 }

@@ -31,6 +31,8 @@ inline constexpr int kMaxFaultTargets = 256;
 // installed by the first call, and again by a later one if something replaced them. Faults
 // elsewhere go to the handlers that were there before. Throws Error when kMaxFaultTargets are live.
 void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end);
+
+// Returns when no fault is being answered by `target` any more: then it may go.
 void unguard_faults(FaultTarget& target) noexcept;
 
 // How many faults were poisoned since the process started. One stray access to a large tensor

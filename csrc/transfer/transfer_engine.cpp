@@ -11,9 +11,9 @@
 #include <thread>
 #include <utility>
 
-#include "aio/worker_thread.h"
 #include "common/error.h"
 #include "common/steady_clock.h"
+#include "common/worker_thread.h"
 
 namespace gemini {
 namespace {

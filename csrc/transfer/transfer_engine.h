@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "aio/async_file.h"
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 
 namespace gemini {
 

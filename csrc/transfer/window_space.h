@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "aio/process_guard.h"
+#include "common/process_guard.h"
 #include "transfer/fault_guard.h"
 #include "transfer/spin_lock.h"
 #include "transfer/window.h"

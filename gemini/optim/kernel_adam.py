@@ -32,6 +32,7 @@ from .state_import import (
 from .state_ring import Extent
 from .step_rows import Member, StepRows
 
+_UNSCALED = GradScale()
 _START_ANEW = "load state_dict() into a new optimizer"
 
 
@@ -384,6 +385,8 @@ class KernelAdam(Optimizer):
 
 
 def _grad_scale(divisor: float) -> GradScale:
+    if divisor == 1.0:
+        return _UNSCALED
     inverse = 1.0 / divisor if divisor > 0.0 else 0.0
     as_the_kernel_takes_it = torch.tensor(inverse, dtype=torch.float32, device="cpu")
     if not 0.0 < float(as_the_kernel_takes_it) < math.inf:

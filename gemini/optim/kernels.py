@@ -189,12 +189,22 @@ def run_rows(
     if table.size == 0:
         return True
     options = [step.options() for step in steps]
-    where = torch.device(device)
-    if where.type == "cpu":
+    return run_table(table.ctypes.data, len(table), options, torch.device(device), processors)
+
+
+def run_table(
+    address: int,
+    num_rows: int,
+    options: list[_C.AdamOptions],
+    device: torch.device,
+    processors: Sequence[int] = (),
+) -> bool:
+    """Do as :func:`run_rows` with a table of at least one row that is in memory at ``address``."""
+    if device.type == "cpu":
         threads = torch.get_num_threads()
-        return _C.adam_step(table.ctypes.data, len(table), options, threads=threads, processors=processors)
-    with launching(where) as stream:
-        return _C.cuda_adam_step(table.ctypes.data, len(table), options, stream=stream)
+        return _C.adam_step(address, num_rows, options, threads=threads, processors=processors)
+    with launching(device) as stream:
+        return _C.cuda_adam_step(address, num_rows, options, stream=stream)
 
 
 def adam_update(

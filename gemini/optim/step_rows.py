@@ -16,7 +16,7 @@ import torch
 
 from gemini import _C
 
-from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
+from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row, run_table
 from .state_format import ARRAYS, StateFormat
 
 # How C++ looks at a tensor in one call; torch before 2.10 has none.
@@ -55,7 +55,16 @@ class StepRows:
         for member, count in zip(members, counts.unbind(), strict=True):
             _move_step(member.state, count)
         self._counts = counts.numpy()
+        self._numbered = b""  # the counts that ``_steps`` and the table's last column are for
+        self._steps: list[tuple[int, int]] = []  # group and count of each distinct step
         self._table = np.array([_row(member, state_format) for member in members], dtype=np.int64)
+        self._options: list[_C.AdamOptions] = []  # by group
+        self._optioned: tuple[list[AdamHyper], GradScale] | None = None  # what they were made from
+        # A pass over large tensors leaves the caches nothing of numpy: a step asks it for little.
+        self._counts_address = self._counts.ctypes.data
+        self._address = self._table.ctypes.data
+        self._grad_address = self._table[:, GRAD_COLUMN].ctypes.data
+        self._row_numel = len(self._table[0])
         self._grads = [member.grad for member in members]  # some may be copies
         # The watch compares identities and holds nothing: what it knows must not go away before it does.
         self.params = [member.param for member in members]
@@ -76,22 +85,28 @@ class StepRows:
         group, one, a state, a tensor of one or its memory was replaced, or a gradient has another type or
         order. Then everything is to be checked, and a new table built.
         """
-        column = self._table[:, GRAD_COLUMN]
-        return self._watch.take_gradients(params, all_states, column.ctypes.data, len(self._table[0]))
+        return self._watch.take_gradients(params, all_states, self._grad_address, self._row_numel)
 
-    def run(self, hypers: Sequence[AdamHyper], scale: GradScale) -> None:
+    def run(self, hypers: list[AdamHyper], scale: GradScale) -> None:
         """Update all rows in one call and count the step; ``hypers`` by group."""
-        first = int(self._counts[0])
-        if (self._counts == first).all():  # as almost always, and sorting takes a while
-            self._table[:, STEP_COLUMN] = self._groups
-            steps = [AdamStep(hyper, first + 1, scale) for hyper in hypers]
-        else:
-            keys = self._groups + len(hypers) * (self._counts.astype(np.int64) + 1)
-            distinct, self._table[:, STEP_COLUMN] = np.unique(keys, return_inverse=True)
-            steps = [AdamStep(hypers[key % len(hypers)], int(key // len(hypers)), scale) for key in distinct]
-        run_rows(self._table, steps, self.device)
-        self._counts += 1.0
+        if self._counts.tobytes() != self._numbered:
+            self._number(len(hypers))
+        if (hypers, scale) != self._optioned:
+            self._options = [AdamStep(hyper, 1, scale).options() for hyper in hypers]
+            self._optioned = (hypers, scale)
+        options = [self._options[group].at(count + 1) for group, count in self._steps]
+        run_table(self._address, len(self), options, self.device)
+        _C.count_steps(self._counts_address, len(self))
+        # Steps that differ still do when each has counted one more: the column stays.
+        self._steps = [(group, count + 1) for group, count in self._steps]
+        self._numbered = self._counts.tobytes()
         self._grads = []
+
+    def _number(self, num_groups: int) -> None:
+        """Find the distinct steps of the rows, and which of them each row takes."""
+        keys = self._groups + num_groups * self._counts.astype(np.int64)
+        distinct, self._table[:, STEP_COLUMN] = np.unique(keys, return_inverse=True)
+        self._steps = [(key % num_groups, key // num_groups) for key in distinct.tolist()]
 
 
 def _move_step(state: dict[str, Any], count: torch.Tensor) -> None:

@@ -1,16 +1,13 @@
-// Laws of the sum of squares, and of splitting work over threads.
+// Laws of the sum of squares.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <limits>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "adam/adam.h"
-#include "adam/parallel.h"
 #include "adam_test_util.h"
 #include "common/error.h"
 
@@ -110,28 +107,6 @@ TEST(SumSquares, NothingSumsToZeroAndMisuseIsRefused) {
   const void* uneven = reinterpret_cast<const char*>(values) + 2;
   EXPECT_THROW((void)sum_squares(uneven, FloatType::kFp32, 1), StateError);
   EXPECT_EQ(sum_squares(uneven, FloatType::kBf16, 1), 0.0);
-}
-
-TEST(ParallelRanges, CoverEveryIndexOnceInRangesOfAtMostGrain) {
-  for (const int64_t count : {-3, 0, 1, 63, 64, 65, 1000, 4097}) {
-    for (const int64_t grain : {1, 7, 64, 5000}) {
-      for (const int threads : {0, 1, 2, 5, 64}) {
-        std::vector<int> seen(static_cast<size_t>(std::max<int64_t>(count, 0)), 0);
-        parallel_ranges(count, grain, threads, [&](int64_t begin, int64_t end) {
-          if (end - begin > grain || begin % grain != 0 || begin >= end) return;  // shows as unseen
-          for (int64_t i = begin; i < end; ++i)
-            ++seen[static_cast<size_t>(i)];  // disjoint: no lock
-        });
-        ASSERT_EQ(seen, std::vector<int>(seen.size(), 1)) << count << " " << grain;
-      }
-    }
-  }
-}
-
-TEST(ParallelRanges, RunOnTheCallingThreadAloneForOneThread) {
-  const std::thread::id caller = std::this_thread::get_id();
-  parallel_ranges(1000, 10, 1,
-                  [&](int64_t, int64_t) { EXPECT_EQ(std::this_thread::get_id(), caller); });
 }
 
 }  // namespace

@@ -42,14 +42,16 @@ cases on the CPU:
   sumsq    sum of squares with a finite check: share of read bandwidth
   small    10,000 small tensors against one of the same total size, through the optimizers' step();
            the kernel call alone; 10,000 tensors of 1,024 elements
+  steps    step() beside torch's fused AdamW from 1M to --numel parameters, in one tensor and in 100, at rest
+           and right after a matrix product
   quality  a small GPT trained with fp32, bf16 and int8 states: its final losses
 case on a GPU:
   cuda     FusedAdam: share of the device's copy bandwidth; torch's fused AdamW
 
 In every round each contender runs once, on arrays of its own, and the order rotates. A figure is the median
 over the rounds, with the lowest and highest; a ratio is the median of the ratios within the rounds.
-On the CPU rows of ours time the call of the kernel, but in 'small' and where they say step(); rows of peers
-time their optimizer's step().
+On the CPU rows of ours time the call of the kernel, but in 'small' and 'steps' and where they say step();
+rows of peers time their optimizer's step().
 DeepSpeed is optional: without it fp32 is judged against torch alone, which the row says, and the targets of
 bf16 are not measured: they are neither met nor missed, and the last line says how many there are.
 
