@@ -46,13 +46,13 @@ class DiskFile:
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
         checked_directory(budgets.disk_dir)
-        lack = lacking_space(budgets, chunk_bytes)
+        reserve = _reserves(budgets, self._file_bytes)
+        if reserve and expected_bytes:  # which is looked for when it comes, if not now
+            reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
+        self._reserved = reserve
+        lack = lacking_space(budgets, chunk_bytes, reserve=reserve)
         if lack is not None:
             raise IoError(errno.ENOSPC, lack, budgets.disk_dir)
-        # What is expected is looked for when it comes.
-        reserve = self._reserved = _reserves(budgets, self._file_bytes) and (
-            not expected_bytes or lacking_space(budgets, self._chunk_bytes + expected_bytes) is None
-        )
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
         if not reserve and not self.file.can_discard:
             self._keep_places_within_budget(budgets.disk_dir)
@@ -87,7 +87,7 @@ class DiskFile:
         if self._reserved:
             return None
         taken_bytes = sum(self._places[chunk][1] for chunk in self._taken)
-        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes)
+        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=False)
 
     def place(self, nbytes: int, *, expected: bool = False) -> int:
         """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the
@@ -136,13 +136,16 @@ def _reserves(budgets: TierBudgets, file_bytes: int) -> bool:
     return budgets.reserve_disk and not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
 
 
-def lacking_space(budgets: TierBudgets, chunk_bytes: int, taken_bytes: int = 0) -> str | None:
+def lacking_space(
+    budgets: TierBudgets, chunk_bytes: int, taken_bytes: int = 0, *, reserve: bool | None = None
+) -> str | None:
     """Return what to say where the disk has less space free, beside ``taken_bytes``, than chunks of
     ``chunk_bytes`` together are sure to take: now, not in the middle of training. None where it has enough,
-    or does not say."""
+    or does not say. ``reserve``: whether they take all of it at once; None: where the budget allows it."""
     if budgets.disk_dir is None or budgets.disk_bytes == 0:
         return None
-    reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
+    if reserve is None:
+        reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
     least_bytes = chunk_bytes - (0 if reserve else budgets.device_bytes + budgets.host_bytes)
     usage = shutil.disk_usage(budgets.disk_dir)
     if not usage.total or usage.free + taken_bytes >= least_bytes:  # without a total it does not say

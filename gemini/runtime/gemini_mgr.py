@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,9 @@ from gemini.runtime.update_operators import UpdateOperators
 from gemini.runtime.written import WrittenTensors
 
 if TYPE_CHECKING:
+    from gemini.placement import ModelDataSize
     from gemini.runtime.activations import ActivationOffload
+    from gemini.runtime.growth import Growth
     from gemini.runtime.param import TensorRef
     from gemini.zero.sharding import Sharding
 
@@ -71,6 +74,7 @@ class GeminiManager:
         self.updates = UpdateOperators(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
+        self.growth: Growth | None = None  # makes chunks after wrapping
         self._first_address, self._end_address = chunks.address_range()
         self.loose = LooseBytes(chunks.table)
         self.shortage = Shortage(self)
@@ -346,6 +350,16 @@ class GeminiManager:
             self.observer.step_settled()
         self.snapshot.step_ended()
 
+    def replan(self, size: ModelDataSize) -> None:
+        """Go on with model data of another ``size``, of which nothing is pending: the next step is a warmup,
+        unless its trace was given. A step under way is not recorded."""
+        self.abandon()
+        self.shortage.end_residence()
+        self.context = replace(self.context, size=size)
+        self.order.replan(self.context)
+        self.evaluations.replan(self.context)
+        self.order.resume(())
+
     def observe(self, observer: StepObserver | None) -> None:
         """Tell ``observer`` what happens from now on, None: nobody. Meanwhile operators go through their
         PreOp also where the model is resident, so as to be seen. Raises StateError: somebody does already."""
@@ -354,6 +368,11 @@ class GeminiManager:
         self.observer = self.chunks.observer = observer
         if observer is not None:
             self.resident = self.snapshot.residence(False)
+
+    def refuse_closed(self) -> None:
+        """Raise StateError where the memory was given back."""
+        if self.pre_op is unusable.closed:
+            self.pre_op(())
 
     def close(self, *, run_pending: bool = True) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError.

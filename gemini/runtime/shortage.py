@@ -94,7 +94,7 @@ class Shortage:
         if manager.sharding is not None:
             return
         manager.abandon()  # what ran so far does not say what an iteration does
-        self._end_residence()
+        self.end_residence()
         before = self.share_bytes
         after = max(0, min(before // 2, before - asked_bytes(error)))
         if after < manager.context.size.largest_chunk_bytes:
@@ -113,7 +113,7 @@ class Shortage:
             str(error).partition("\n")[0],
         )
 
-    def _end_residence(self) -> None:
+    def end_residence(self) -> None:
         """Let chunks leave DEVICE again. Graphs that were made while none could know nothing of that: their
         backward pass is refused."""
         manager = self._manager

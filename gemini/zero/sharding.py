@@ -16,6 +16,7 @@ from gemini.zero.rounds import WANTS, Ending, Round, decode, encode, refuse_diff
 
 if TYPE_CHECKING:
     from gemini.runtime.gemini_mgr import GeminiManager
+    from gemini.runtime.gradient import SlotGradient
     from gemini.runtime.storage import ModelStorage
 
 
@@ -94,6 +95,10 @@ class Sharding:
         """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
         for chunk in self._chunks.used_by((tensor,)):
             self._chunks[chunk].write_back()
+
+    def add_gradient(self, storage: ModelStorage, grad: SlotGradient) -> None:
+        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        self._gradients.add(storage, grad)
 
     # -- values --------------------------------------------------------------------------------
 

@@ -80,10 +80,10 @@ def test_others_take_no_place_of_what_is_expected(tmp_path: Path) -> None:
 def test_a_disk_too_full_for_what_is_expected_says_so_when_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = SimpleNamespace(free=2 * CHUNK_BYTES, total=2**30)
+    free = SimpleNamespace(free=CHUNK_BYTES, total=2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
-    chunks = make(tmp_path)  # which hold two, and two more
+    chunks = make(tmp_path)  # DEVICE holds two of them
     assert "are free; free some space" in str(chunks.lacking_place([GRAD] * 2))
-    free.free = 4 * CHUNK_BYTES
+    free.free = 2 * CHUNK_BYTES
     assert chunks.lacking_place([GRAD] * 2) is None
     chunks.close()
