@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 
-def check_managed(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
+def check_managed(model: ManagedModel, optimizer: GeminiOptimizer) -> None:
     """Raise ConfigError where they are not a managed model and its optimizer."""
     for name, value, kind in (("model", model, GeminiDDP), ("optimizer", optimizer, GeminiOptimizer)):
         if not isinstance(value, kind):

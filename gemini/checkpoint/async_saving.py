@@ -27,7 +27,7 @@ from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.config import parse_bytes
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import rank_of
@@ -42,7 +42,7 @@ _MEETING_SECONDS = 10.0  # what a save that ends early waits for the other ranks
 @torch.no_grad()
 def save_async(
     directory: str | os.PathLike[str],
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -76,16 +76,16 @@ def save_async(
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model, aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
-    context = new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep)
+    context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
     try:
         writer.manifest, writer.rng = manifest, rng.capture()
         blocks = CheckpointFiles(writer, model, optimizer, shard).blocks()
         handle = SaveHandle(model, context, writer, blocks, num_buffers)
-        model._gemini.manager.snapshot = handle
+        model.manager.snapshot = handle
         handle.start()
     except BaseException as error:
-        model._gemini.manager.snapshot = NO_SNAPSHOT
+        model.manager.snapshot = NO_SNAPSHOT
         context.__exit__(type(error), error, error.__traceback__)
         raise
     return handle
@@ -103,13 +103,13 @@ class SaveHandle:
 
     def __init__(
         self,
-        model: GeminiDDP,
+        model: ManagedModel,
         context: AbstractContextManager[CheckpointWriter],
         writer: CheckpointWriter,
         blocks: list[Block],
         num_buffers: int,
     ) -> None:
-        self._manager = manager = model._gemini.manager
+        self._manager = manager = model.manager
         self._context = context
         self._writer = writer
         self._pid = os.getpid()
@@ -119,7 +119,7 @@ class SaveHandle:
         self._changed = threading.Condition()
         self._num_buffers = num_buffers
         self._blocks_of = blocks_of_tensors(model, blocks)
-        self._names = model._gemini.storage.parameter_names()
+        self._names = model.storage.parameter_names()
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
         # Whether the thread may read chunks where they are.

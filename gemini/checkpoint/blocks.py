@@ -12,7 +12,7 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import IoError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import MOMENTS
@@ -61,20 +61,20 @@ class CheckpointFiles:
     """
 
     def __init__(
-        self, writer: CheckpointWriter, model: GeminiDDP, optimizer: GeminiOptimizer, shard_bytes: int
+        self, writer: CheckpointWriter, model: ManagedModel, optimizer: GeminiOptimizer, shard_bytes: int
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._viewed = not model._gemini.device.has_own_memory
-        self._is_written = model._gemini.peers is None or model._gemini.peers.share.replica == 0
+        self._viewed = not model.device.has_own_memory
+        self._is_written = model.peers is None or model.peers.share.replica == 0
         self._weights: dict[str, TensorFile] = {}
         self._states: dict[str, TensorFile] = {}
         # Ranks go on together, or not at all: what follows is theirs together.
         writer.rank.agree(partial(self._open, writer, shard_bytes))
         error: IoError | None = None
-        for slot in model._gemini.storage.slots.values():
+        for slot in model.storage.slots.values():
             if not slot.param_view.is_contiguous():
-                values = read_values(slot, model._gemini.manager)  # over ranks, by all of them
+                values = read_values(slot, model.manager)  # over ranks, by all of them
                 if writer.rank.index == 0 and error is None:
                     error = self._write_whole(slot, values)
         if error is not None:
@@ -100,7 +100,7 @@ class CheckpointFiles:
     def blocks(self) -> list[Block]:
         """Return all blocks, those of state pieces in the order in which they are updated."""
         found: list[Block] = []
-        for group in self._model._gemini.storage.groups if self._is_written else ():
+        for group in self._model.storage.groups if self._is_written else ():
             found += [self._piece(group, piece) for piece in group.pieces]
             if not group.pieces:
                 found += [self._frozen(slot) for slot in group.slots if slot.param_view.is_contiguous()]
@@ -148,14 +148,14 @@ class CheckpointFiles:
         return Block(piece, tuple(tensors), tuple(extents))
 
 
-def blocks_of_tensors(model: GeminiDDP, blocks: Iterable[Block]) -> Mapping[int, Sequence[Block]]:
+def blocks_of_tensors(model: ManagedModel, blocks: Iterable[Block]) -> Mapping[int, Sequence[Block]]:
     """Return by tensor of the chunk table the blocks with values of it, for a parameter that is whole at
     times also those of its shard."""
     found: defaultdict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         for tensor in block.tensors:
             found[tensor].append(block)
-    for slot in model._gemini.storage.slots.values():
+    for slot in model.storage.slots.values():
         (whole,) = slot.param_ref.tensors
         found[whole] = [block for tensor in slot.group.value_tensors([slot]) for block in found[tensor]]
     return found
@@ -169,11 +169,11 @@ def _range_name(slot: ManagedSlot, state: str) -> str:
     return contents.range_name(slot.name, state, *contents.owned(slot))
 
 
-def _weight_files(writer: CheckpointWriter, model: GeminiDDP, shard_bytes: int) -> dict[str, TensorFile]:
+def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: int) -> dict[str, TensorFile]:
     """Open the files of the weights, to which all ranks write; return which weight is in which."""
     specs = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
-        for group in model._gemini.storage.groups
+        for group in model.storage.groups
         for slot in group.slots
     ]
     tied = contents.aliases(model)
@@ -194,7 +194,7 @@ def _state_files(
 ) -> dict[str, TensorFile]:
     """Open the files of all moments; return which range is in which, and tell ``writer``."""
     specs, owners = [], {}
-    for group in optimizer.model._gemini.storage.groups:
+    for group in optimizer.model.storage.groups:
         for slot in group.slots:
             start, stop = contents.owned(slot)
             if slot in optimizer.steps and start < stop:

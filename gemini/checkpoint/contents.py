@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedParameter, ManagedSlot
 
@@ -57,11 +57,11 @@ def owned(slot: ManagedSlot) -> tuple[int, int]:
     return start - slot.start, stop - slot.start
 
 
-def parameters(model: GeminiDDP) -> dict[str, dict[str, list[int]]]:
+def parameters(model: ManagedModel) -> dict[str, dict[str, list[int]]]:
     """Return shape and stride (in elements, of its memory order) of every parameter by name."""
     return {
         name: {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
-        for name, slot in model._gemini.storage.slots.items()
+        for name, slot in model.storage.slots.items()
     }
 
 
@@ -70,7 +70,7 @@ def group_members(optimizer: GeminiOptimizer) -> list[list[str]]:
     return [[param._slot.name for param in group["params"]] for group in optimizer.param_groups]
 
 
-def buffers(model: GeminiDDP) -> dict[str, torch.Tensor]:
+def buffers(model: ManagedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of the module's state that are not managed."""
     state = model.module.state_dict(keep_vars=True)
     return {
@@ -80,13 +80,13 @@ def buffers(model: GeminiDDP) -> dict[str, torch.Tensor]:
     }
 
 
-def extra_states(model: GeminiDDP) -> dict[str, Any]:
+def extra_states(model: ManagedModel) -> dict[str, Any]:
     """Return what the module's ``get_extra_state`` methods add to its state."""
     state = model.module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
-def aliases(model: GeminiDDP) -> dict[str, str]:
+def aliases(model: ManagedModel) -> dict[str, str]:
     """Return the further names of tied parameters, each with the name under which the parameter is stored."""
     state = model.module.state_dict(keep_vars=True)
     managed = {name: value._slot.name for name, value in state.items() if isinstance(value, ManagedParameter)}

@@ -18,7 +18,7 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.kernels import AdamHyper
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def load(
     directory: str | os.PathLike[str],
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -58,7 +58,7 @@ def load(
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     check_managed(model, optimizer)
-    rank = rank_of(model)
+    rank = model.rank()
     rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
     try:
@@ -124,7 +124,7 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
 
 def _load_once(
     checkpoint: Path,
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     scheduler: Scheduler | None,
     rank: Rank,
@@ -150,13 +150,13 @@ def _load_once(
             opened.append((reader, objects, generators))
 
         _agree(rank, check)
-        _agree(rank, model._gemini.manager.snapshot.before_write)
+        _agree(rank, model.manager.snapshot.before_write)
         _give_up_gradients(model, optimizer, rank)
         ((reader, objects, generators),) = opened
 
         def restore() -> None:
             _load_settings(reader.manifest, objects, optimizer, scheduler)
-            model._gemini.manager.step = int(reader.manifest["step"])
+            model.manager.step = int(reader.manifest["step"])
             rng.restore(generators)
 
         with optimizer.loading():
@@ -167,7 +167,7 @@ def _load_once(
     return extra
 
 
-def _give_up_gradients(model: GeminiDDP, optimizer: GeminiOptimizer, rank: Rank) -> None:
+def _give_up_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Rank) -> None:
     """Do as ``optimizer.zero_grad()``, in which ranks wait for each other: what may fail on one of them comes
     before and after that."""
     _agree(rank, model.leave_passes)
@@ -196,14 +196,14 @@ def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> N
 
 
 def _check_model(
-    checkpoint: Path, manifest: Mapping[str, Any], model: GeminiDDP, optimizer: GeminiOptimizer
+    checkpoint: Path, manifest: Mapping[str, Any], model: ManagedModel, optimizer: GeminiOptimizer
 ) -> None:
     shapes = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
     own_shapes = {name: entry["shape"] for name, entry in contents.parameters(model).items()}
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
-    slots = model._gemini.storage.slots
+    slots = model.storage.slots
     frozen = [name for name in manifest["optimizer_steps"] if slots[name].grad is None]
     if frozen:
         raise CheckpointError(
@@ -232,7 +232,7 @@ def _compare(
 
 def _load_values(
     reader: CheckpointReader,
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     extra_states: Mapping[str, Any],
     rank: Rank,
@@ -243,7 +243,7 @@ def _load_values(
     def load_weights() -> None:
         _load_weights(reader, model)
         others.update(
-            (name, reader.weight(name)) for name in reader.weights if name not in model._gemini.storage.slots
+            (name, reader.weight(name)) for name in reader.weights if name not in model.storage.slots
         )
 
     def load_rest() -> None:
@@ -258,25 +258,25 @@ def _load_values(
 
 
 @torch.no_grad()
-def _load_weights(reader: CheckpointReader, model: GeminiDDP) -> None:
+def _load_weights(reader: CheckpointReader, model: ManagedModel) -> None:
     """Copy weights into their chunks."""
     # In their order in the files, if it was saved with this layout.
-    for slot in model._gemini.storage.slots.values():
+    for slot in model.storage.slots.values():
         pieces = reader.weight_pieces(slot.name)
         if slot.param_view.is_contiguous():
             for first, values in pieces:
-                write_range(slot, first, values, model._gemini.manager)
+                write_range(slot, first, values, model.manager)
         else:
             whole = torch.empty(slot.param_view.shape, dtype=contents.weight_dtype(slot), device="cpu")
             for first, values in pieces:
                 whole.view(-1)[first : first + values.numel()] = values
-            write_values(slot, whole, model._gemini.manager)
+            write_values(slot, whole, model.manager)
 
 
 @torch.no_grad()
-def _load_moments(reader: CheckpointReader, model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
+def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: GeminiOptimizer) -> None:
     """Copy the states that this rank has of each parameter into their chunks."""
-    slots = model._gemini.storage.slots
+    slots = model.storage.slots
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):

@@ -16,7 +16,7 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import Rank, rank_of
@@ -28,7 +28,7 @@ SHARD_BYTES = "4GiB"
 @torch.no_grad()
 def save(
     directory: str | os.PathLike[str],
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -59,19 +59,19 @@ def save(
     """
     check_managed(model, optimizer)
     shard = checked_shard_bytes(shard_bytes)
-    rank = rank_of(model)
+    rank = model.rank()
     manifest = prepare(rank, model, optimizer, scheduler, extra)
-    with new_checkpoint(directory, model._gemini.manager.step, rank=rank, keep=keep) as writer:
+    with new_checkpoint(directory, model.manager.step, rank=rank, keep=keep) as writer:
         writer.manifest, writer.rng = manifest, rng.capture()
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
-            with model._gemini.manager.operator(block.tensors):
+            with model.manager.operator(block.tensors):
                 block.write()
     return writer.final
 
 
 def prepare(
     rank: Rank,
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     scheduler: Scheduler | None,
     extra: dict[str, Any] | None,
@@ -89,24 +89,24 @@ def prepare(
 
 
 def _prepared(
-    model: GeminiDDP,
+    model: ManagedModel,
     optimizer: GeminiOptimizer,
     scheduler: Scheduler | None,
     extra: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    model._gemini.manager.snapshot.close(finish=True)
+    model.manager.snapshot.close(finish=True)
     optimizer.require_complete("save")
     _refuse_pending_gradients(model)
-    model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
+    model.manager.recover()  # an operator that raised may have left chunks pinned
     extra = {} if extra is None else extra
     _check_json(extra, "extra")
     _check_tensors(model)
-    for slot in model._gemini.storage.slots.values():
-        refresh_master(slot, model._gemini.manager)
-    if model._gemini.manager.sharding is not None:
-        model._gemini.manager.sharding.write_all_back()
+    for slot in model.storage.slots.values():
+        refresh_master(slot, model.manager)
+    if model.manager.sharding is not None:
+        model.manager.sharding.write_all_back()
     return {
-        "step": model._gemini.manager.step,
+        "step": model.manager.step,
         "parameters": contents.parameters(model),
         "aliases": contents.aliases(model),
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
@@ -127,8 +127,8 @@ def checked_shard_bytes(shard_bytes: int | str) -> int:
     return found
 
 
-def _refuse_pending_gradients(model: GeminiDDP) -> None:
-    pending = [name for name, slot in model._gemini.storage.slots.items() if slot.has_grad]
+def _refuse_pending_gradients(model: ManagedModel) -> None:
+    pending = [name for name, slot in model.storage.slots.items() if slot.has_grad]
     if pending:
         raise CheckpointError(
             f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint holds none: "
@@ -136,11 +136,11 @@ def _refuse_pending_gradients(model: GeminiDDP) -> None:
         )
 
 
-def _check_tensors(model: GeminiDDP) -> None:
+def _check_tensors(model: ManagedModel) -> None:
     """Raise CheckpointError for what no file can hold, before anything is written."""
     tensors = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
-        for slot in model._gemini.storage.slots.values()
+        for slot in model.storage.slots.values()
     ]
     for name, value in contents.buffers(model).items():
         require_strided(name, value)
@@ -166,7 +166,7 @@ def _check_json(value: object, where: str) -> None:
         _check_json(item, f"{where}[{key!r}]")
 
 
-def _objects(model: GeminiDDP, optimizer: GeminiOptimizer, scheduler: Scheduler | None) -> Any:
+def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Scheduler | None) -> Any:
     """Return param groups and the scheduler's and modules' own states as JSON data that keeps their types."""
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups

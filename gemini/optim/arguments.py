@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
@@ -32,7 +32,7 @@ def checked_max_norm(max_norm: float) -> float:
     return max_norm
 
 
-def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
+def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> None:
     """Raise ConfigError where ``optim`` cannot update the chunks of ``model``."""
     if not isinstance(optim, CPUAdam):
         raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
@@ -40,7 +40,7 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
         raise ConfigError(f"GeminiOptimizer updates a GeminiDDP, not {type(model).__name__}; wrap the model")
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
-    if model._gemini.device.torch_device.type == "cuda" and not has_cuda_kernel():
+    if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
             "nvcc is on PATH (`gemini check` says how)"
@@ -52,13 +52,13 @@ def check_optimizer(optim: torch.optim.Optimizer, model: GeminiDDP) -> None:
         )
 
 
-def check_parameters(index: int, params: Iterable[Any], model: GeminiDDP) -> None:
+def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:
     """Raise ConfigError where ``model`` does not manage a parameter of the optimizer's group ``index``; one
     may come with a name."""
     for param in params:
         tensor = param[1] if isinstance(param, tuple) else param
         slot = tensor._slot if type(tensor) is ManagedParameter else None
-        if slot is None or model._gemini.storage.slots.get(slot.name) is not slot:
+        if slot is None or model.storage.slots.get(slot.name) is not slot:
             raise ConfigError(
                 f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
                 f"the model does not manage; "
@@ -66,14 +66,14 @@ def check_parameters(index: int, params: Iterable[Any], model: GeminiDDP) -> Non
             )
 
 
-def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
+def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
     """Return what ``gpu_margin_mem_ratio=ratio`` has the CPU update on HOST; None: nothing, as ``"auto"``
     does where a number could not be had.
 
     Raises:
         ConfigError: it cannot be done with this model's tiers.
     """
-    has_gpu = model._gemini.device.has_own_memory
+    has_gpu = model.device.has_own_memory
     if ratio is None or (ratio in ("auto", 0) and not has_gpu):
         return None
     if ratio != "auto" and not (isinstance(ratio, (int, float)) and 0 <= ratio <= 1):
@@ -83,7 +83,7 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
             f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: all updates are the CPU's, and optimizer "
             "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
         )
-    budgets = model._gemini.manager.chunks.budgets
+    budgets = model.manager.chunks.budgets
     if budgets.host_bytes < _least_host_bytes(model):
         if ratio == "auto":
             return None
@@ -98,23 +98,23 @@ def host_updates_of(model: GeminiDDP, ratio: Margin) -> HostUpdates | None:
             f"{_least_host_bytes(model)}: the CPU updates states on HOST alone; raise host_bytes to that, or "
             "leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
-    sharding = model._gemini.manager.sharding
+    sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
     _warn_of_one_thread(model)
-    updates = HostUpdates.of_groups(model._gemini.storage.groups, whole_bytes, ratio)
+    updates = HostUpdates.of_groups(model.storage.groups, whole_bytes, ratio)
     if ratio != "auto":
         return updates
     numel = sum(group.numel for group in updates.groups)
-    return replace(updates, elements_per_second=elements_per_second(model._gemini.device.processors, numel))
+    return replace(updates, elements_per_second=elements_per_second(model.device.processors, numel))
 
 
-def _warn_of_one_thread(model: GeminiDDP) -> None:
+def _warn_of_one_thread(model: ManagedModel) -> None:
     """Tell who launches several ranks that the CPU updates with fewer threads than there are processors."""
-    sharding = model._gemini.manager.sharding
+    sharding = model.manager.sharding
     if sharding is None or torch.get_num_threads() > 1:
         return
     usable = os.sched_getaffinity(0)
-    near = usable.intersection(model._gemini.device.processors) or usable
+    near = usable.intersection(model.device.processors) or usable
     share = len(near) // sharding.peers.ranks_on_this_host
     if share > 1:
         logger.warning(
@@ -125,25 +125,25 @@ def _warn_of_one_thread(model: GeminiDDP) -> None:
         )
 
 
-def _least_host_bytes(model: GeminiDDP) -> int:
+def _least_host_bytes(model: ManagedModel) -> int:
     """Return what HOST has to hold: all states, and what one update needs beside them. With a DISK tier all
     model data: states would go there where others take their room, and on DISK the CPU does not update."""
-    if model._gemini.manager.chunks.budgets.disk_dir is not None:
-        return model._gemini.manager.context.size.total_bytes
-    groups = HostUpdates.of_groups(model._gemini.storage.groups, 0, 0.0).groups
+    if model.manager.chunks.budgets.disk_dir is not None:
+        return model.manager.context.size.total_bytes
+    groups = HostUpdates.of_groups(model.storage.groups, 0, 0.0).groups
     beside = max((group.param_bytes + group.grad_bytes for group in groups), default=0)
     return sum(group.state_bytes for group in groups) + beside
 
 
-def check_several(model: GeminiDDP, overlaps: set[Overlap], ratios: set[Margin]) -> None:
+def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margin]) -> None:
     """Raise ConfigError where ``model`` cannot have several optimizers with these values of ``overlap`` and
     ``gpu_margin_mem_ratio``."""
-    if model._gemini.manager.sharding is not None:
+    if model.manager.sharding is not None:
         raise ConfigError(
             "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
             "and given up together; put the parameters into groups of one optimizer"
         )
-    if model._gemini.config.precision == torch.float16:
+    if model.config.precision == torch.float16:
         raise ConfigError(
             "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
             "put the parameters into groups of one optimizer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import StateError
 from gemini.optim.kernels import GradScale
 from gemini.optim.loss_scale import LossScale
@@ -11,7 +11,7 @@ from gemini.optim.loss_scale import LossScale
 class Clipping:
     """The loss scale to take out of a model's gradients, and how they were clipped; of these ones alone."""
 
-    def __init__(self, model: GeminiDDP, loss_scale: LossScale | None) -> None:
+    def __init__(self, model: ManagedModel, loss_scale: LossScale | None) -> None:
         self._model, self._loss_scale = model, loss_scale
         self._seen = model.gradient_state()
         self.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemini.config import keyword_names, refuse_unknown
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.state_import import TORCH_FLAGS
@@ -18,7 +18,7 @@ class GeminiAdamOptimizer(GeminiOptimizer):
     """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
     max_norm=1.0)``."""
 
-    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
+    def __init__(self, model: ManagedModel, **defaults: Any) -> None:
         """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
         refuse_unknown(type(self).__name__, defaults, _OWN | _ADAM)
         own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import (
     Margin,
@@ -79,7 +79,7 @@ class GeminiOptimizer(ManagedGroups):
     def __init__(
         self,
         optim: CPUAdam | HybridAdam,
-        model: GeminiDDP,
+        model: ManagedModel,
         *,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
@@ -94,8 +94,8 @@ class GeminiOptimizer(ManagedGroups):
         overlap: Overlap = True,
     ) -> None:
         check_optimizer(optim, model)
-        fp16 = model._gemini.config.precision == torch.float16
-        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model._gemini.peers is not None)
+        fp16 = model.config.precision == torch.float16
+        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
         super().__init__(optim.param_groups, optim.defaults)
         self.share_hooks(optim)
@@ -103,7 +103,7 @@ class GeminiOptimizer(ManagedGroups):
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._refuse_others()
         self.make_states(optim)
-        model._gemini.optimizers.add(self)
+        model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -111,16 +111,16 @@ class GeminiOptimizer(ManagedGroups):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
-        self._orders = {group: order for order, group in enumerate(model._gemini.storage.groups)}
+        self._orders = {group: order for order, group in enumerate(model.storage.groups)}
         self._clipping = Clipping(model, self.loss_scale)
-        self._completeness = Completeness(model._gemini.storage.mixture)
+        self._completeness = Completeness(model.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
         if overlap == "backward":
             self._in_backward = BackwardUpdates(
-                model._gemini.manager, model._gemini.storage, self._start_update, self._completeness
+                model.manager, model.storage, self._start_update, self._completeness
             )
-        model._gemini.manager.watcher = self._in_backward
-        model._gemini.manager.order.updates_in_backward = self._in_backward is not None
+        model.manager.watcher = self._in_backward
+        model.manager.order.updates_in_backward = self._in_backward is not None
         take_over_state(self, optim)
 
     # -- one iteration ---------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class GeminiOptimizer(ManagedGroups):
             self.model.backward_scaled(loss, self.loss_scale.scale)
         elif self._in_backward is not None:
             self.require_complete("backward")
-            with self._in_backward.backward_pass(last=not self.model._gemini.accumulates):
+            with self._in_backward.backward_pass(last=not self.model.accumulates):
                 self.model.backward(loss)
         else:
             self.model.backward(loss)
@@ -189,7 +189,7 @@ class GeminiOptimizer(ManagedGroups):
         """
         slot = self.slot_of(param)
         self._start_clipping()
-        return whole_gradient(slot, self.model._gemini.manager, self._clipping.scale)
+        return whole_gradient(slot, self.model.manager, self._clipping.scale)
 
     @in_one_thread("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -207,7 +207,7 @@ class GeminiOptimizer(ManagedGroups):
             StateError: an earlier step or load failed half-way, gradients arrived after they were clipped, or
                 a parameter is managed no more.
         """
-        self.model._gemini.managed.refuse_exchanged("step")
+        self.model.managed.refuse_exchanged("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -227,7 +227,7 @@ class GeminiOptimizer(ManagedGroups):
         self.give_up_gradients(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
-        self.model._gemini.manager.end_step()
+        self.model.manager.end_step()
         self.tell_schedulers()
         return loss
 
@@ -248,8 +248,8 @@ class GeminiOptimizer(ManagedGroups):
             ConfigError: groups or shapes do not match; nothing was changed.
             CheckpointError: it failed on another rank.
         """
-        self.model._gemini.manager.lock.refuse_all()
-        rank = rank_of(self.model)
+        self.model.manager.lock.refuse_all()
+        rank = self.model.rank()
         loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
         with self._completeness.load_states():
             import_together(self, loaded, rank)
@@ -262,9 +262,9 @@ class GeminiOptimizer(ManagedGroups):
 
     def require_complete(self, doing: str) -> None:
         """Run what is pending. Raise StateError when an update or a load failed half-way: for some values."""
-        self.model._gemini.manager.lock.refuse_all()
+        self.model.manager.lock.refuse_all()
         if not self._completeness.broken:
-            self.model._gemini.manager.run_pending()
+            self.model.manager.run_pending()
         if self._completeness.broken:
             states = "states of model and optimizer (load_state_dict of both)"
             if self._completeness.lacks_weights_alone:
@@ -295,7 +295,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def _refuse_others(self) -> None:
         """Raise ConfigError where this cannot become one of several optimizers of the model."""
-        others = self.model._gemini.optimizers
+        others = self.model.optimizers
         everyone = [self, *(each for each in others if self.slots.isdisjoint(each.slots))]
         if len(everyone) > 1:
             margins = {each.gpu_margin_mem_ratio for each in everyone}
@@ -304,10 +304,10 @@ class GeminiOptimizer(ManagedGroups):
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""
         others: set[ManagedSlot] = set()
-        for optimizer in self.model._gemini.optimizers:
+        for optimizer in self.model.optimizers:
             others |= optimizer.slots
         others -= self.slots
-        slots = [slot for slot in self.model._gemini.storage.slots.values() if slot not in others]
+        slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
         self.model.give_up_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
@@ -322,7 +322,7 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.check()
 
     def _finish_gradients(self, clipping: str = "") -> None:
-        sharding = self.model._gemini.manager.sharding
+        sharding = self.model.manager.sharding
         if sharding is not None:
             scale = self.loss_scale and self.loss_scale.scale
             step = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
@@ -330,7 +330,7 @@ class GeminiOptimizer(ManagedGroups):
 
     @property
     def _chunks(self) -> tuple[ModelStorage, GeminiManager]:
-        return self.model._gemini.storage, self.model._gemini.manager
+        return self.model.storage, self.model.manager
 
     def _all_finite(self) -> bool:
         storage, manager = self._chunks
@@ -344,10 +344,10 @@ class GeminiOptimizer(ManagedGroups):
 
     def _update(self) -> None:
         """Update everything that has a gradient, now or when it is needed."""
-        manager = self.model._gemini.manager
+        manager = self.model.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
-        updates = self._chunk_updates(self.model._gemini.storage.trainable_groups())
+        updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
         with self._completeness.change():
             self.steps.update(updated)
@@ -393,6 +393,6 @@ class GeminiOptimizer(ManagedGroups):
             }
             if steps:
                 order = self._orders[group]
-                manager = self.model._gemini.manager
+                manager = self.model.manager
                 updates.append(self.update_type(manager, group, order, steps, self._completeness))
         return updates

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gemini.ddp import GeminiDDP
+from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError, StateError
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.cpu_adam import CPUAdam
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
-    model: GeminiDDP
+    model: ManagedModel
     gpu_margin_mem_ratio: Margin
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     _adam: CPUAdam | None = None
@@ -45,7 +45,7 @@ class ManagedGroups(WrappedOptimizer):
             OutOfBudgetError: the budgets cannot hold them; ConfigError, IoError: as :func:`stow_share` and
                 :func:`host_updates_of`.
         """
-        growth = self.model._gemini.manager.growth
+        growth = self.model.manager.growth
         if growth is not None:
             growth.provide(self)
         self._stow_and_place(adam)
@@ -59,7 +59,7 @@ class ManagedGroups(WrappedOptimizer):
     def _stow_and_place(self, adam: CPUAdam) -> None:
         host_updates = host_updates_of(self.model, self.gpu_margin_mem_ratio)
         self.stowed = stow_share(self, adam)
-        choose_host_updates(self.model._gemini.manager, host_updates)
+        choose_host_updates(self.model.manager, host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Update more of the model's parameters, with settings of their own.
@@ -124,5 +124,5 @@ class ManagedGroups(WrappedOptimizer):
     @property
     def slots(self) -> set[ManagedSlot]:
         """The parameters that this optimizer updates. Raises StateError where one is managed no more."""
-        self.model._gemini.managed.refuse_exchanged("optimizer")
+        self.model.managed.refuse_exchanged("optimizer")
         return {param._slot for group in self.param_groups for param in group["params"]}

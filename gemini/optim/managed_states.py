@@ -58,7 +58,7 @@ class ManagedState(Mapping[str, torch.Tensor]):
         if name not in MOMENTS:
             raise KeyError(name)
         self._optimizer.require_complete("state")
-        return read_state(self._slot, name, self._optimizer.model._gemini.manager)
+        return read_state(self._slot, name, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
         return iter(("step", *MOMENTS))

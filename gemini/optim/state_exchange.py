@@ -48,7 +48,7 @@ def write_state_range(
 ) -> None:
     """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
     parameter's memory."""
-    manager = optimizer.model._gemini.manager
+    manager = optimizer.model.manager
     manager.snapshot.before_write()
     begin = slot.start + first
     for piece in slot.group.pieces:
@@ -64,7 +64,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     scale where there is one. Runs pending updates."""
     optimizer.require_complete("state_dict")
     slots = slots_in_order(optimizer)
-    chunks = optimizer.model._gemini.manager.chunks
+    chunks = optimizer.model.manager.chunks
     directory = chunks.budgets.disk_dir
     if directory is None and chunks.stow is not None:
         directory = chunks.stow.directory
@@ -78,7 +78,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
             continue
         state[index] = {"step": step_count(optimizer.steps[slot])}
         for name in MOMENTS:
-            state[index][name] = read_state(slot, name, optimizer.model._gemini.manager, place)
+            state[index][name] = read_state(slot, name, optimizer.model.manager, place)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if optimizer.loss_scale is not None:
         exported["loss_scale"] = optimizer.loss_scale.state_dict()
@@ -152,7 +152,7 @@ def take_over_state(optimizer: GeminiOptimizer, optim: KernelAdam) -> None:
 def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:
     """Have every rank take over what was checked. Then all have made as many steps, the least of their
     numbers: of an update that failed on some of them nothing is left. Raises as :meth:`Rank.collect`."""
-    manager = optimizer.model._gemini.manager
+    manager = optimizer.model.manager
 
     def run() -> str:
         import_state(optimizer, loaded)

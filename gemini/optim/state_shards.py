@@ -20,7 +20,7 @@ Entries = dict[int, dict[str, Any]]
 
 def export_to_first(optimizer: GeminiOptimizer) -> dict[str, Any]:
     """Return what :func:`export_state` does on the first rank, nothing on others, which give their part."""
-    if rank_of(optimizer.model).index == 0:
+    if optimizer.model.rank().index == 0:
         return export_state(optimizer)
     optimizer.require_complete("state_dict")
     for _ in _entries(optimizer):
@@ -35,7 +35,7 @@ def export_shards(
     most = parse_bytes(max_shard_size, name="max_shard_size")
     if not most or most < 0:
         raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
-    keeps = not only_rank_0 or rank_of(optimizer.model).index == 0
+    keeps = not only_rank_0 or optimizer.model.rank().index == 0
     optimizer.require_complete("state_dict_shard")
     return _shards(optimizer, most, keeps)
 
@@ -57,7 +57,7 @@ def _shards(optimizer: GeminiOptimizer, most: int, keeps: bool) -> Iterator[tupl
 
 def _entries(optimizer: GeminiOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the state of each parameter that has one; over ranks all read them together."""
-    manager = optimizer.model._gemini.manager
+    manager = optimizer.model.manager
     begun, steps = manager.step, dict(optimizer.steps)
     for number, slot in enumerate(slots_in_order(optimizer)):
         if slot not in steps:

@@ -36,17 +36,17 @@ def stow_share(optimizer: ManagedGroups, adam: CPUAdam) -> frozenset[int]:
     model, mine = optimizer.model, optimizer.slots
     states = [
         (chunk, piece.tensors[kind])
-        for group in model._gemini.storage.trainable_groups()
+        for group in model.storage.trainable_groups()
         for piece in group.pieces
         if any(slot in mine and slot.start < piece.stop and piece.start < slot.stop for slot in group.slots)
         for kind, chunk in piece.chunks.items()
     ]
     chosen = choose_share(states, adam.disk_fraction)
     wanted = frozenset(tensor for _, tensor in chosen)
-    manager, chunks = model._gemini.manager, model._gemini.manager.chunks
+    manager, chunks = model.manager, model.manager.chunks
     if chosen or chunks.stow is not None:  # what was on DEVICE for good may be no longer
         manager.resident = manager.snapshot.residence(False)
-    others = [each.stowed for each in model._gemini.optimizers if each is not optimizer]
+    others = [each.stowed for each in model.optimizers if each is not optimizer]
     if chunks.stow is not None:
         kept = wanted.union(*others)
         chunks.stow.remove([tensor for _, tensor in states if tensor in chunks.stow and tensor not in kept])

@@ -107,16 +107,16 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
 
 def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
     optimizer.require_complete("save_optimizer")
-    optimizer.model._gemini.manager.recover()
+    optimizer.model.manager.recover()
     sources: list[TensorSource] = []
     values: dict[str, dict[str, Any]] = {}
-    for slot in optimizer.model._gemini.storage.slots.values():  # in an order that all ranks have
+    for slot in optimizer.model.storage.slots.values():  # in an order that all ranks have
         if slot not in optimizer.steps:
             continue
         # As torch's Adam has it, whose state this can become.
         values[slot.name] = {"step": step_count(optimizer.steps[slot])}
         for moment in MOMENTS:
-            read = partial(read_state, slot, moment, optimizer.model._gemini.manager)
+            read = partial(read_state, slot, moment, optimizer.model.manager)
             shape = tuple(slot.param_view.shape)
             sources.append(whole_source(f"{slot.name}/{moment}", torch.float32, shape, read))
     groups = [
