@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 

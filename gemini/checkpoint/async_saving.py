@@ -27,8 +27,8 @@ from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.config import parse_bytes
-from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.rank import rank_of
 from gemini.runtime import NO_SNAPSHOT, ManagedSlot, StatePiece

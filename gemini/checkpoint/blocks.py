@@ -12,8 +12,8 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
-from gemini.managed_model import ManagedModel
 from gemini.errors import IoError
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import MOMENTS
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values

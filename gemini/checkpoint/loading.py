@@ -18,12 +18,12 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
-from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_exchange import MOMENTS, take_counts, write_state, write_state_range
-from gemini.rank import Rank, rank_of
+from gemini.rank import Rank
 from gemini.runtime import write_range, write_values
 from gemini.weights import import_others
 

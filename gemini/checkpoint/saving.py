@@ -16,10 +16,10 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
 from gemini.checkpoint.writer import new_checkpoint
 from gemini.config import parse_bytes
-from gemini.managed_model import ManagedModel
 from gemini.errors import CheckpointError, ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.rank import Rank, rank_of
+from gemini.rank import Rank
 from gemini.runtime import refresh_master
 
 SHARD_BYTES = "4GiB"

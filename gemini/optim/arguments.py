@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError
+from gemini.managed_model import ManagedModel
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel

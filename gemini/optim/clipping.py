@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gemini.managed_model import ManagedModel
 from gemini.errors import StateError
+from gemini.managed_model import ManagedModel
 from gemini.optim.kernels import GradScale
 from gemini.optim.loss_scale import LossScale
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError, StateError
+from gemini.managed_model import ManagedModel
 from gemini.optim.arguments import (
     Margin,
     Overlap,
@@ -39,7 +39,6 @@ from gemini.optim.loss_scale import LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
 from gemini.optim.state_shards import export_to_first
-from gemini.rank import rank_of
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.mixture import HALF_LOADED
 from gemini.runtime.one_thread import in_one_thread

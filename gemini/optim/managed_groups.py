@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gemini.managed_model import ManagedModel
 from gemini.errors import ConfigError, StateError
+from gemini.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import AdamHyper

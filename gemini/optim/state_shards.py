@@ -9,7 +9,6 @@ from gemini.config import parse_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.optim.state_exchange import MOMENTS, export_state, slots_in_order
 from gemini.optim.state_format import step_count
-from gemini.rank import rank_of
 from gemini.runtime import read_state
 
 if TYPE_CHECKING:
