@@ -12,12 +12,11 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
-from gemini.chunk import ChunkKind
 from gemini.errors import IoError
 from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import MOMENTS
-from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece, read_values
+from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,9 @@ class CheckpointFiles:
             in_place = self._viewed
             if slot.param_view.is_contiguous():
                 dtype = contents.weight_dtype(slot)
-                if piece.has(ChunkKind.MASTER):
-                    tensors[piece.tensors[ChunkKind.MASTER]] = None
-                    read = partial(piece.flat, ChunkKind.MASTER, start, stop)
+                if piece.has(MASTER):
+                    tensors[piece.tensors[MASTER]] = None
+                    read = partial(piece.flat, MASTER, start, stop)
                 else:
                     tensors.update(dict.fromkeys(group.value_tensors([slot])))
                     read = partial(_param_values, group, start, stop, dtype)
@@ -140,10 +139,10 @@ class CheckpointFiles:
                 file = self._weights[slot.name]
                 extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
-                for state, kind in MOMENTS.items():
-                    tensors[piece.tensors[kind]] = None
+                for state in MOMENTS:
+                    tensors[piece.tensors[state]] = None
                     name = _range_name(slot, state)
-                    read = partial(piece.flat, kind, start, stop)
+                    read = partial(piece.flat, state, start, stop)
                     file, first = self._states[name], start - slot.start - contents.owned(slot)[0]
                     extents.append(Extent(file, name, first, 4 * (stop - start), read, self._viewed))
         return Block(piece, tuple(tensors), tuple(extents))

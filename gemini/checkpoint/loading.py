@@ -206,11 +206,11 @@ def _check_model(
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
     slots = model.storage.slots
-    frozen = [name for name in manifest["optimizer_steps"] if slots[name].group.grad is None]
+    frozen = [name for name in manifest["optimizer_steps"] if slots[name].grad is None]
     if frozen:
         raise CheckpointError(
             f"{checkpoint} holds optimizer states of {frozen[0]!r} and {len(frozen) - 1} more parameters "
-            "that are frozen here"
+            "that are frozen here and always were; unfreeze them before loading: param.requires_grad_(True)"
         )
     saved, own = manifest["group_members"], contents.group_members(optimizer)
     if saved != own:
@@ -282,9 +282,9 @@ def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: Gemi
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
-        for state, kind in MOMENTS.items():
+        for state in MOMENTS:
             if reader.stride(slot.name) == slot.param_view.stride():
                 for first, values in reader.state_pieces(state, slot.name, *contents.owned(slot)):
-                    write_state_range(optimizer, slot, kind, first, values)
+                    write_state_range(optimizer, slot, state, first, values)
             else:
-                write_state(optimizer, slot, kind, reader.state(state, slot.name))
+                write_state(optimizer, slot, state, reader.state(state, slot.name))

@@ -82,7 +82,7 @@ def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states
         whole_number(count)
         if name not in parameters:
             raise ValueError(f"{name!r} has optimizer states and is no parameter")
-    if states.keys() != MOMENTS.keys():
+    if states.keys() != set(MOMENTS):
         raise ValueError(f"it has states {sorted(states)!r:.200}, not {sorted(MOMENTS)}")
     for state, ranges in states.items():
         _check_ranges(state, ranges, {name: math.prod(parameters[name]["shape"]) for name in stepped})

@@ -17,8 +17,7 @@ class ChunkKind(Enum):
     PARAM = "param"
     GRAD = "grad"
     MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    STATE = "state"
     ACTIVATION = "activation"
     SHARD = "shard"
     GRAD_SHARD = "grad_shard"
@@ -27,18 +26,24 @@ class ChunkKind(Enum):
     @property
     def starts_at_zero(self) -> bool:
         """Whether a chunk of this kind must read as zeros before its first write."""
-        return self in (ChunkKind.EXP_AVG, ChunkKind.EXP_AVG_SQ)
+        return self is ChunkKind.STATE
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
     """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
-    computing device's memory."""
+    computing device's memory. ``state``: of a STATE, what its optimizer calls it."""
 
     kind: ChunkKind
     numel: int
     dtype: torch.dtype
     block_bytes: int = 4096
+    state: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is called in traces and reports."""
+        return self.state or self.kind.value
 
     @property
     def nbytes(self) -> int:

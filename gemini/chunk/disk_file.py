@@ -21,8 +21,11 @@ class DiskFile:
     space: what a chunk holds no more is given back then.
     """
 
-    def __init__(self, budgets: TierBudgets, chunk_bytes: int, table: _C.ChunkTable) -> None:
-        """Make the file for chunks of ``chunk_bytes`` together and for later ones.
+    def __init__(
+        self, budgets: TierBudgets, chunk_bytes: int, table: _C.ChunkTable, expected_bytes: int = 0
+    ) -> None:
+        """Make the file for chunks of ``chunk_bytes`` together, for those of ``expected_bytes`` that come
+        later, and for others.
 
         Raises:
             ConfigError: the directory is missing or read-only, or its file system gives no space back and the
@@ -31,19 +34,25 @@ class DiskFile:
         """
         self.file: AsyncFile | None = None
         self._table = table
+        self._budgets = budgets
         self._budget_bytes = budgets.disk_bytes
         self._chunk_bytes = max(chunk_bytes, 1)  # a model may have no parameters
-        self._file_bytes = self._chunk_bytes + budgets.spare_disk_bytes
+        self._expected_bytes = expected_bytes  # of those that are not there yet
+        self._reserved = False
+        self._file_bytes = self._chunk_bytes + expected_bytes + budgets.spare_disk_bytes
         self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
         self._placed_bytes = 0
         self._taken: set[int] = set()  # chunks that took space and have not given it back
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
         checked_directory(budgets.disk_dir)
-        lack = lacking_space(budgets, chunk_bytes)
+        reserve = _reserves(budgets, self._file_bytes)
+        if reserve and expected_bytes:  # which is looked for when it comes, if not now
+            reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
+        self._reserved = reserve
+        lack = lacking_space(budgets, chunk_bytes, reserve=reserve)
         if lack is not None:
             raise IoError(errno.ENOSPC, lack, budgets.disk_dir)
-        reserve = _reserves(budgets, self._file_bytes)
         self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
         if not reserve and not self.file.can_discard:
             self._keep_places_within_budget(budgets.disk_dir)
@@ -61,11 +70,30 @@ class DiskFile:
         self._file_bytes = min(self._file_bytes, self._budget_bytes)
 
     def has_place(self, nbytes: int) -> bool:
-        """Say whether one more chunk of this size has a place."""
-        return self.file is None or self._placed_bytes + nbytes <= self._file_bytes
+        """Say whether chunks of this size together have a place that no expected one will take."""
+        return self.file is None or self._placed_bytes + self._expected_bytes + nbytes <= self._file_bytes
 
-    def place(self, nbytes: int) -> int:
-        """Return where the next chunk begins, in the order of their ids."""
+    def lacking_place(self, nbytes: int, expected_bytes: int) -> str | None:
+        """Return what to say where chunks of ``nbytes`` more, of which the file was made for
+        ``expected_bytes``, have no place or the disk too little space for all; None where they have."""
+        if self.file is None:
+            return None
+        left = self._file_bytes - self._placed_bytes - (self._expected_bytes - expected_bytes)
+        if nbytes > left:
+            return (
+                f"the DISK file has places for {format_bytes(max(left, 0))} more, and these chunks take "
+                f"{format_bytes(nbytes)}; raise disk_bytes"
+            )
+        if self._reserved:
+            return None
+        taken_bytes = sum(self._places[chunk][1] for chunk in self._taken)
+        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=False)
+
+    def place(self, nbytes: int, *, expected: bool = False) -> int:
+        """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the
+        file was made for."""
+        if expected:
+            self._expected_bytes -= nbytes
         offset, fitted = self._placed_bytes, not self.gives_back
         self._places.append((offset, nbytes))
         self._placed_bytes += nbytes
@@ -105,18 +133,22 @@ class DiskFile:
 
 
 def _reserves(budgets: TierBudgets, file_bytes: int) -> bool:
-    return not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
+    return budgets.reserve_disk and not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
 
 
-def lacking_space(budgets: TierBudgets, chunk_bytes: int) -> str | None:
-    """Return what to say where the disk has less space free than chunks of ``chunk_bytes`` together are sure
-    to take: now, not in the middle of training. None where it has enough, or does not say."""
+def lacking_space(
+    budgets: TierBudgets, chunk_bytes: int, taken_bytes: int = 0, *, reserve: bool | None = None
+) -> str | None:
+    """Return what to say where the disk has less space free, beside ``taken_bytes``, than chunks of
+    ``chunk_bytes`` together are sure to take: now, not in the middle of training. None where it has enough,
+    or does not say. ``reserve``: whether they take all of it at once; None: where the budget allows it."""
     if budgets.disk_dir is None or budgets.disk_bytes == 0:
         return None
-    reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
+    if reserve is None:
+        reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
     least_bytes = chunk_bytes - (0 if reserve else budgets.device_bytes + budgets.host_bytes)
     usage = shutil.disk_usage(budgets.disk_dir)
-    if usage.free >= least_bytes or not usage.total:  # without a total the file system does not say
+    if not usage.total or usage.free + taken_bytes >= least_bytes:  # without a total it does not say
         return None
     return (
         f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(usage.free)} are free; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -35,8 +36,16 @@ class ChunkManager:
     thread that trains. Transfers run on the engine's own threads and are polled.
     """
 
-    def __init__(self, specs: Sequence[ChunkSpec], budgets: TierBudgets, device: ComputeDevice = CPU) -> None:
-        """Reserve addresses for every chunk and the DISK file; no chunk has content yet.
+    def __init__(
+        self,
+        specs: Sequence[ChunkSpec],
+        budgets: TierBudgets,
+        device: ComputeDevice = CPU,
+        *,
+        expected: Sequence[ChunkSpec] = (),
+    ) -> None:
+        """Reserve addresses for every chunk, and for those ``expected`` to be added later, and the DISK file;
+        no chunk has content yet.
 
         Raises:
             IoError: the DISK directory is missing, read-only or too small.
@@ -44,9 +53,13 @@ class ChunkManager:
         self.budgets = budgets
         self.device = device
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
-        sizes = [spec.nbytes for spec in specs]
-        self._disk = DiskFile(budgets, sum(sizes), self.table)
-        self._memory = device.open(sizes, budgets, self._disk.file)
+        sizes, later = ([spec.nbytes for spec in each] for each in (specs, expected))
+        self._disk = DiskFile(budgets, sum(sizes), self.table, sum(later))
+        self._memory = device.open(sizes + later, budgets, self._disk.file)
+        self._expected_bytes: Counter[ChunkKind] = Counter()  # reserved for chunks that are not there yet
+        for spec in expected:
+            self._expected_bytes[spec.kind] += spec.nbytes
+        self._by_window: list[int] = []  # ids of the chunks in the reserved addresses
         self.chunks: list[Chunk] = []
         for spec in specs:
             self._append(spec)
@@ -61,12 +74,15 @@ class ChunkManager:
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
         self._closed = False
 
-    def _append(self, spec: ChunkSpec, *, later: bool = False) -> Chunk:
+    def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
         chunk_id = self.table.add_chunk(spec.nbytes)
-        window, place = self._memory.windows(spec.nbytes, later=later)
+        window, place = self._memory.windows(spec.nbytes, later=not reserved)
         tensor = self._memory.tensor(window, spec.dtype, spec.numel)
-        chunk = Chunk(chunk_id, spec, window, place, self._disk.place(spec.nbytes), tensor)
+        offset = self._disk.place(spec.nbytes, expected=expected)
+        chunk = Chunk(chunk_id, spec, window, place, offset, tensor)
         self.chunks.append(chunk)
+        if reserved:
+            self._by_window.append(chunk_id)
         return chunk
 
     # -- what the runtime calls ------------------------------------------------------------------
@@ -77,12 +93,25 @@ class ChunkManager:
         return device, host, disk if self.stow is None else disk + self.stow.bytes
 
     def has_place(self, nbytes: int) -> bool:
-        """Say whether one more chunk of this size has a place in the DISK file, where there is one."""
+        """Say whether chunks of this size together that nobody expected have a place in the DISK file, where
+        there is one."""
         return self._disk.has_place(nbytes)
 
+    def lacking_place(self, specs: Sequence[ChunkSpec]) -> str | None:
+        """Return what to say where chunks of ``specs``, added now, have no place in the DISK file, or the
+        disk too little space; None where they have."""
+        wanted: Counter[ChunkKind] = Counter()
+        for spec in specs:
+            wanted[spec.kind] += spec.nbytes
+        return self._disk.lacking_place(wanted.total(), (wanted & self._expected_bytes).total())
+
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
-        """Add a chunk without content, for which the caller knows that there is a place."""
-        return self._append(spec, later=True)
+        """Add a chunk without content, for which the caller knows that there is a place. Where it was
+        expected its window is among those of the chunks before."""
+        expected = self._expected_bytes[spec.kind] >= spec.nbytes
+        if expected:
+            self._expected_bytes[spec.kind] -= spec.nbytes
+        return self._append(spec, reserved=expected, expected=expected)
 
     def add_tensor(self, chunk: Chunk) -> int:
         """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""
@@ -247,7 +276,8 @@ class ChunkManager:
 
     def chunk_at(self, address: int) -> int:
         """Return the id of the chunk whose window holds ``address``, or -1."""
-        return self._memory.find(address)
+        window = self._memory.find(address)
+        return self._by_window[window] if window >= 0 else -1
 
     def heal(self) -> int:
         """Take back the poison pages that stray accesses to evicted windows left behind; return how many

@@ -6,6 +6,7 @@ is recorded is what a real step would record. Only memory, transfers and kernels
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from gemini.runtime.adopt import manage
 from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate import TensorRef
+from gemini.runtime.growth import Growth
 
 _UNLIMITED = 2**62
 _NUMEL_COLUMN = 8
@@ -153,6 +155,7 @@ class _MetaChunks(ChunkManager):
 
     def __init__(self, specs: Sequence[ChunkSpec], meter: Meter) -> None:
         self.budgets = TierBudgets(_UNLIMITED)
+        self._expected_bytes = Counter()
         self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
         self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
         self.device = CPU
@@ -166,6 +169,10 @@ class _MetaChunks(ChunkManager):
         self._disk = DiskFile(self.budgets, 0, self.table)
         self._unfounded = set()
         self._suspect = self._under_pressure = self._closed = False
+
+    def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
+        self.chunks.append(_MetaChunk(self.table.add_chunk(spec.nbytes), spec))
+        return self.chunks[-1]
 
     def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
         if traced:
@@ -218,11 +225,12 @@ class _RehearsedModel(GeminiDDP):
             blueprint.groups,
             blueprint.search.chunk_numel,
             blueprint.budgets,
-            lambda specs, _budgets: _MetaChunks(specs, self.meter),
+            lambda specs, budgets, *, expected: _MetaChunks(specs, self.meter),
         )
         room = TierCapacity(_UNLIMITED, 0, 0, non_model_bytes=0)
         manager = _RehearsedManager(storage.chunks, replace(blueprint.context, capacity=room))
         storage.register(manager)
+        manager.grow_with(Growth(storage, manager, lambda error, _: error.least_bytes))
         params = dict(module.named_parameters())
         for name, slot in storage.slots.items():
             params[name].data = slot.param_view

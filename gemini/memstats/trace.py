@@ -23,6 +23,8 @@ CHUNK_KINDS = (
     "master",
     "exp_avg",
     "exp_avg_sq",
+    "momentum_buffer",
+    "state",
     "activation",
     "shard",
     "grad_shard",

@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
-from gemini.chunk import ChunkKind
 from gemini.optim.host_update import Part, update_on_host
 from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
-from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, StatePiece
+from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.mixture import HALF_LOADED, Mixture
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
@@ -150,8 +149,8 @@ class ChunkUpdate:
                 grads.append(slot.trainable_grad.flat(start - slot.start, stop - slot.start))
                 param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
                 moments = {
-                    "exp_avg": left.piece.flat(ChunkKind.EXP_AVG, start, stop).data_ptr(),
-                    "exp_avg_sq": left.piece.flat(ChunkKind.EXP_AVG_SQ, start, stop).data_ptr(),
+                    "exp_avg": left.piece.flat("exp_avg", start, stop).data_ptr(),
+                    "exp_avg_sq": left.piece.flat("exp_avg_sq", start, stop).data_ptr(),
                 }
                 rows.append(make_row(param, grads[-1], moments, half_out=half_out, step_index=len(rows)))
             with self._completeness.change():
@@ -219,9 +218,9 @@ def _operands(
     ``rewritten``: the master follows the parameter first, which user code wrote to.
     """
     param = group.values(start, stop)
-    if not piece.has(ChunkKind.MASTER):
+    if not piece.has(MASTER):
         return param, None
-    master = piece.flat(ChunkKind.MASTER, start, stop)
+    master = piece.flat(MASTER, start, stop)
     if rewritten:
         master.copy_(param)
     return master, param

@@ -22,7 +22,6 @@ from gemini.optim.arguments import (
     check_optimizer,
     check_several,
     checked_max_norm,
-    host_updates_of,
 )
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
@@ -76,6 +75,7 @@ class GeminiOptimizer(ManagedGroups):
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
+        OutOfBudgetError, IoError: the budgets cannot hold gradients and states beside the parameters.
     """
 
     update_type: ClassVar[type[ChunkUpdate]] = ChunkUpdate
@@ -99,7 +99,6 @@ class GeminiOptimizer(ManagedGroups):
     ) -> None:
         model = handle_of(model)
         check_optimizer(optim, model)
-        host_updates = host_updates_of(model, gpu_margin_mem_ratio)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
@@ -107,9 +106,9 @@ class GeminiOptimizer(ManagedGroups):
         self.share_hooks(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
-        self._join_others()
-        self.stow_states(optim)
-        model.manager.update_on_host(host_updates)
+        self._refuse_others()
+        self.make_states(optim)
+        model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
@@ -118,8 +117,7 @@ class GeminiOptimizer(ManagedGroups):
         )
         self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
         self._losses = ScaledLosses()
-        groups = model.storage.trainable_groups()
-        self._orders = {id(group): order for order, group in enumerate(groups)}
+        self._orders = {group: order for order, group in enumerate(model.storage.groups)}
         self._clipping = Clipping(model, self.loss_scale)
         self._completeness = Completeness(model.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
@@ -309,14 +307,13 @@ class GeminiOptimizer(ManagedGroups):
         self._completeness.clear()
         self._clipping.forget()
 
-    def _join_others(self) -> None:
-        """Become one of the model's optimizers. Raise ConfigError where it cannot have several."""
+    def _refuse_others(self) -> None:
+        """Raise ConfigError where this cannot become one of several optimizers of the model."""
         others = self.model.optimizers
         everyone = [self, *(each for each in others if self.slots.isdisjoint(each.slots))]
         if len(everyone) > 1:
             margins = {each.gpu_margin_mem_ratio for each in everyone}
             check_several(self.model, {each.overlap for each in everyone}, margins)
-        self.model.optimizers.add(self)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
         """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""
@@ -435,7 +432,7 @@ class GeminiOptimizer(ManagedGroups):
                 if slot.has_grad and slot in hypers
             }
             if steps:
-                order = self._orders[id(group)]
+                order = self._orders[group]
                 manager = self.model.manager
                 updates.append(self.update_type(manager, group, order, steps, self._completeness))
         return updates

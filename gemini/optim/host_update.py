@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import ChunkKind, ChunkManager, host_tensor
+from gemini.chunk import ChunkManager, host_tensor
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
-from gemini.runtime import ChunkGroup, ManagedSlot, StatePiece
+from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
 
 # Four tensors of 8 MiB, and of 128 MiB: the caches of large servers hold no more.
 _TRIED_ELEMENTS = 2**21, 2**25
@@ -41,13 +41,13 @@ def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, p
         flat = {kind: state[start - piece.start : stop - piece.start] for kind, state in states.items()}
         place = slice(start - first, stop - first)
         param, half_out = values[place], None
-        if ChunkKind.MASTER in flat:
-            param, half_out = flat[ChunkKind.MASTER], param
+        if MASTER in flat:
+            param, half_out = flat[MASTER], param
             if part.rewritten:
                 param.copy_(half_out)
         moments = {
-            "exp_avg": flat[ChunkKind.EXP_AVG].data_ptr(),
-            "exp_avg_sq": flat[ChunkKind.EXP_AVG_SQ].data_ptr(),
+            "exp_avg": flat["exp_avg"].data_ptr(),
+            "exp_avg_sq": flat["exp_avg_sq"].data_ptr(),
         }
         rows.append(make_row(param, grads[place], moments, half_out=half_out, step_index=len(rows)))
     run_rows(rows, [part.step for part in parts], "cpu", chunks.device.processors)

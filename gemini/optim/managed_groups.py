@@ -10,11 +10,11 @@ import torch
 
 from gemini.errors import ConfigError, StateError
 from gemini.managed_model import ManagedModel
-from gemini.optim.arguments import check_parameters
+from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.kernels import AdamHyper
 from gemini.optim.managed_states import ManagedStates
-from gemini.optim.state_exchange import exported_groups
+from gemini.optim.state_exchange import MOMENTS, exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.wrapped import WrappedOptimizer
@@ -28,21 +28,45 @@ class ManagedGroups(WrappedOptimizer):
     """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
 
     model: ManagedModel
+    gpu_margin_mem_ratio: Margin
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     _adam: CPUAdam | None = None
 
-    def stow_states(self, adam: CPUAdam) -> None:
-        """Stow the share of the states that ``adam`` asks for, also of groups that come later. Raises as
-        :func:`stow_share`."""
-        self.stowed = stow_share(self, adam)
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What is kept of each element, by torch's names."""
+        return MOMENTS
+
+    def make_states(self, adam: CPUAdam) -> None:
+        """Make the chunks of the states, and stow the share of them that ``adam`` asks for; also for groups
+        that come later.
+
+        Raises:
+            OutOfBudgetError: the budgets cannot hold them; ConfigError, IoError: as :func:`stow_share` and
+                :func:`host_updates_of`.
+        """
+        growth = self.model.manager.growth
+        if growth is not None:
+            growth.provide(self)
+        self._stow_and_place(adam)
         self._adam = adam
+
+    def take_chunks(self) -> None:
+        """Treat states that were made for what was frozen as the others. Raises as :meth:`make_states`."""
+        if self._adam is not None:
+            self._stow_and_place(self._adam)
+
+    def _stow_and_place(self, adam: CPUAdam) -> None:
+        host_updates = host_updates_of(self.model, self.gpu_margin_mem_ratio)
+        self.stowed = stow_share(self, adam)
+        self.model.manager.update_on_host(host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Update more of the model's parameters, with settings of their own.
 
         Raises:
-            ConfigError: the model does not manage one of them; IoError: the file for their states cannot be
-                made. Nothing was changed.
+            ConfigError: the model does not manage one of them; OutOfBudgetError: the budgets cannot hold
+                their states; IoError: the file for these cannot be made. Nothing was changed.
         """
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
@@ -52,7 +76,7 @@ class ManagedGroups(WrappedOptimizer):
         super().add_param_group(param_group)
         try:
             if self._adam is not None:
-                self.stow_states(self._adam)
+                self.make_states(self._adam)
         except BaseException:
             self.param_groups.pop()
             raise

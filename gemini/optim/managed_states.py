@@ -55,9 +55,10 @@ class ManagedState(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name == "step":
             return step_count(self._optimizer.steps[self._slot])
-        kind = MOMENTS[name]
+        if name not in MOMENTS:
+            raise KeyError(name)
         self._optimizer.require_complete("state")
-        return read_state(self._slot, kind, self._optimizer.model.manager)
+        return read_state(self._slot, name, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
         return iter(("step", *MOMENTS))

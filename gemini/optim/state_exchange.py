@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.kernel_adam import KernelAdam
@@ -23,29 +22,29 @@ from gemini.runtime import ManagedSlot, read_state
 if TYPE_CHECKING:
     from gemini.optim.gemini_optimizer import GeminiOptimizer
 
-MOMENTS = {"exp_avg": ChunkKind.EXP_AVG, "exp_avg_sq": ChunkKind.EXP_AVG_SQ}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, values: torch.Tensor) -> None:
-    """Copy ``values`` (the parameter's shape) into one state of a parameter."""
+def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, values: torch.Tensor) -> None:
+    """Copy ``values`` (the parameter's shape) into the state ``name`` of a parameter."""
     full = torch.empty_strided(
         slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
     )
     full.copy_(values)
-    write_state_range(optimizer, slot, kind, 0, torch.as_strided(full, (full.numel(),), (1,)))
+    write_state_range(optimizer, slot, name, 0, torch.as_strided(full, (full.numel(),), (1,)))
 
 
 def take_counts(optimizer: GeminiOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
     anew, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
-        for kind in MOMENTS.values():
-            write_state(optimizer, slot, kind, torch.zeros((), dtype=torch.float32, device="cpu"))
+        for name in MOMENTS:
+            write_state(optimizer, slot, name, torch.zeros((), dtype=torch.float32, device="cpu"))
     optimizer.steps = steps
 
 
 def write_state_range(
-    optimizer: GeminiOptimizer, slot: ManagedSlot, kind: ChunkKind, first: int, values: torch.Tensor
+    optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, first: int, values: torch.Tensor
 ) -> None:
     """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
     parameter's memory."""
@@ -55,9 +54,9 @@ def write_state_range(
     for piece in slot.group.pieces:
         start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
         if start < stop:
-            tensors = (piece.tensors[kind],)
+            tensors = (piece.tensors[name],)
             with manager.operator(tensors, tensors):
-                piece.flat(kind, start, stop).copy_(values[start - begin : stop - begin])
+                piece.flat(name, start, stop).copy_(values[start - begin : stop - begin])
 
 
 def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
@@ -78,8 +77,8 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
         if slot not in optimizer.steps:
             continue
         state[index] = {"step": step_count(optimizer.steps[slot])}
-        for name, kind in MOMENTS.items():
-            state[index][name] = read_state(slot, kind, optimizer.model.manager, place)
+        for name in MOMENTS:
+            state[index][name] = read_state(slot, name, optimizer.model.manager, place)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if optimizer.loss_scale is not None:
         exported["loss_scale"] = optimizer.loss_scale.state_dict()
@@ -134,8 +133,8 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
     with torch.no_grad():
         take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
-            for name, kind in MOMENTS.items():
-                write_state(optimizer, slot, kind, entry[name])
+            for name in MOMENTS:
+                write_state(optimizer, slot, name, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
@@ -177,6 +176,11 @@ def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]
 
 
 def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
+    if slot.grad is None:
+        raise ConfigError(
+            f"the state has an entry of {slot.name!r}, which is frozen here and always was; unfreeze it "
+            "before loading: param.requires_grad_(True)"
+        )
     require_complete(entry, repr(slot.name))
     try:
         counted = 0 <= int(entry["step"]) < 2**63

@@ -63,5 +63,5 @@ def _entries(optimizer: GeminiOptimizer) -> Iterator[tuple[int, dict[str, Any]]]
             continue
         if (manager.step, optimizer.steps.get(slot)) != (begun, steps[slot]):
             raise StateError("states were changed while they were read in shards; begin again after the step")
-        moments = {name: read_state(slot, kind, manager) for name, kind in MOMENTS.items()}
+        moments = {name: read_state(slot, name, manager) for name in MOMENTS}
         yield number, {"step": step_count(steps[slot]), **moments}

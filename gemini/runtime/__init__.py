@@ -9,22 +9,22 @@ from gemini.runtime.adopt import (
     write_range,
     write_values,
 )
+from gemini.runtime.data_sizes import GroupSpec
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.init import init_on
 from gemini.runtime.learned import PlacementContext
 from gemini.runtime.param import ManagedParameter, ManagedTensor
 from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
-from gemini.runtime.state_piece import StatePiece
+from gemini.runtime.state_piece import MASTER, StatePiece
 from gemini.runtime.storage import (
     ChunkGroup,
-    GroupSpec,
     ManagedSlot,
     ModelStorage,
-    model_data_sizes,
 )
 from gemini.runtime.tensor_mgr import StatefulTensorMgr, TensorState
 
 __all__ = [
+    "MASTER",
     "NO_SNAPSHOT",
     "ChunkGroup",
     "GeminiManager",
@@ -40,7 +40,6 @@ __all__ = [
     "TensorState",
     "adopt_module",
     "init_on",
-    "model_data_sizes",
     "read_state",
     "read_values",
     "refresh_master",

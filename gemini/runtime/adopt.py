@@ -13,10 +13,10 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gemini_mgr import GeminiManager
@@ -24,7 +24,7 @@ from gemini.runtime.initialize import Initialization, children_first, is_unwritt
 from gemini.runtime.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.saved import span_bytes
 from gemini.runtime.saved_weights import restore_saved_weights
-from gemini.runtime.state_piece import StatePiece
+from gemini.runtime.state_piece import MASTER, StatePiece
 from gemini.runtime.storage import ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
@@ -201,9 +201,9 @@ def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: 
     for piece in _master_pieces(slot):
         start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
         if start < stop:
-            tensors = (piece.tensors[ChunkKind.MASTER],)
+            tensors = (piece.tensors[MASTER],)
             with manager.operator(tensors, tensors):
-                piece.flat(ChunkKind.MASTER, start, stop).copy_(values[start - begin : stop - begin])
+                piece.flat(MASTER, start, stop).copy_(values[start - begin : stop - begin])
 
 
 @torch.no_grad()
@@ -221,14 +221,14 @@ def read_values(
             place.put(flat, 0, slot.group.param.tensor[slot.start : slot.stop])
         return _shaped(flat, slot)
     refresh_master(slot, manager)
-    return read_state(slot, ChunkKind.MASTER, manager, place)
+    return read_state(slot, MASTER, manager, place)
 
 
 @torch.no_grad()
 def read_state(
-    slot: ManagedSlot, kind: ChunkKind, manager: GeminiManager, place: Place = IN_MEMORY
+    slot: ManagedSlot, name: str, manager: GeminiManager, place: Place = IN_MEMORY
 ) -> torch.Tensor:
-    """Return a copy of one optimizer state of a parameter in ``place``, whole, fp32, in the parameter's own
+    """Return a copy of the state ``name`` of a parameter in ``place``, whole, fp32, in the parameter's own
     memory layout. Over several ranks all of them call it."""
     flat = place.empty(slot.stop - slot.start, torch.float32)
     if manager.sharding is not None:
@@ -236,8 +236,8 @@ def read_state(
     for piece in slot.group.pieces:
         start, stop = slot.overlapping(piece)
         if start < stop:
-            with manager.operator((piece.tensors[kind],)):
-                place.put(flat, start - slot.start, piece.flat(kind, start, stop))
+            with manager.operator((piece.tensors[name],)):
+                place.put(flat, start - slot.start, piece.flat(name, start, stop))
     if manager.sharding is not None:
         manager.sharding.assemble(flat)
         place.release(flat)
@@ -264,10 +264,10 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
         values = slot.group.value_tensors([slot])
         for piece in _master_pieces(slot):
             start, stop = slot.overlapping(piece)
-            master = piece.tensors[ChunkKind.MASTER]
+            master = piece.tensors[MASTER]
             manager.snapshot.before_change((master,))
             with manager.operator((*values, master), (master,)), torch.no_grad():
-                piece.flat(ChunkKind.MASTER, start, stop).copy_(slot.group.values(start, stop))
+                piece.flat(MASTER, start, stop).copy_(slot.group.values(start, stop))
     except BaseException:
         manager.written.note((tensor,))
         raise
@@ -275,7 +275,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
 
 def _master_pieces(slot: ManagedSlot) -> list[StatePiece]:
     """Return the state pieces that hold a part of the parameter's master."""
-    pieces = [piece for piece in slot.group.pieces if piece.has(ChunkKind.MASTER)]
+    pieces = [piece for piece in slot.group.pieces if piece.has(MASTER)]
     return [piece for piece in pieces if slot.start < piece.stop and piece.start < slot.stop]
 
 
@@ -339,15 +339,29 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
     param.grad = None
     param.data = slot.param_view
     if slot.grad is not None:
-        hook = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
-        # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
-        hooks = param._post_accumulate_grad_hooks
-        for key in [key for key in hooks if key != hook.id]:
-            hooks[key] = hooks.pop(key)
+        hook = watch(param, slot)
     make_managed(param, slot.param_ref, slot, partial(name_again, slot))
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
     return hook
+
+
+def watch(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle:
+    """Have the gradients of ``param``, which takes some, collected; return the hook that does it."""
+    with PlainTensors():
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
+        # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
+        hooks = param._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != hook.id]:
+        hooks[key] = hooks.pop(key)
+    return hook
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Say whether :func:`watch` was called for it."""
+    with PlainTensors():
+        hooks = param._post_accumulate_grad_hooks or {}
+    return any(isinstance(hook, partial) and hook.func is _on_grad for hook in hooks.values())
 
 
 @torch.no_grad()
@@ -393,7 +407,7 @@ def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
 
 def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
     """Take the gradient that autograd just accumulated off the parameter and into its chunk."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with PlainTensors():
         grad = param.grad
         param.grad = None
         is_watched = len(param._post_accumulate_grad_hooks or ()) > 1

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -28,14 +29,24 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activations import ActivationOffload, check_offload
-from gemini.runtime.adopt import Adopted, adopt_module, check_apart, unique_parameters
-from gemini.runtime.config import GeminiConfig
+from gemini.runtime.adopt import Adopted, adopt_module
+from gemini.runtime.config import STATES_OF_RULES, GeminiConfig
+from gemini.runtime.data_sizes import (
+    DataSizes,
+    GroupSpec,
+    Needs,
+    data_sizes,
+    largest_operator,
+    needs_of,
+    plan_groups,
+)
 from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.growth import Growth, with_gathered
 from gemini.runtime.keep_plan import KeepPlan
 from gemini.runtime.learned import PlacementContext
-from gemini.runtime.precision import compute_types
+from gemini.runtime.outline import Outline
 from gemini.runtime.recompute import Recompute
-from gemini.runtime.storage import DataSizes, GroupSpec, ModelStorage, largest_operator, model_data_sizes
+from gemini.runtime.storage import ModelStorage
 from gemini.zero.peers import Peers, require_equal
 from gemini.zero.sharding import Sharding
 from gemini.zero.share import Share
@@ -59,18 +70,25 @@ _SPARE_PLACES = 8
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is decided about a model before any memory is touched."""
+    """What is decided about a model before any memory is touched. ``context`` has the size of its data while
+    it trains, ``held`` is the size before there is an optimizer."""
 
     groups: tuple[GroupSpec, ...]
     search: SearchResult
     context: PlacementContext
+    held: ModelDataSize
     budgets: TierBudgets
     gather_bytes: int = 0  # for whole parameter chunks, over several ranks
 
     def refuse_misfit(self) -> PlacementPlan:
         """Return the plan of the warmup. Raises OutOfBudgetError where the policy cannot fit the model into
-        the budgets."""
+        the budgets while it trains."""
         return self.context.policy.warmup_plan(self.context.size, self.context.capacity)
+
+    def refuse_unheld(self) -> PlacementPlan:
+        """Return the plan for a model that nobody trains yet. Raises OutOfBudgetError as
+        :meth:`refuse_misfit`."""
+        return self.context.policy.warmup_plan(self.held, self.context.capacity)
 
 
 class Built(NamedTuple):
@@ -89,17 +107,19 @@ def build_runtime(
     ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``.
 
     Raises:
-        OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
+        OutOfBudgetError: the budgets cannot hold the model, or not while the optimizer that was announced
+            updates it; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
     together = peers.together if peers is not None else _alone
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
-    def draw(config: GeminiConfig) -> Blueprint:
-        return draw_blueprint(module, config, share, device, ranks_here)
+    def draw() -> tuple[Drawing, Blueprint]:
+        drawing = Drawing(Outline.of(module, config), share, device, ranks_here)
+        return drawing, drawing.draw(config)
 
-    blueprint = together(lambda: draw(config))
+    drawing, blueprint = together(draw)
     if peers is not None:
         said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
         require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
@@ -107,10 +127,7 @@ def build_runtime(
     made: list[ModelStorage] = []
 
     def make_storage() -> ModelStorage:
-        try:
-            plan = blueprint.refuse_misfit()
-        except DeviceTooSmallError as error:
-            raise error.asking(_least_device_bytes(error, config, draw)) from None
+        plan = _check(blueprint, config, drawing)
         check_offload(config, blueprint.context.capacity, measured=plan.sample_non_model)
         storage = ModelStorage(
             blueprint.groups,
@@ -129,8 +146,9 @@ def build_runtime(
         for storage in made:
             storage.chunks.close()
         raise
+    context = replace(blueprint.context, size=blueprint.held)
     # The chunks of activations are made by the first step: no trace can name them before.
-    manager = GeminiManager(storage.chunks, blueprint.context, memstats=None if offload else config.memstats)
+    manager = GeminiManager(storage.chunks, context, memstats=None if offload else config.memstats)
     storage.register(manager)
     if peers is not None:
         sharding = Sharding(
@@ -142,6 +160,7 @@ def build_runtime(
             strict=config.strict_ddp_mode,
         )
         manager.shard(sharding)
+    manager.grow_with(Growth(storage, manager, partial(_least_to_train, config, drawing)))
     adopted = adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
     device.settle()
@@ -156,17 +175,53 @@ def build_runtime(
     return Built(storage, manager, blueprint.search, adopted)
 
 
+def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> PlacementPlan:
+    """Return the plan for a model that nobody trains yet.
+
+    What cannot be trained within the budgets may be evaluated: whoever announces no optimizer is told so, and
+    refused when making one.
+
+    Raises:
+        OutOfBudgetError: there is no room for the parameters, or for the update that was announced.
+    """
+
+    def checked(check: Callable[[Blueprint], PlacementPlan]) -> PlacementPlan:
+        try:
+            return check(blueprint)
+        except DeviceTooSmallError as error:
+            raise error.asking(_least_device_bytes(error, config, lambda c: check(drawing.draw(c)))) from None
+
+    plan: PlacementPlan | None = None
+    with suppress(OutOfBudgetError):
+        plan = blueprint.refuse_unheld()
+    try:
+        checked(Blueprint.refuse_misfit)
+    except OutOfBudgetError as error:
+        if config.optimizer_rule is not None or plan is None:
+            raise
+        logger.warning("the model can be evaluated, and not trained with Adam: %s", error)
+    return plan if plan is not None else checked(Blueprint.refuse_unheld)
+
+
+def _least_to_train(
+    config: GeminiConfig, drawing: Drawing, error: DeviceTooSmallError, trained: Mapping[str, int]
+) -> int:
+    """Return a DEVICE that holds what ``error`` says it cannot while parameters train, as
+    :meth:`Drawing.draw` has it."""
+    return _least_device_bytes(error, config, lambda c: drawing.draw(c, trained).refuse_misfit())
+
+
 def _alone(action: Callable[[], _Result]) -> _Result:
     return action()
 
 
 def _least_device_bytes(
-    error: DeviceTooSmallError, config: GeminiConfig, draw: Callable[[GeminiConfig], Blueprint]
+    error: DeviceTooSmallError, config: GeminiConfig, check: Callable[[GeminiConfig], object]
 ) -> int:
     """Return a DEVICE that holds what ``error`` says it cannot; chunks grow with it, so it is tried."""
     while True:
         try:
-            draw(replace(config, device_bytes=error.least_bytes)).refuse_misfit()
+            check(replace(config, device_bytes=error.least_bytes))
         except DeviceTooSmallError as larger_error:
             error = larger_error
         except OutOfBudgetError:  # of a policy of the user's own
@@ -182,41 +237,66 @@ def draw_blueprint(
     device: ComputeDevice = CPU,
     ranks_here: int = 1,
 ) -> Blueprint:
-    """Lay the module's parameters out in chunks for ``device``, of which this rank has ``share``; change
-    nothing. ``ranks_here``: how many have this machine's memory together.
+    """Lay the parameters of ``module``, which are not managed yet, out in chunks; see :meth:`Drawing.draw`.
+    Raises ConfigError as that, and where a parameter cannot be managed."""
+    return Drawing(Outline.of(module, config), share, device, ranks_here).draw(config)
 
-    Raises:
-        ConfigError: a parameter cannot be managed, or a size allows no chunk.
-    """
-    params = list(unique_parameters(module))
-    check_apart(params)
-    device_bytes = config.device_bytes
-    if device_bytes is None:
-        device.release_cache()  # what torch's allocator keeps from earlier work is free as well
-        device_bytes = default_budget_bytes(device.free_bytes())
-    room = device_bytes - (config.non_model_bytes or 0)
-    types = compute_types(module, config.precision, config.keep_fp32)
-    itemsize = min((types[id(param)].itemsize for _, param in params), default=4)
-    found = search_chunk_size(
-        [param for _, param in params],
-        search_range_mb=config.search_range_mb,
-        min_chunk_size_mb=config.min_chunk_size_mb,
-        hidden_dim=config.hidden_dim,
-        itemsize=itemsize,
-        max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
-        align_bytes=device.align_bytes,
-    )
-    groups = _group(params, types, config, found.chunk_numel, itemsize, device.align_bytes)
-    sizes = model_data_sizes(groups, found.chunk_numel, share, device.block_bytes)
-    operator_bytes, operator_name = largest_operator(module, groups, device.block_bytes)
-    gather_bytes = _gather_bytes(sizes, operator_bytes, room, config) if share is not None else 0
-    size = _with_gathered(sizes, gather_bytes, operator_bytes, operator_name)
-    capacity = _capacity(config, device_bytes, size, device, ranks_here)
-    signature = "+".join(spec.layout.signature() for spec in groups)
-    signature += "+activations" if config.activation_offload else ""
-    signature += f"/{share.size}" if share is not None else ""
-    context = PlacementContext(make_policy(config.placement_policy), size, capacity, signature)
-    return Blueprint(tuple(groups), found, context, _budgets(config, capacity), gather_bytes)
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a blueprint is drawn from besides options: a model's outline, this rank's ``share`` of its chunks,
+    the computing device, and how many ranks have this machine's memory together (``ranks_here``)."""
+
+    outline: Outline
+    share: Share | None
+    device: ComputeDevice
+    ranks_here: int
+
+    def draw(self, config: GeminiConfig, trained: Mapping[str, int] | None = None) -> Blueprint:
+        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with how many
+        states; None: all that were not frozen, with those of the rule that was announced, or Adam's.
+
+        Raises:
+            ConfigError: a size allows no chunk.
+        """
+        outline, device, share = self.outline, self.device, self.share
+        device_bytes = config.device_bytes
+        if device_bytes is None:
+            device.release_cache()  # what torch's allocator keeps from earlier work is free as well
+            device_bytes = default_budget_bytes(device.free_bytes())
+        room = device_bytes - (config.non_model_bytes or 0)
+        itemsize = min((dtype.itemsize for dtype in outline.types.values()), default=4)
+        found = search_chunk_size(
+            list(outline.params.values()),
+            search_range_mb=config.search_range_mb,
+            min_chunk_size_mb=config.min_chunk_size_mb,
+            hidden_dim=config.hidden_dim,
+            itemsize=itemsize,
+            max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
+            align_bytes=device.align_bytes,
+        )
+        groups = _group(outline, config, found.chunk_numel, itemsize, device.align_bytes)
+        plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
+        operator = largest_operator(outline.operators, groups, device.block_bytes)
+        windows = data_sizes((plan, Needs()) for plan in plans)
+        gather_bytes = _gather_bytes(windows, operator[0], room, config) if share is not None else 0
+
+        def size(trained: Mapping[str, int]) -> ModelDataSize:
+            needs = needs_of(groups, trained)
+            return with_gathered(data_sizes(zip(plans, needs, strict=True)), gather_bytes, *operator)
+
+        everything = size(dict.fromkeys(outline.params, max(STATES_OF_RULES.values())))
+        capacity = _capacity(config, device_bytes, everything, device, self.ranks_here)
+        signature = "+".join(spec.layout.signature() for spec in groups)
+        signature += "+activations" if config.activation_offload else ""
+        signature += f"/{share.size}" if share is not None else ""
+        if trained is None:
+            rule = config.optimizer_rule or "adam"
+            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, STATES_OF_RULES[rule])
+        policy = make_policy(config.placement_policy)
+        context = PlacementContext(policy, size(trained), capacity, signature)
+        budgets = _budgets(config, capacity, reserve_disk=outline.trainable == outline.params.keys())
+        return Blueprint(tuple(groups), found, context, size({}), budgets, gather_bytes)
 
 
 def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: GeminiConfig) -> int:
@@ -229,28 +309,13 @@ def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: Gemi
     return min(sizes.windows, max(least, wanted))
 
 
-def _with_gathered(
-    sizes: DataSizes, gather_bytes: int, operator_bytes: int, operator_name: str
-) -> ModelDataSize:
-    """Return what a placement policy needs to know; what is whole at times counts as being there always."""
-    # A gradient is made while another is exchanged, which takes the room of a third.
-    whole = gather_bytes + 3 * sizes.largest_gradient
-    working = max(sizes.working, operator_bytes) + whole
-    return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)
-
-
 def _group(
-    params: Sequence[tuple[str, nn.Parameter]],
-    types: Mapping[int, torch.dtype],
-    config: GeminiConfig,
-    chunk_numel: int,
-    itemsize: int,
-    align_bytes: int,
+    outline: Outline, config: GeminiConfig, chunk_numel: int, itemsize: int, align_bytes: int
 ) -> list[GroupSpec]:
     """Split parameters by (dtype, trainable) and lay out each part."""
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
-    for name, param in params:
-        parts.setdefault((types[id(param)], param.requires_grad), []).append((name, param))
+    for name, param in outline.params.items():
+        parts.setdefault((outline.types[name], name in outline.trainable), []).append((name, param))
     order = config.memstats.param_order if config.memstats is not None else ()
     return [
         GroupSpec(
@@ -263,7 +328,7 @@ def _group(
             ),
             dtype=dtype,
             trainable=trainable,
-            master=trainable and dtype == config.precision,
+            master=dtype == config.precision,
         )
         for (dtype, trainable), members in parts.items()
     ]
@@ -296,7 +361,12 @@ def _capacity(
     )
 
 
-def _budgets(config: GeminiConfig, capacity: TierCapacity) -> TierBudgets:
-    disk_dir = os.fspath(config.disk_dir) if config.disk_dir is not None else None
-    spare_bytes = _SPARE_PLACES * capacity.disk_bytes if config.activation_offload else 0
-    return TierBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes, disk_dir, spare_bytes)
+def _budgets(config: GeminiConfig, capacity: TierCapacity, *, reserve_disk: bool) -> TierBudgets:
+    return TierBudgets(
+        capacity.device_bytes,
+        capacity.host_bytes,
+        capacity.disk_bytes,
+        os.fspath(config.disk_dir) if config.disk_dir is not None else None,
+        _SPARE_PLACES * capacity.disk_bytes if config.activation_offload else 0,
+        reserve_disk,
+    )

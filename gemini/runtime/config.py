@@ -26,12 +26,17 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 }
 
 
+# What an optimizer keeps of each element, by the name of its rule.
+STATES_OF_RULES = {"adam": 2, "none": 0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GeminiConfig:
     """Options of a managed model. Sizes in bytes; ``None`` where the default depends on machine or model.
 
     ``precision`` is the dtype that parameters compute in, or None to leave each as it is; ``reduce_dtype``
-    that in which gradients travel between ranks, None: fp32. ``keep_fp32``: see :class:`gemini.GeminiDDP`.
+    that in which gradients travel between ranks, None: fp32. ``keep_fp32``, ``optimizer_rule``: see
+    :class:`gemini.GeminiDDP`.
     """
 
     placement_policy: str | PlacementPolicy = "auto"
@@ -52,6 +57,7 @@ class GeminiConfig:
     activation_recompute: bool = False
     keep_fp32: tuple[str, ...] = ()
     memstats: Trace | None = None
+    optimizer_rule: str | None = None
     verbose: bool = False
 
     @classmethod
@@ -118,6 +124,11 @@ class GeminiConfig:
             raise ConfigError(
                 "reduce_dtype='fp16' needs the loss scale of mixed_precision='fp16': without one small "
                 "gradients become zero; choose 'bf16'"
+            )
+        if config.optimizer_rule not in (None, *STATES_OF_RULES):
+            raise ConfigError(
+                f"optimizer_rule={config.optimizer_rule!r} is unknown; choose "
+                f"{', '.join(map(repr, STATES_OF_RULES))} or leave it out"
             )
         _check_kinds(config)
         if config.device_bytes is not None and config.device_bytes <= 0:

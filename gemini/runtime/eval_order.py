@@ -50,6 +50,13 @@ class EvalOrder(Learned):
             self.complete(completed(self.grown(self.trace), self._recorder.end()))
         self._recorder.stop()
 
+    def replan(self, context: PlacementContext) -> None:
+        """Plan for model data of another size; passes have the order that they had."""
+        trace, timed = self.trace, self.timed
+        super().replan(context)
+        if trace is not None and self.trace is None:
+            self._adopt(self.grown(trace), timed=timed)
+
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         super()._adopt(trace, timed=timed)
         places = [Place(chunks, moment, moment) for moment, chunks in enumerate(trace.accesses)]

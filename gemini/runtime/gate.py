@@ -81,6 +81,16 @@ class RawMemory(Protocol):
         """End all uses. Raises as a PreOp."""
 
 
+class Grows(Protocol):
+    """Makes the chunks that come after a model was wrapped."""
+
+    def provide(self, owner: Any) -> None:
+        """Make the states of what ``owner``, an optimizer, updates."""
+
+    def unfreeze(self, param: Any) -> None:
+        """Have ``param``, which never trained, take gradients."""
+
+
 class Gate(ABC):
     """``pre_op`` and ``post_op`` bracket the operators of one model. For one thread at a time.
 
@@ -103,6 +113,7 @@ class Gate(ABC):
         self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
         self.num_gradients = 0  # that arrived since the model was wrapped
         self.loose = LooseBytes(chunks.table)
+        self.growth: Grows | None = None
         self.threads = OneThread()
         self.strays = Strays(chunks)
         self.lock = TensorLock()
@@ -122,6 +133,10 @@ class Gate(ABC):
         """Have the parameters of ``slots`` be used in ``precision``; None: each in its own type."""
         self.mixes_types = precision is not None
         self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
+
+    def grow_with(self, growth: Grows) -> None:
+        """Have ``growth`` make what comes after wrapping."""
+        self.growth = growth
 
     # -- what comes before an operator ---------------------------------------------------------------
 

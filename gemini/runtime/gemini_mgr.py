@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -219,6 +220,16 @@ class GeminiManager(Gate):
             self.observer.step_settled()
         self.snapshot.step_ended()
 
+    def replan(self, size: ModelDataSize) -> None:
+        """Go on with model data of another ``size``, of which nothing is pending: the next step is a warmup,
+        unless its trace was given. A step under way is not recorded."""
+        self.abandon()
+        self.shortage.end_residence()
+        self.context = replace(self.context, size=size)
+        self.order.replan(self.context)
+        self.evaluations.replan(self.context)
+        self.order.resume(())
+
     def observe(self, observer: StepObserver | None) -> None:
         """Tell ``observer`` what happens from now on, None: nobody. Meanwhile operators go through their
         PreOp also where the model is resident, so as to be seen. Raises StateError: somebody does already."""
@@ -266,6 +277,11 @@ class GeminiManager(Gate):
         self.order.host_updates = updates
 
     # -- the end --------------------------------------------------------------------------------------------
+
+    def refuse_closed(self) -> None:
+        """Raise StateError where the memory was given back."""
+        if self.is_closed:
+            self.pre_op(())
 
     def close(self, *, run_pending: bool = True) -> None:
         """Give all memory back; any later use of a managed tensor raises StateError.

@@ -56,8 +56,13 @@ class Learned:
         self._rival: Accesses | None = None  # what the last diverging iteration did
         self._names: dict[int, str] = {}
         self._num_compilations = 0  # when the iteration began
-        if memstats is not None and self._belongs(memstats):
-            self._adopt(memstats, timed=True)
+        self._memstats = memstats  # until its chunks are there
+        self._adopt_given()
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the order of iterations is known: recorded, or given with chunks that are still to come."""
+        return self.trace is not None or self._memstats is not None
 
     @property
     def room_bytes(self) -> int:
@@ -134,7 +139,7 @@ class Learned:
             non_model_bytes=recorded.non_model_bytes,
             phases=recorded.phases,
             chunk_bytes=tuple(spec.nbytes for spec in specs),
-            chunk_kinds=tuple(spec.kind.value for spec in specs),
+            chunk_kinds=tuple(spec.label for spec in specs),
             links=(),
             param_order=tuple(self._names[t] for t in self._recorder.first_uses if t in self._names),
             chunk_signature=self._context.chunk_signature,
@@ -158,7 +163,7 @@ class Learned:
         return replace(
             trace,
             chunk_bytes=tuple(spec.nbytes for spec in specs),
-            chunk_kinds=tuple(spec.kind.value for spec in specs),
+            chunk_kinds=tuple(spec.label for spec in specs),
         )
 
     def repeats(self, accesses: Accesses) -> bool:
@@ -181,6 +186,13 @@ class Learned:
         places whose operators are the CPU's, on HOST."""
         final = steady and self.timed
         return self.planner.schedule(trace, places, self.plan, final=final, on_host=on_host)
+
+    def replan(self, context: PlacementContext) -> None:
+        """Forget the trace and go on with model data of another size, by the trace that was given at first
+        where it is of the chunks that there are now."""
+        self._context = context
+        self.forget()
+        self._adopt_given()
 
     def withhold(self, nbytes: int) -> None:
         """Plan anew, with ``nbytes`` of DEVICE left free beyond what the policy says."""
@@ -208,12 +220,20 @@ class Learned:
         self._rival = None
         self._candidates.clear()
 
+    def _adopt_given(self) -> None:
+        trace = self._memstats
+        if trace is None:
+            return
+        own = tuple(chunk.spec.nbytes for chunk in self._chunks.chunks)
+        known = min(len(own), len(trace.chunk_bytes))
+        if not self._belongs(trace) or trace.chunk_bytes[:known] != own[:known]:
+            self._memstats = None
+        elif max((chunk for chunks in trace.accesses for chunk in chunks), default=-1) < known:
+            self._memstats = None
+            self._adopt(trace if trace.chunk_bytes == own else self.grown(trace), timed=True)
+
     def _belongs(self, trace: Trace) -> bool:
-        return (
-            trace.kind == self._kind
-            and trace.chunk_signature == self._context.chunk_signature
-            and trace.chunk_bytes == tuple(chunk.spec.nbytes for chunk in self._chunks.chunks)
-        )
+        return trace.kind == self._kind and trace.chunk_signature == self._context.chunk_signature
 
     def _with_links(self, trace: Trace) -> Trace:
         """Say how fast the links are, unless nothing is ever going to be transferred."""

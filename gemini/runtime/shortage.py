@@ -120,7 +120,7 @@ class Shortage:
         if taker.is_sharded:
             return
         taker.abandon()
-        self._end_residence()
+        self.end_residence()
         before = self.share_bytes
         after = max(0, min(before // 2, before - asked_bytes(error)))
         if after < taker.size.largest_chunk_bytes:
@@ -137,7 +137,7 @@ class Shortage:
             str(error).partition("\n")[0],
         )
 
-    def _end_residence(self) -> None:
+    def end_residence(self) -> None:
         """Let chunks leave DEVICE again. Graphs that were made while none could know nothing of that: their
         backward pass is refused."""
         if not self._taker.resident:

@@ -77,15 +77,13 @@ def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
 
 
 def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
-    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped has no place for
-    gradients."""
+    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped gets a place for
+    gradients then."""
     slot = _slot_of(tensor)
-    if requires_grad and slot is not None and slot.grad is None:
-        raise ConfigError(
-            f"parameter {slot.name!r} was frozen when the model was wrapped and has no memory for a "
-            f"gradient; "
-            "wrap the model after unfreezing it (and freeze again afterwards)"
-        )
+    growth = tensor._ref.manager.growth if slot is not None else None
+    if requires_grad and growth is not None:
+        growth.unfreeze(tensor)
+        return tensor
     with PlainTensors():
         return tensor.requires_grad_(requires_grad)
 

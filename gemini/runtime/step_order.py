@@ -162,6 +162,12 @@ class StepOrder(Learned):
         self.forget()
         self.resume(())
 
+    def replan(self, context: PlacementContext) -> None:
+        """Do as :meth:`Learned.replan`. Nothing may be pending."""
+        self._forget_plans()
+        super().replan(context)
+        self._choose_host_chunks()
+
     def abandon(self) -> None:
         """Forget the step: what it recorded does not say what an iteration does."""
         super().abandon()

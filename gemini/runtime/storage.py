@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
-from torch import nn
 
-from gemini.chunk import CPU, Chunk, ChunkKind, ChunkLayout, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
-from gemini.chunk.chunk import whole_blocks
+from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
 from gemini.errors import ConfigError
-from gemini.runtime.blocks import is_compiled
+from gemini.runtime.data_sizes import DataSizes, GroupPlan, GroupSpec, Needs, data_sizes, plan_groups
 from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.mixture import Mixture
-from gemini.runtime.state_piece import StatePiece
+from gemini.runtime.state_piece import MASTER, StatePiece
 from gemini.zero.gradient import ShardedGradient, ShardPlace
-from gemini.zero.share import GroupShard, Share, stays_whole
+from gemini.zero.share import GroupShard, Share
 
-# State pieces begin at multiples of this many elements, so that every kind stays 4 KiB aligned.
-_PIECE_ALIGN = 2048
+# Addresses are reserved for so many states of each element; they take no memory.
+_EXPECTED_STATES = ("first", "second")
 
 
-@dataclass(frozen=True)
-class GroupSpec:
-    """Parameters of one dtype that either all train or are all frozen, and their layout."""
+class MakeChunks(Protocol):
+    """Gives chunks their memory."""
 
-    layout: ChunkLayout
-    dtype: torch.dtype
-    trainable: bool
-    master: bool
+    def __call__(
+        self, specs: Sequence[ChunkSpec], budgets: TierBudgets, *, expected: Sequence[ChunkSpec]
+    ) -> ChunkManager: ...
 
 
 class GradientWatcher(Protocol):
@@ -42,17 +39,19 @@ class GradientWatcher(Protocol):
         it next."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkGroup:
     """A parameter chunk and the gradient and state chunks that go with it.
 
-    Over several ranks ``param`` and ``grad`` are whole only while they are used; ``shard`` is what this rank
-    owns of them, and ``pieces`` cover that part alone.
+    Where nothing of it trains there is no gradient, and there are no pieces. Over several ranks ``param`` and
+    ``grad`` are whole only while they are used; ``shard`` is what this rank owns of them, and ``pieces``
+    cover that part alone.
     """
 
+    plan: GroupPlan
     param: Chunk
-    grad: Chunk | None
-    pieces: list[StatePiece]
+    grad: Chunk | None = None
+    pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)
     watcher: GradientWatcher | None = None  # of the gradients of its parameters
@@ -60,7 +59,13 @@ class ChunkGroup:
     @property
     def has_master(self) -> bool:
         """Whether there are fp32 masters, be they this rank's or others'."""
-        return any(piece.has(ChunkKind.MASTER) for piece in self.pieces)
+        return any(piece.has(MASTER) for piece in self.pieces)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of what optimizers keep of each element."""
+        names = dict.fromkeys(name for piece in self.pieces for name in piece.chunks)
+        return tuple(name for name in names if name != MASTER)
 
     def values(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``[start, stop)`` where an update changes them: in the shard if there is one."""
@@ -94,15 +99,22 @@ class ManagedSlot:
         add = gate.chunks.add_tensor
         self.param_ref = TensorRef(gate, add(group.param))
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
-        self.grad: SlotGradient | None = None  # None: frozen when the model was wrapped
+        self.grad: SlotGradient | None = None  # None: it was never to train
         if group.grad is not None:
-            view = torch.as_strided(group.grad.tensor, slot.shape, slot.stride, slot.offset)
-            if group.shard is not None and group.shard.grad is not None:
-                own = group.shard.clip(self.start, self.stop)
-                place = ShardPlace(add(group.shard.grad), group.shard, *own, self.start)
-                self.grad = ShardedGradient(slot.name, gate, add(group.grad), view, place)
-            else:
-                self.grad = SlotGradient(slot.name, gate, add(group.grad), view)
+            self.make_grad(group.grad)
+
+    def make_grad(self, chunk: Chunk) -> SlotGradient:
+        """Have a gradient from now on, with its place in ``chunk``, that of the group."""
+        gate, view, shard = self.param_ref.manager, self.param_view, self.group.shard
+        add = gate.chunks.add_tensor
+        place = torch.as_strided(chunk.tensor, view.shape, view.stride(), self.start)
+        if shard is not None and shard.grad is not None:
+            own = shard.clip(self.start, self.stop)
+            part = ShardPlace(add(shard.grad), shard, *own, self.start)
+            self.grad = ShardedGradient(self.name, gate, add(chunk), place, part)
+        else:
+            self.grad = SlotGradient(self.name, gate, add(chunk), place)
+        return self.grad
 
     def overlapping(self, piece: StatePiece) -> tuple[int, int]:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
@@ -119,11 +131,12 @@ class ManagedSlot:
         """The gradient of a parameter that trains.
 
         Raises:
-            ConfigError: the parameter was frozen when the model was wrapped.
+            ConfigError: the parameter is frozen, and always was.
         """
         if self.grad is None:
             raise ConfigError(
-                f"parameter {self.name!r} was frozen when the model was wrapped; wrap it after unfreezing"
+                f"parameter {self.name!r} is frozen and has no place for a gradient; unfreeze it first: "
+                "param.requires_grad_(True)"
             )
         return self.grad
 
@@ -148,26 +161,24 @@ class ModelStorage:
         groups: Sequence[GroupSpec],
         piece_numel: int,
         budgets: TierBudgets,
-        make_chunks: Callable[[Sequence[ChunkSpec], TierBudgets], ChunkManager] = ChunkManager,
+        make_chunks: MakeChunks = ChunkManager,
         share: Share | None = None,
         block_bytes: int = CPU.block_bytes,
     ) -> None:
-        """Reserve windows and tiers for all groups. ``piece_numel`` bounds a state chunk, in elements;
-        ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``; ``share`` is this rank's
-        part of them, None: all."""
-        self._plans = [
-            _plan_group(spec, numel, piece_numel, share, block_bytes)
-            for spec in groups
-            for numel in spec.layout.chunk_numels
-        ]
-        specs = [chunk for plan in self._plans for chunk in plan.specs()]
-        largest = max((plan.numel for plan in self._plans if plan.trainable), default=0)
-        if share is not None and largest:
-            specs.append(ChunkSpec(ChunkKind.EXCHANGE, largest, torch.float32, block_bytes))
-        self.chunks = make_chunks(specs, budgets)
-        self.groups = self._build()
-        # Where parts of a gradient arrive from other ranks.
-        self.exchange = self.chunks.chunks[-1] if share is not None and largest else None
+        """Reserve windows and tiers for all groups, also for what may come later: gradients of what is
+        unfrozen, and states. ``piece_numel`` bounds a state chunk, in elements; ``make_chunks`` gives the
+        chunks their memory, in blocks of ``block_bytes``; ``share`` is this rank's part of them, None:
+        all."""
+        plans = plan_groups(groups, piece_numel, share, block_bytes)
+        specs = [chunk for plan in plans for chunk in plan.at_first()]
+        expected = [chunk for plan in plans for chunk in plan.later(_EXPECTED_STATES)]
+        if share is not None and plans:  # one for what trains now, and a larger one some day
+            expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
+        self.chunks = make_chunks(specs, budgets, expected=expected)
+        self.groups = self._build(plans)
+        self.trains = False  # there was an optimizer: gradients count as well
+        self.exchange: Chunk | None = None  # where parts of a gradient arrive from other ranks
+        self.widen_exchange()
         self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
         self.slots: dict[str, ManagedSlot] = {}
         self.mixture = Mixture()
@@ -201,164 +212,93 @@ class ModelStorage:
         held = sum(group.param.spec.numel for group in self.groups)
         return (held - used) * 4
 
-    def _build(self) -> list[ChunkGroup]:
+    # -- what comes later ------------------------------------------------------------------------
+
+    def sizes(self, more: Mapping[ChunkGroup, Collection[str]] = MappingProxyType({})) -> DataSizes:
+        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, each
+        with states of these names."""
+        trains = self.trains or bool(more)
+        return data_sizes(
+            (
+                group.plan,
+                Needs(
+                    group.has_master,
+                    trains and (group.grad is not None or group in more),
+                    len({*group.states, *more.get(group, ())}),
+                ),
+            )
+            for group in self.groups
+        )
+
+    def missing(self, more: Mapping[ChunkGroup, Collection[str]]) -> list[ChunkSpec]:
+        """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
+        found: list[ChunkSpec] = []
+        for group, names in more.items():
+            if group.grad is None:
+                found += [*group.plan.gradients(), *group.plan.masters()]
+            found += group.plan.states(_new(names, group.states))
+        return found
+
+    def add(self, more: Mapping[ChunkGroup, Collection[str]]) -> None:
+        """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
+        for group, names in more.items():
+            if group.grad is None:
+                self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
+                self._add_states(group, (MASTER,) if group.plan.master else ())
+            self._add_states(group, _new(names, group.states))
+        self.trains = True
+
+    def widen_exchange(self) -> bool:
+        """See to it that parts of each gradient have room; say whether there is a new chunk for them."""
+        plans = [group.plan for group in self.trainable_groups()]
+        if not plans or plans[0].share is None:
+            return False
+        largest = max(plans, key=lambda plan: plan.numel)
+        if self.exchange is not None and self.exchange.spec.numel >= largest.numel:
+            return False
+        self.exchange = self.chunks.add_chunk(_exchange(largest))
+        return True
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _build(self, plans: Sequence[GroupPlan]) -> list[ChunkGroup]:
         chunks = iter(self.chunks.chunks)
         groups = []
-        for plan in self._plans:
-            param = next(chunks)
-            grad = next(chunks) if plan.trainable else None
-            shard = self._shard(plan, chunks) if plan.share is not None else None
-            pieces = []
-            for start, stop in plan.pieces:
-                owned = {kind: next(chunks) for kind in plan.state_kinds}
-                tensors = {kind: self.chunks.add_tensor(chunk) for kind, chunk in owned.items()}
-                pieces.append(StatePiece(start, stop, owned, tensors))
-            groups.append(ChunkGroup(param, grad, pieces, shard))
+        for plan in plans:
+            group = ChunkGroup(plan, next(chunks))
+            if plan.share is not None:
+                param = next(chunks)
+                group.shard = GroupShard(*plan.owned, param, self.chunks.add_tensor(param), None)
+            if plan.trainable:
+                self._add_gradients(group, chunks)
+                for piece in group.pieces if plan.master else ():
+                    self._add_state(piece, MASTER, next(chunks))
+            groups.append(group)
         return groups
 
-    def _shard(self, plan: _GroupPlan, chunks: Iterator[Chunk]) -> GroupShard:
-        param = next(chunks)
-        grad = next(chunks) if plan.trainable else None
-        return GroupShard(*plan.owned, param, self.chunks.add_tensor(param), grad)
+    def _add_gradients(self, group: ChunkGroup, chunks: Iterator[Chunk]) -> None:
+        group.grad = next(chunks)
+        if group.shard is not None:
+            group.shard = replace(group.shard, grad=next(chunks))
+        group.pieces = [StatePiece(start, stop) for start, stop in group.plan.pieces]
+
+    def _add_states(self, group: ChunkGroup, names: Sequence[str]) -> None:
+        specs = group.plan.masters() if names == (MASTER,) else group.plan.states(names)
+        for piece in group.pieces:
+            for name in names:
+                self._add_state(piece, name, self.chunks.add_chunk(next(specs)))
+
+    def _add_state(self, piece: StatePiece, name: str, chunk: Chunk) -> None:
+        piece.chunks[name] = chunk
+        piece.tensors[name] = self.chunks.add_tensor(chunk)
 
 
-@dataclass(frozen=True)
-class _GroupPlan:
-    numel: int
-    dtype: torch.dtype
-    trainable: bool
-    state_kinds: tuple[ChunkKind, ...]
-    pieces: tuple[tuple[int, int], ...]
-    share: Share | None
-    block_bytes: int
-
-    @property
-    def owned(self) -> tuple[int, int]:
-        """The elements ``[start, stop)`` that this rank owns."""
-        return self.share.range_of(self.numel) if self.share is not None else (0, self.numel)
-
-    def whole(self) -> Iterator[ChunkSpec]:
-        """Yield the chunks that hold the parameters and their gradients whole."""
-        # Over ranks gradients are summed, and accumulated, in fp32.
-        grad_dtype = self.dtype if self.share is None else torch.float32
-        yield self._spec(ChunkKind.PARAM, self.numel, self.dtype)
-        if self.trainable:
-            yield self._spec(ChunkKind.GRAD, self.numel, grad_dtype)
-
-    def kept(self) -> Iterator[ChunkSpec]:
-        """Yield the further chunks: this rank's shards and optimizer states."""
-        if self.share is not None:
-            start, stop = self.owned
-            yield self._spec(ChunkKind.SHARD, stop - start, self.dtype)
-            if self.trainable:
-                yield self._spec(ChunkKind.GRAD_SHARD, stop - start, torch.float32)
-        for start, stop in self.pieces:
-            for kind in self.state_kinds:
-                yield self._spec(kind, stop - start, torch.float32)
-
-    def _spec(self, kind: ChunkKind, numel: int, dtype: torch.dtype) -> ChunkSpec:
-        return ChunkSpec(kind, numel, dtype, self.block_bytes)
-
-    def specs(self) -> Iterator[ChunkSpec]:
-        """Yield the chunks of the group in the order in which they are built."""
-        yield from self.whole()
-        yield from self.kept()
+def _exchange(plan: GroupPlan) -> ChunkSpec:
+    return ChunkSpec(ChunkKind.EXCHANGE, plan.numel, torch.float32, plan.block_bytes)
 
 
-@dataclass(frozen=True)
-class DataSizes:
-    """Bytes of a model's chunks before anything is allocated.
-
-    ``total``: all that is kept. ``working``: the most that an update needs on DEVICE at once. ``largest``:
-    the largest chunk. Over several ranks, of what is whole only while it is used: ``windows``, all parameter
-    chunks; ``small_windows``, those of them that stay; ``largest_window``; ``largest_gradient``.
-    """
-
-    total: int
-    working: int
-    largest: int
-    windows: int = 0
-    small_windows: int = 0
-    largest_window: int = 0
-    largest_gradient: int = 0
-
-
-def model_data_sizes(
-    groups: Sequence[GroupSpec],
-    piece_numel: int,
-    share: Share | None = None,
-    block_bytes: int = CPU.block_bytes,
-) -> DataSizes:
-    """Return the sizes of this rank's chunks."""
-    total, working, largest = 0, 0, 0
-    windows, gradients = [0], [0]
-    for spec in groups:
-        for numel in spec.layout.chunk_numels:
-            plan = _plan_group(spec, numel, piece_numel, share, block_bytes)
-            whole, kept = list(plan.whole()), list(plan.kept())
-            total += sum(chunk.nbytes for chunk in (kept if share is not None else whole + kept))
-            largest = max(largest, *(chunk.nbytes for chunk in whole + kept))
-            state = max((stop - start for start, stop in plan.pieces), default=0) * 4
-            states = whole_blocks(state, block_bytes) * len(plan.state_kinds)
-            values = [c for c in kept if c.kind in _SHARDS] if share is not None else whole
-            working = max(working, sum(chunk.nbytes for chunk in values) + states)
-            if share is not None:
-                windows.append(whole[0].nbytes)
-                gradients += [chunk.nbytes for chunk in whole[1:]]
-    small = sum(nbytes for nbytes in windows if stays_whole(nbytes, max(windows)))
-    return DataSizes(total, working, largest, sum(windows), small, max(windows), max(gradients))
-
-
-_SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
-
-
-def largest_operator(
-    module: nn.Module, groups: Sequence[GroupSpec], block_bytes: int = CPU.block_bytes
-) -> tuple[int, str]:
-    """Return the most bytes of parameter chunks that one submodule's operator takes at once, and that
-    submodule's name.
-
-    Known for torch's own layers: an operator takes the parameters that its submodule holds directly;
-    attention takes its output projection's too; and for what is compiled, which takes all. What other
-    submodules do with theirs shows only when they run.
-    """
-
-    def nbytes(spec: GroupSpec, chunk: int) -> int:
-        return whole_blocks(spec.layout.chunk_numels[chunk] * spec.dtype.itemsize, block_bytes)
-
-    chunks = {
-        slot.name: ((index, slot.chunk), nbytes(spec, slot.chunk))
-        for index, spec in enumerate(groups)
-        for slot in spec.layout.slots
-    }
-    names = {id(param): name for name, param in module.named_parameters()}
-    largest, largest_name = 0, ""
-    for name, owner in module.named_modules():
-        home = type(owner).__module__
-        whole = is_compiled(owner)
-        if not whole and (not home.startswith("torch.nn.modules.") or home == nn.ParameterList.__module__):
-            continue
-        used = owner.parameters(recurse=whole or isinstance(owner, nn.MultiheadAttention))
-        sizes = dict(chunks[names[id(param)]] for param in used)
-        if sum(sizes.values()) > largest:
-            largest, largest_name = sum(sizes.values()), name or type(owner).__name__
-    return largest, largest_name
-
-
-def _plan_group(
-    spec: GroupSpec, numel: int, piece_numel: int, share: Share | None, block_bytes: int
-) -> _GroupPlan:
-    kinds: tuple[ChunkKind, ...] = ()
-    pieces: tuple[tuple[int, int], ...] = ()
-    if share is not None:
-        numel = share.whole_numel(numel)
-    if spec.trainable:
-        kinds = (ChunkKind.EXP_AVG, ChunkKind.EXP_AVG_SQ)
-        kinds = (ChunkKind.MASTER, *kinds) if spec.master else kinds
-        step = max(_PIECE_ALIGN, piece_numel // _PIECE_ALIGN * _PIECE_ALIGN)
-        first, end = share.range_of(numel) if share is not None else (0, numel)
-        pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
-    return _GroupPlan(numel, spec.dtype, spec.trainable, kinds, pieces, share, block_bytes)
+def _new(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in known]
 
 
 def _bases(groups: Sequence[GroupSpec]) -> list[int]:

@@ -54,7 +54,7 @@ def name_model(storage: ModelStorage) -> Names:
             names.grads[slot.grad.ref.tensors[0]] = name
     for group in storage.groups:
         for chunk, kind, held in _contents(group):
-            labels[chunk] = f"{kind.value} of {_several(held)}"
+            labels[chunk] = f"{kind} of {_several(held)}"
     table = storage.chunks.table
     names.chunk_of = {tensor: table.chunk_of(tensor) for tensor in range(table.num_tensors())}
     names.chunks = tuple(labels)
@@ -73,12 +73,12 @@ def common_module(params: Sequence[str]) -> str:
     return owners.pop() or _several(params) if len(owners) == 1 else _several(params)
 
 
-def _contents(group: ChunkGroup) -> list[tuple[int, ChunkKind, list[str]]]:
+def _contents(group: ChunkGroup) -> list[tuple[int, str, list[str]]]:
     """Return each chunk of a group, what kind it is, and the parameters that have a part of it."""
     everything = [slot.name for slot in group.slots]
-    contents = [(group.param.id, ChunkKind.PARAM, everything)]
+    contents = [(group.param.id, ChunkKind.PARAM.value, everything)]
     if group.grad is not None:
-        contents.append((group.grad.id, ChunkKind.GRAD, everything))
+        contents.append((group.grad.id, ChunkKind.GRAD.value, everything))
     for piece in group.pieces:
         inside = [slot.name for slot in group.slots if slot.start < piece.stop and piece.start < slot.stop]
         contents += [(chunk.id, kind, inside) for kind, chunk in piece.chunks.items()]

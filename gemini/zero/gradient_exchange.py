@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from gemini.chunk import Chunk
 from gemini.errors import StateError
 from gemini.runtime.gate import Gate
+from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.storage import ChunkGroup, ModelStorage
 from gemini.zero.copies import take_mean_of_copies
 from gemini.zero.gradient import ShardedGradient
@@ -47,20 +49,36 @@ class GradientExchange:
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
         self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
+        self._reduce_dtype = reduce_dtype
         self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
         self._room_tensor = -1
-        if storage.exchange is not None:
-            self._room = storage.exchange.tensor
-            self._room_tensor = gate.chunks.add_tensor(storage.exchange)
-        self._reduce_dtype = reduce_dtype
-        self._parts: Parts = FullParts(peers, self._room)
-        if reduce_dtype is not None:
-            self._parts = NarrowParts(peers, self._room, reduce_dtype)
+        self._take_room(storage.exchange)
         self._gradients: list[ShardedGradient] = []
         for index, group in enumerate(storage.groups):
             for grad in _gradients(group):
-                grad.events = _Events(self, index, len(self._gradients))
-                self._gradients.append(grad)
+                self._add(index, grad)
+
+    def add(self, storage: ModelStorage, grad: SlotGradient) -> None:
+        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        self.settle()
+        if storage.widen_exchange():
+            self._take_room(storage.exchange)
+        (index,) = (i for i, group in enumerate(self._groups) if grad in _gradients(group))
+        assert isinstance(grad, ShardedGradient)
+        self._add(index, grad)
+
+    def _add(self, index: int, grad: ShardedGradient) -> None:
+        grad.events = _Events(self, index, len(self._gradients))
+        self._gradients.append(grad)
+
+    def _take_room(self, exchange: Chunk | None) -> None:
+        """Have parts of gradients arrive in ``exchange``; None: there are none."""
+        if exchange is not None:
+            self._room = exchange.tensor
+            self._room_tensor = self._gate.chunks.add_tensor(exchange)
+        self._parts: Parts = FullParts(self._peers, self._room)
+        if self._reduce_dtype is not None:
+            self._parts = NarrowParts(self._peers, self._room, self._reduce_dtype)
 
     def complete(self) -> list[int]:
         """Return the groups whose gradients are all here and wait for those of the other ranks."""
@@ -150,6 +168,7 @@ class GradientExchange:
         words = to_bits(left, len(self._groups))
         had_here = to_bits(sorted(self._had), len(self._gradients))
         scale = _bits_of(self._gate.gradient_scale.value)
+        doing = f"{doing}, {len(self._gradients)} parameters that train"
         said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), scale, *words, *had_here])
         scales = {message[1] for message in said} - {_NO_SCALE}
         if any(message[0] != said[0][0] for message in said) or len(scales) > 1:

@@ -11,6 +11,7 @@ import torch
 from gemini.chunk import TensorIds
 from gemini.errors import StateError
 from gemini.runtime.gate import Gate
+from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.storage import ModelStorage
 from gemini.zero.gathered import GatheredChunks
 from gemini.zero.gradient_exchange import GradientExchange
@@ -97,6 +98,10 @@ class Sharding:
         """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
         for chunk in self._chunks.used_by((tensor,)):
             self._chunks[chunk].write_back()
+
+    def add_gradient(self, storage: ModelStorage, grad: SlotGradient) -> None:
+        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        self._gradients.add(storage, grad)
 
     # -- values --------------------------------------------------------------------------------
 

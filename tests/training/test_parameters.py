@@ -24,7 +24,7 @@ from training_harness import (
 )
 from training_models import Around, square_loss
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, OutOfBudgetError
+from gemini import ConfigError, CPUAdam, GeminiAdamOptimizer, GeminiDDP, OutOfBudgetError
 
 
 def build() -> Around:
@@ -46,6 +46,8 @@ def evicted(model: GeminiDDP) -> nn.Parameter:
     """Return the first weight of the core after other chunks pushed it out."""
     for param in model.module.after.parameters():
         param.norm()
+    if not model.storage.trains:
+        GeminiAdamOptimizer(model)  # for its states, which push others out
     for group in model.storage.groups:
         for piece in group.pieces:
             with model.manager.operator(tuple(piece.tensors.values())):

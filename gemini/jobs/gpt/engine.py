@@ -95,6 +95,7 @@ class ManagedEngine:
             non_model_bytes=config.non_model_bytes,
             activation_offload=False if config.activations == "keep" else "auto",
             activation_recompute=config.activations == "plan",
+            optimizer_rule="adam",
         )
         adam = gemini.HybridAdam(
             self._model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY

@@ -118,8 +118,8 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
             continue
         # As torch's Adam has it, whose state this can become.
         values[slot.name] = {"step": step_count(optimizer.steps[slot])}
-        for moment, kind in MOMENTS.items():
-            read = partial(read_state, slot, kind, optimizer.model.manager)
+        for moment in MOMENTS:
+            read = partial(read_state, slot, moment, optimizer.model.manager)
             shape = tuple(slot.param_view.shape)
             sources.append(whole_source(f"{slot.name}/{moment}", torch.float32, shape, read))
     groups = [

@@ -74,6 +74,11 @@ class GeminiPlugin(Plugin):
                 f"GeminiPlugin updates chunks with our Adam, not with {type(optimizer).__name__}: make the "
                 "optimizer gemini.HybridAdam(model.parameters(), ...), or use TorchDDPPlugin"
             )
+        if optimizer is not None and model_options.get("config") is None:
+            model_options = {
+                "optimizer_rule": "adam",
+                **model_options,
+            }  # what cannot train is refused at once
         managed = GeminiDDP(model, **model_options)
         if optimizer is None:
             return Boosted(managed, None, criterion)

@@ -1,0 +1,150 @@
+"""Growth: the chunks that come after a model was wrapped.
+
+States when an optimizer is made; gradients, masters and states when a frozen parameter is unfrozen.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+
+from gemini.errors import IoError, StateError
+from gemini.placement import ModelDataSize
+from gemini.placement.plan import DeviceTooSmallError
+from gemini.runtime.adopt import is_watched, watch
+from gemini.runtime.data_sizes import DataSizes
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.param import ManagedParameter
+from gemini.runtime.storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
+
+
+class StateOwner(Protocol):
+    """An optimizer: what it updates, frozen or not, and what it keeps of each element."""
+
+    @property
+    def slots(self) -> set[ManagedSlot]: ...
+
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    def take_chunks(self) -> None:
+        """Chunks were made for some of the slots."""
+
+
+# Return a DEVICE that would hold what an error says that it cannot, while parameters of these names train.
+LeastBytes = Callable[[DeviceTooSmallError, Mapping[str, int]], int]
+
+
+class Growth:
+    """Checks that what is to come fits the budgets, as wrapping does, makes it, and has it planned for."""
+
+    def __init__(self, storage: ModelStorage, manager: GeminiManager, least_bytes: LeastBytes) -> None:
+        self._storage = storage
+        self._manager = manager
+        self._least_bytes = least_bytes
+        self._owners: WeakSet[StateOwner] = WeakSet()
+
+    def provide(self, owner: StateOwner) -> None:
+        """Make the states of what ``owner`` updates, and does not find frozen; of that when it is unfrozen.
+
+        Raises:
+            OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
+        """
+        trained = {slot.group for slot in owner.slots if slot.grad is not None}
+        # In an order that does not change: traces name chunks by their numbers.
+        self._grow({group: owner.state_names for group in self._storage.groups if group in trained})
+        self._owners.add(owner)
+
+    def unfreeze(self, param: ManagedParameter) -> None:
+        """Have ``param``, which never trained, take gradients: its chunk gets the gradients, masters and
+        states that an update needs, and the next step is recorded anew. Over ranks all of them call it.
+
+        Raises:
+            OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
+            StateError: a backward pass is under way, or the model was closed.
+        """
+        slot = slot_of(param)
+        if slot.grad is None:
+            if torch._C._current_graph_task_id() != -1:
+                raise StateError(
+                    f"parameter {slot.name!r} is unfrozen within a backward pass; do it before the forward "
+                    "pass"
+                )
+            self._open(slot)
+        with PlainTensors():
+            param.requires_grad_(True)
+        if not is_watched(param):
+            watch(param, slot)
+
+    def _open(self, slot: ManagedSlot) -> None:
+        """Make the gradient of a parameter, and what an update of it needs."""
+        manager, storage, group = self._manager, self._storage, slot.group
+        owners = [owner for owner in self._owners if slot in owner.slots]
+        names = dict.fromkeys(name for owner in owners for name in owner.state_names)
+        is_first = group.grad is None
+        manager.refuse_closed()
+        manager.run_pending()
+        manager.snapshot.before_write()
+        self._grow({group: tuple(names)})
+        assert group.grad is not None
+        grad = slot.make_grad(group.grad)
+        if is_first and group.has_master:
+            manager.written.note([each.param_ref.tensors[0] for each in group.slots])
+        if manager.sharding is not None:
+            manager.sharding.add_gradient(storage, grad)
+        manager.replan(manager.context.size)
+        for owner in owners:
+            owner.take_chunks()
+
+    def _grow(self, more: Mapping[ChunkGroup, Collection[str]]) -> None:
+        storage, manager = self._storage, self._manager
+        missing = storage.missing(more)
+        if not missing and (storage.trains or not more):
+            return
+        manager.refuse_closed()
+        manager.threads.refuse_other("a change of what trains")
+        size = self._checked(more)
+        lack = manager.chunks.lacking_place(missing)
+        if lack is not None:
+            raise IoError(errno.ENOSPC, lack, manager.chunks.budgets.disk_dir or "")
+        manager.run_pending()
+        storage.add(more)
+        manager.replan(size)
+
+    def _checked(self, more: Mapping[ChunkGroup, Collection[str]]) -> ModelDataSize:
+        """Return the size of model data with ``more`` of it. Raises OutOfBudgetError."""
+        context, sharding = self._manager.context, self._manager.sharding
+        gather_bytes = sharding.gather_bytes if sharding is not None else 0
+        before = context.size
+        size = with_gathered(
+            self._storage.sizes(more), gather_bytes, before.operator_bytes, before.operator_name
+        )
+        try:
+            context.policy.warmup_plan(size, context.capacity)
+        except DeviceTooSmallError as error:
+            raise error.asking(self._least_bytes(error, self._trained(more))) from None
+        return size
+
+    def _trained(self, more: Mapping[ChunkGroup, Collection[str]]) -> dict[str, int]:
+        """Return by name what trains, with how many states."""
+        counts = {group: len({*group.states, *more.get(group, ())}) for group in self._storage.groups}
+        return {
+            name: counts[slot.group]
+            for name, slot in self._storage.slots.items()
+            if slot.group.grad is not None or slot.group in more
+        }
+
+
+def with_gathered(
+    sizes: DataSizes, gather_bytes: int, operator_bytes: int, operator_name: str
+) -> ModelDataSize:
+    """Return what a placement policy needs to know; what is whole at times counts as being there always."""
+    # A gradient is made while another is exchanged, which takes the room of a third.
+    whole = gather_bytes + 3 * sizes.largest_gradient
+    working = max(sizes.working, operator_bytes) + whole
+    return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)

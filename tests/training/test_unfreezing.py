@@ -1,0 +1,242 @@
+"""Parameters that were frozen when the model was wrapped train from when they are unfrozen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, StateError, checkpoint
+
+WIDTH, DEPTH = 48, 5
+KIB = 2**10
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
+
+
+def stack() -> nn.Sequential:
+    """Return layers, of which the last trains; 16 bits hold the values."""
+    torch.manual_seed(1)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
+    net[:-1].requires_grad_(False)
+    return net.to(torch.bfloat16).float()
+
+
+def adapters() -> nn.Sequential:
+    torch.manual_seed(1)
+    net = nn.Sequential(*(Adapted() for _ in range(3)))
+    for layer in net:
+        layer.base.requires_grad_(False)
+    return net
+
+
+def next_layer(net: nn.Sequential, step: int) -> None:
+    """Unfreeze from the top, a layer every second step; freeze the last one in between."""
+    if step % 2 == 1:
+        net[max(0, DEPTH - 2 - step // 2)].requires_grad_(True)
+    net[-1].requires_grad_(step not in (4, 5))
+
+
+def biases_then_all(net: nn.Sequential, step: int) -> None:
+    for name, param in net.named_parameters():
+        if step == 2 and name.endswith("bias"):
+            param.requires_grad = True
+        if step == 4:
+            param.requires_grad_()
+
+
+def tight(directory: Path, device: int, **options: Any) -> dict[str, Any]:
+    return {
+        "placement_policy": "const",
+        "device_bytes": device * KIB,
+        "non_model_bytes": 0,
+        "min_chunk_size_mb": 1 / 64,
+        "search_range_mb": 1 / 64,
+        "disk_dir": str(directory),
+        **options,
+    }
+
+
+def train(net: nn.Sequential, unfreeze: Callable[..., None], model: Any, optimizer: Any, steps: int) -> None:
+    torch.manual_seed(2)
+    for step in range(steps):
+        unfreeze(net, step)
+        loss = model(torch.randn(3, WIDTH)).float().square().mean()
+        if isinstance(optimizer, GeminiOptimizer):
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+@pytest.mark.parametrize("overlap", [True, False, "backward"])
+@pytest.mark.parametrize("device", [70, 160, 2**20])
+@pytest.mark.parametrize(
+    ("build", "unfreeze"), [(stack, next_layer), (stack, biases_then_all), (adapters, biases_then_all)]
+)
+def test_budgets_never_change_what_is_unfrozen(
+    build: Any, unfreeze: Any, device: int, overlap: Any, tmp_path: Path
+) -> None:
+    plain = build()
+    train(plain, unfreeze, plain, CPUAdam(plain.parameters(), lr=1e-2, weight_decay=0.1), 12)
+    net = build()
+    with GeminiDDP(net, **tight(tmp_path, device)) as model:
+        adam = HybridAdam(net.parameters(), lr=1e-2, weight_decay=0.1)
+        optimizer = GeminiOptimizer(adam, model, overlap=overlap)
+        train(net, unfreeze, model, optimizer, 12)
+        assert model.stats()["device"]["peak_bytes"] <= device * KIB
+        assert not model.stats()["warmup"]
+        assert_same(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_begin_with_what_16_bits_hold(precision: str, tmp_path: Path) -> None:
+    def run(*, frozen_later: bool) -> dict[str, Tensor]:
+        net = stack()
+        net.requires_grad_(frozen_later or False) if frozen_later else None
+        with GeminiDDP(net, mixed_precision=precision, **tight(tmp_path, 160)) as model:
+            optimizer = GeminiOptimizer(CPUAdam(net.parameters(), lr=1e-2), model, max_norm=1.0)
+            net[:-1].requires_grad_(False)
+            train(net, next_layer, model, optimizer, 8)
+            return weights(model)
+
+    assert_same(run(frozen_later=False), run(frozen_later=True))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_may_come_later(named: bool, tmp_path: Path) -> None:
+    def run(net: nn.Sequential, model: nn.Module, make: Callable[..., Any]) -> dict[str, Tensor]:
+        optimizer = make(CPUAdam(net[-1].parameters(), lr=1e-2))
+        for index in range(DEPTH - 2, -1, -1):
+            train(net, lambda *_: None, model, optimizer, 2)
+            net[index].requires_grad_(True)
+            params = net[index].named_parameters() if named else net[index].parameters()
+            optimizer.add_param_group(
+                {"params": list(params) if not named else [p for _, p in params], "lr": 1e-3}
+            )
+        train(net, lambda *_: None, model, optimizer, 3)
+        return weights(model)
+
+    plain, net = stack(), stack()
+    want = run(plain, plain, lambda adam: adam)
+    with GeminiDDP(net, **tight(tmp_path, 100)) as model:
+        assert_same(run(net, model, lambda adam: GeminiOptimizer(adam, model)), want)
+
+
+def test_what_the_tiers_cannot_hold_stays_frozen(tmp_path: Path) -> None:
+    def wrap(device_bytes: int) -> tuple[nn.Sequential, GeminiDDP, GeminiOptimizer]:
+        net = stack()
+        options = tight(tmp_path, 0, device_bytes=device_bytes, disk_dir=None)
+        model = GeminiDDP(net, **options)
+        return net, model, GeminiOptimizer(CPUAdam(net.parameters(), lr=1e-2), model)
+
+    net, model, optimizer = wrap(140 * KIB)
+    for param in net[:-1].parameters():
+        before = (len(model.manager.chunks.chunks), model.stats(), param.requires_grad)
+        try:
+            param.requires_grad_(True)
+        except OutOfBudgetError as error:
+            refused = str(error)
+            break
+    assert (len(model.manager.chunks.chunks), model.stats(), param.requires_grad) == before
+    assert "give disk_dir" in refused
+    train(net, lambda *_: None, model, optimizer, 3)
+    model.close()
+    asked = re.search(r"raise device_bytes to at least (\d+)", refused)
+    assert asked is not None
+    net, model, optimizer = wrap(int(asked[1]))
+    net[-2].requires_grad_(True)
+    train(net, lambda *_: None, model, optimizer, 3)
+    model.close()
+
+
+def test_the_next_step_is_recorded_anew(tmp_path: Path) -> None:
+    net = stack()
+    with GeminiDDP(net, **tight(tmp_path, 100)) as model:
+        optimizer = GeminiOptimizer(CPUAdam(net.parameters()), model)
+        train(net, lambda *_: None, model, optimizer, 3)
+        size = model.stats()["model_data_bytes"]
+        assert not model.stats()["warmup"]
+        net[0].requires_grad_(True)
+        assert model.stats()["warmup"]
+        assert model.stats()["model_data_bytes"] > size
+        train(net, lambda *_: None, model, optimizer, 1)
+        assert not model.stats()["warmup"]
+        assert "exp_avg" in optimizer.state[net[0][0].weight]
+
+
+def test_checkpoints_from_before_and_after(tmp_path: Path) -> None:
+    def wrap() -> tuple[nn.Sequential, GeminiDDP, GeminiOptimizer]:
+        net = stack()
+        model = GeminiDDP(net, **tight(tmp_path, 100))
+        return net, model, GeminiOptimizer(CPUAdam(net.parameters(), lr=1e-2), model)
+
+    net, model, optimizer = wrap()
+    train(net, lambda *_: None, model, optimizer, 2)
+    checkpoint.save(tmp_path / "before", model, optimizer)
+    net[1].requires_grad_(True)
+    train(net, lambda *_: None, model, optimizer, 2)
+    checkpoint.save(tmp_path / "after", model, optimizer)
+    want = weights(model)
+    checkpoint.load(tmp_path / "before", model, optimizer)
+    train(net, lambda *_: None, model, optimizer, 2)
+    assert_same(weights(model), want)
+    model.close()
+
+    net, model, optimizer = wrap()
+    with pytest.raises(Exception, match="unfreeze them before loading"):
+        checkpoint.load(tmp_path / "after", model, optimizer)
+    net[1].requires_grad_(True)
+    checkpoint.load(tmp_path / "after", model, optimizer)
+    assert_same(weights(model), want)
+    model.close()
+
+
+def test_a_save_under_way_keeps_what_was(tmp_path: Path) -> None:
+    net = stack()
+    with GeminiDDP(net, **tight(tmp_path, 100)) as model:
+        optimizer = GeminiOptimizer(CPUAdam(net.parameters(), lr=1e-2), model)
+        train(net, lambda *_: None, model, optimizer, 3)
+        want = weights(model)
+        saving = checkpoint.save_async(tmp_path / "saved", model, optimizer)
+        net.requires_grad_(True)
+        train(net, lambda *_: None, model, optimizer, 3)
+        saving.wait()
+        checkpoint.load(tmp_path / "saved", model, optimizer)
+        assert_same(weights(model), want)
+
+
+def test_not_within_a_backward_pass_nor_of_a_closed_model(tmp_path: Path) -> None:
+    net = stack()
+    with GeminiDDP(net, **tight(tmp_path, 100)) as model:
+        optimizer = GeminiOptimizer(CPUAdam(net.parameters()), model)
+        net[-1][0].weight.register_hook(lambda _: net[0].requires_grad_(True))
+        with pytest.raises(StateError, match="within a backward pass"):
+            optimizer.backward(model(torch.ones(1, WIDTH)).sum())
+    with pytest.raises(StateError):
+        net[0].requires_grad_(True)
