@@ -29,6 +29,7 @@ from gemini.runtime.statistics import moments_of_step, usage_and_traffic
 from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_weights, import_weights
+from gemini.zero.model_ranks import ModelRanks
 from gemini.zero.peers import Peers
 
 T = TypeVar("T")
@@ -68,6 +69,9 @@ class GeminiDDP(LoadsAsPart):
             dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
             alone. On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid
             sharding: a row per node, say). The first rank's weights and buffers are taken.
+        model_ranks: those that hold the other parts of a model whose parameters were cut before
+            (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
+            and a step is skipped on all.
         gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
             more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
         reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
@@ -107,6 +111,7 @@ class GeminiDDP(LoadsAsPart):
         activation_recompute: bool = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
+        model_ranks: ModelRanks | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         keep_fp32: Iterable[str] = (),
@@ -141,18 +146,25 @@ class GeminiDDP(LoadsAsPart):
             memstats=memstats,
             verbose=verbose,
         )
-        computing, chosen = prepared(peers, lambda: self._open_device(device, pin_memory), choose)
-        built = self._build_runtime(module, chosen, peers, computing)
+        computing, chosen = prepared(
+            peers, lambda: self._open_device(device, pin_memory), choose, model_ranks
+        )
+        built = self._build_runtime(module, chosen, peers, computing, model_ranks)
         self._gemini = ModelParts.of(module, chosen, computing, peers, built)
         self.module = module
         intercept_foreign_classes()
         self._gemini.search.report(printed=chosen.verbose)
 
     def _build_runtime(
-        self, module: nn.Module, config: GeminiConfig, peers: Peers | None, device: ComputeDevice
+        self,
+        module: nn.Module,
+        config: GeminiConfig,
+        peers: Peers | None,
+        device: ComputeDevice,
+        model_ranks: ModelRanks | None = None,
     ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return build_runtime(module, config, peers, device)
+        return build_runtime(module, config, peers, device, model_ranks)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""

@@ -36,6 +36,7 @@ from gemini.runtime.learned import PlacementContext
 from gemini.runtime.precision import compute_types
 from gemini.runtime.recompute import Recompute
 from gemini.runtime.storage import DataSizes, GroupSpec, ModelStorage, largest_operator, model_data_sizes
+from gemini.zero.model_ranks import ModelRanks
 from gemini.zero.peers import Peers, require_equal
 from gemini.zero.sharding import Sharding
 from gemini.zero.share import Share
@@ -74,16 +75,22 @@ class Blueprint:
 
 
 def build_runtime(
-    module: nn.Module, config: GeminiConfig, peers: Peers | None = None, device: ComputeDevice = CPU
+    module: nn.Module,
+    config: GeminiConfig,
+    peers: Peers | None = None,
+    device: ComputeDevice = CPU,
+    model_ranks: ModelRanks | None = None,
 ) -> tuple[ModelStorage, GeminiManager, SearchResult]:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
-    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``.
+    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``; ``model_ranks``
+    hold the other parts of the model.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
-    together = peers.together if peers is not None else _alone
+    every = [each for each in (peers, model_ranks.peers if model_ranks is not None else None) if each]
+    together = partial(_together, every)
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
@@ -91,9 +98,9 @@ def build_runtime(
         return draw_blueprint(module, config, share, device, ranks_here)
 
     blueprint = together(lambda: draw(config))
-    if peers is not None:
-        said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
-        require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
+    said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
+    for each in every:
+        require_equal(each, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     offload = config.activation_offload
     made: list[ModelStorage] = []
 
@@ -132,6 +139,7 @@ def build_runtime(
             reduce_dtype=config.reduce_dtype,
             strict=config.strict_ddp_mode,
         )
+    manager.part = model_ranks.bind(module) if model_ranks is not None else None
     adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
     device.settle()
@@ -148,7 +156,10 @@ def build_runtime(
     return storage, manager, blueprint.search
 
 
-def _alone(action: Callable[[], _Result]) -> _Result:
+def _together(every: Sequence[Peers], action: Callable[[], _Result]) -> _Result:
+    """Run ``action`` on the ranks of all groups; raise on all of them where it fails on one."""
+    for peers in every:
+        action = partial(peers.together, action)
     return action()
 
 

@@ -37,6 +37,7 @@ from gemini.runtime.written import WrittenTensors
 if TYPE_CHECKING:
     from gemini.runtime.activations import ActivationOffload
     from gemini.runtime.param import TensorRef
+    from gemini.zero.model_ranks import PartOfModel
     from gemini.zero.sharding import Sharding
 
 
@@ -71,6 +72,7 @@ class GeminiManager:
         self.updates = UpdateOperators(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
+        self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self._first_address, self._end_address = chunks.address_range()
         self.loose = LooseBytes(chunks.table)
         self.shortage = Shortage(self)
