@@ -11,6 +11,7 @@ from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, T
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
+from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "Partition",
     "TorchDDPPlugin",
     "join_ranks",
+    "parallelize",
 ]
