@@ -70,21 +70,22 @@ def vocabulary_cross_entropy(
 
 
 def take_loss_by_parts(model: nn.Module, axis: Axis) -> None:
-    """Make a language model of transformers take its loss from the ranks' logits.
+    """Make a causal language model of transformers take its loss from the ranks' logits."""
+    model.loss_function = partial(_causal_loss, axis)  # type: ignore[assignment]
 
-    Raises:
-        ConfigError: it has none of a kind that is known.
-    """
-    kind = str(getattr(model, "loss_type", None))
-    if kind not in ("ForCausalLM", "ForMaskedLM"):
+
+def refuse_unknown_loss(model: nn.Module) -> None:
+    """Raise ConfigError unless ``model`` is a causal language model of transformers, which takes its loss by
+    a function that can be replaced."""
+    replaceable = isinstance(getattr(type(model), "loss_function", None), property)
+    if not replaceable or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
         raise ConfigError(
-            f"gather_logits=False: {type(model).__name__} has no loss of its own that is taken by parts; use "
-            "vocabulary_cross_entropy with a plan, or leave gather_logits"
+            f"gather_logits=False: {type(model).__name__} is no causal language model of transformers; give "
+            "its head the style Head(gathers=False) in a plan and take its loss by vocabulary_cross_entropy"
         )
-    model.loss_function = partial(_language_loss, axis, shifts=kind == "ForCausalLM")  # type: ignore[assignment]
 
 
-def _language_loss(
+def _causal_loss(
     axis: Axis,
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -92,14 +93,10 @@ def _language_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    *,
-    shifts: bool,
     **_: object,
 ) -> torch.Tensor:
-    """Do as transformers' losses of language models, whose arguments these are."""
-    if not shifts:
-        shift_labels = labels
-    elif shift_labels is None:
+    """Do as transformers' loss of causal language models, whose arguments these are."""
+    if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = vocabulary_cross_entropy(

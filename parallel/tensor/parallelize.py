@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
-from gemini.parallel.tensor.loss import take_loss_by_parts
+from gemini.parallel.tensor.cutting import cut_parameters
+from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import Resolved, resolve
 from gemini.parallel.tensor.region import Region
 from gemini.parallel.tensor.styles import Style
-from gemini.runtime.initialize import Initialization, children_first
 
 _Styled = tuple[nn.Module, Style, Mapping[str, Cut]]  # the last by the name of the parameter in the module
 
@@ -51,10 +49,7 @@ def parallelize(
     ranks = axis
     work = ranks.together(lambda: _planned(model, ranks, plan, gather_logits=gather_logits))
     partition = Partition(axis, names)
-    _cut_parameters(model, axis, work.cuts, partition)
-    with torch.no_grad():
-        for buffer in model.buffers():
-            axis.broadcast(buffer)
+    cut_parameters(model, axis, work.cuts, partition)
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
@@ -84,6 +79,8 @@ def _planned(
     """Return what to do; change nothing. Raises ConfigError where it cannot be done."""
     if any(hasattr(module, "region") for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
+    if not gather_logits:
+        refuse_unknown_loss(model)
     resolved = resolve(model, plan, gather_logits=gather_logits)
     styles: dict[int, _Styled] = {}
     cuts: dict[int, Cut] = {}
@@ -127,45 +124,6 @@ def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_
                 raise ConfigError(
                     f"{name}.{key} is tied to a weight that is cut, and the plan leaves {name} whole"
                 )
-
-
-@torch.no_grad()
-def _cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partition: Partition) -> None:
-    """Leave each parameter this rank's part of the first rank's values."""
-    initialization, done = Initialization(model), set[int]()
-    for name, owner in list(children_first(model)):
-        with _stand_ins(owner, done):
-            initialization.run(name, owner)
-        for param in owner.parameters(recurse=False):
-            if id(param) in done:
-                continue
-            done.add(id(param))
-            axis.broadcast(param.data)
-            if id(param) in cuts:
-                param.data = cuts[id(param)].part(param.data, axis.rank)
-                partition.note(param, cuts[id(param)])
-    if initialization.unset:
-        raise ConfigError(
-            f"{len(initialization.unset)} weights that were built on 'meta' have no values (first: "
-            f"{initialization.unset[0]!r}): no reset_parameters() or _init_weights() gives them any; build "
-            "the model on 'cpu'"
-        )
-
-
-@contextmanager
-def _stand_ins(owner: nn.Module, done: set[int]) -> Iterator[None]:
-    """Let ``owner`` initialize others in the place of parameters that have their values: tied ones."""
-    held = {key: p for key, p in owner._parameters.items() if p is not None and id(p) in done}
-    others = [p for p in owner.parameters(recurse=False) if id(p) not in done and p.is_meta]
-    if not held or not others:
-        yield
-        return
-    try:
-        for key, param in held.items():
-            owner._parameters[key] = nn.Parameter(torch.empty_like(param))
-        yield
-    finally:
-        owner._parameters.update(held)
 
 
 def _set_attributes(model: nn.Module, resolved: Resolved, size: int) -> None:

@@ -201,15 +201,14 @@ def _add_by_class(found: Resolved, model: nn.Module) -> None:
 
 
 def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
-    """Cut the vocabulary: what transformers calls input and output embeddings."""
-    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    for getter, kind, style in (
-        ("get_input_embeddings", nn.Embedding, Vocabulary()),
-        ("get_output_embeddings", nn.Linear, Head(gathers=gather_logits)),
-    ):
-        module = _asked(model, getter)
-        if isinstance(module, kind) and id(module) in names:
-            found.styles[names[id(module)]] = style
+    """Cut the vocabulary: transformers' input and output embeddings, and what is tied to them."""
+    ends = (_asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings"))
+    weights = {id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in weights:
+            found.styles[name] = Vocabulary()
+        elif isinstance(module, nn.Linear) and id(module.weight) in weights:
+            found.styles[name] = Head(gathers=gather_logits)
 
 
 def _asked(model: nn.Module, getter: str) -> nn.Module | None:
