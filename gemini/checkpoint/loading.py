@@ -13,7 +13,7 @@ import torch
 
 from gemini import rng
 from gemini.checkpoint import contents
-from gemini.checkpoint.arguments import check_managed
+from gemini.checkpoint.arguments import check_managed, refuse_shared_directory
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
@@ -58,6 +58,7 @@ def load(
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     check_managed(model, optimizer)
+    refuse_shared_directory(model, directory)
     rank = rank_of(model)
     rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into

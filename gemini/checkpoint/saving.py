@@ -10,7 +10,7 @@ import torch
 
 from gemini import rng
 from gemini.checkpoint import contents, plain_data
-from gemini.checkpoint.arguments import check_managed
+from gemini.checkpoint.arguments import check_managed, refuse_shared_directory
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
@@ -58,6 +58,7 @@ def save(
             objects that cannot be saved, or another process is saving in ``directory``.
     """
     check_managed(model, optimizer)
+    refuse_shared_directory(model, directory)
     shard = checked_shard_bytes(shard_bytes)
     rank = rank_of(model)
     manifest = prepare(rank, model, optimizer, scheduler, extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from tensor_harness import LANGUAGE_PLAN, Language, gathered, make_mesh
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, init_on
+from gemini import (
+    CheckpointError,
+    ConfigError,
+    CPUAdam,
+    GeminiDDP,
+    GeminiOptimizer,
+    StateError,
+    checkpoint,
+    init_on,
+)
 from gemini.parallel import parallelize
 from gemini.parallel.mesh import Mesh
 
@@ -190,6 +200,30 @@ def test_whole_state_dict_loads_at_any_layout_and_comes_back_with_its_bits() -> 
             assert found == pytest.approx(loss, rel=1e-6)
             assert got.keys() == wanted.keys()
             assert all(torch.equal(got[key], value) for key, value in wanted.items())
+
+
+def save_and_load(directory: str) -> tuple[str, bool]:
+    mesh = make_mesh(tp=2)
+    model, optimizer, partition = wrap(mesh, device_bytes="64MiB")
+    with model:
+        for save_or_load in (checkpoint.save, checkpoint.load):
+            with pytest.raises(CheckpointError) as caught:
+                save_or_load(directory, model, optimizer)
+        own = f"{directory}/{mesh['tp'].get_local_rank()}"
+        wanted = gathered(model, partition)
+        checkpoint.save(own, model, optimizer)
+        optimizer.backward(loss_of(model, batch(0)))
+        optimizer.step()
+        checkpoint.load(own, model, optimizer)
+        got = gathered(model, partition)
+    return str(caught.value), all(torch.equal(got[key], value) for key, value in wanted.items())
+
+
+def test_parts_are_not_saved_over_each_other(tmp_path: Path) -> None:
+    for said, equal in run_on_ranks(save_and_load, 2, str(tmp_path)):
+        assert said.startswith(f"2 ranks hold different parts of the model, and several name {tmp_path}")
+        assert equal
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 class Dropping(nn.Module):
