@@ -125,9 +125,8 @@ class Attention(CutLayer, nn.MultiheadAttention):
             weights = self._shown(weights, averaged=average_attn_weights)
         else:
             out = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        if not self.batch_first:
-            out = out.transpose(0, 1)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.out_proj(out if self.batch_first else out.transpose(0, 1))
         if batched:
             return out, weights
         return out.squeeze(0 if self.batch_first else 1), weights.squeeze(0) if weights is not None else None

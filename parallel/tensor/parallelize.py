@@ -9,12 +9,14 @@ from functools import partial
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
 from gemini.parallel.tensor.cutting import cut_parameters
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import Resolved, resolve
 from gemini.parallel.tensor.region import Region
+from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
 
 _Styled = tuple[nn.Module, Style, Mapping[str, Cut]]  # the last by the name of the parameter in the module
@@ -26,6 +28,7 @@ def parallelize(
     plan: str | Mapping[str, Style | str] = "auto",
     *,
     gather_logits: bool = True,
+    sequence_norms: bool = False,
 ) -> Partition:
     """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
 
@@ -38,26 +41,49 @@ def parallelize(
         plan: ``"auto"``, or styles by the names of modules (docs/parallel.md).
         gather_logits: False leaves the logits of a language model this rank's part: less memory, and its loss
             is taken by parts.
+        sequence_norms: between sublayers each rank has its part of the sequence: norms, dropout and residuals
+            take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
+            ``nn.TransformerEncoder``; the sequence must be divided by the size.
 
     Raises:
         ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed.
     """
+    _refuse_layout(mesh.layout)
     axis = mesh.axis("tp")
     names = dict(model.named_parameters(remove_duplicate=False))
     if axis is None:
         return Partition(None, names)
     ranks = axis
-    work = ranks.together(lambda: _planned(model, ranks, plan, gather_logits=gather_logits))
+
+    def decide() -> tuple[_Work, list[nn.Module]]:
+        blocks = find_blocks(model) if sequence_norms else []
+        return _planned(model, ranks, plan, gather_logits=gather_logits), blocks
+
+    work, blocks = ranks.together(decide)
     partition = Partition(axis, names)
     cut_parameters(model, axis, work.cuts, partition)
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
     _set_attributes(model, work.resolved, axis.size)
+    if blocks:
+        cut_sequence(blocks, region)
     if not gather_logits:
         take_loss_by_parts(model, axis)
+    model.register_forward_pre_hook(partial(_open, region))
     model.register_forward_hook(partial(_close, region), always_call=True)
     return partition
+
+
+def _refuse_layout(layout: Layout) -> None:
+    if layout.mode not in (None, "1d") or layout.pp > 1 or layout.sp > 1:
+        raise ConfigError(
+            f"{layout}: layers are cut in mode '1d', beside data parallelism alone; give Layout(dp=, tp=)"
+        )
+
+
+def _open(region: Region, *_: object) -> None:
+    region.open()
 
 
 def _close(region: Region, *_: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gemini.parallel.mesh import Axis
-from gemini.parallel.tensor.collectives import copy, gather, reduce, split
+from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
 
 _SEED_BITS = 62
 _MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
@@ -22,6 +22,7 @@ class _Forward:
     source: torch.Tensor | None = None
     version: int = 0
     copied: torch.Tensor | None = None
+    sequence: int | None = None  # the dimension along which the input was put together, in a sublayer
     outside: tuple[torch.device, list[torch.Tensor]] | None = None  # generators' states, inside a region
 
 
@@ -36,6 +37,7 @@ class Region:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self.sequence_norms = False  # True: masks differ in all blocks, from the first to the last
         self._threads = threading.local()
 
     # -- what layers call ------------------------------------------------------------------------
@@ -43,13 +45,24 @@ class Region:
     def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         """Return the input of a layer whose output is this rank's part, and be inside from now on."""
         copied = self.copied(x)
-        if training:
+        if training and not self.sequence_norms:
             self.begin_masks(x.device)
         return copied
 
+    def enter_sequence(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the whole sequence, of which this rank has ``x``, for the layers up to the next row."""
+        self._now().sequence = dim
+        return gather_and_use(x, self.axis, dim)
+
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' ``x``, which is used up, and be outside."""
-        self.end_masks()
+        """Return the sum of the ranks' ``x``, which is used up, and be outside; in a sublayer that took the
+        whole sequence, this rank's part of it."""
+        now = self._now()
+        if now.sequence is not None:
+            dim, now.sequence = now.sequence, None
+            return reduce_scatter(x, self.axis, dim)
+        if not self.sequence_norms:
+            self.end_masks()
         return reduce(x, self.axis)
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,6 +70,8 @@ class Region:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         now = self._now()
+        if now.sequence is not None:
+            return x
         if now.copied is None or now.source is not x or now.version != x._version:
             now.source, now.version, now.copied = x, x._version, copy(x, self.axis)
         return now.copied
@@ -88,6 +103,10 @@ class Region:
         if now.outside is not None:
             (device, states), now.outside = now.outside, None
             _set_generator_states(device, states)
+
+    def open(self) -> None:
+        """Begin a forward pass. What recomputing in backward has left is void."""
+        self._threads.now = _Forward()
 
     def close(self) -> None:
         """Forget the forward pass, which is over or has raised."""

@@ -169,8 +169,13 @@ class PartialGradient:
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         for param in module.parameters():
-            if param.requires_grad:
-                param.register_hook(_Summed(region))
+            sum_gradient(param, region)
+
+
+def sum_gradient(param: nn.Parameter, region: Region) -> None:
+    """Have the gradient of ``param``, unless it is frozen, summed over the ranks."""
+    if param.requires_grad:
+        param.register_hook(_Summed(region))
 
 
 class _Summed:

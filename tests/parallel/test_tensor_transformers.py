@@ -152,12 +152,15 @@ def inputs_of(name: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def compare(name: str, gather_logits: bool) -> dict[str, float]:
+def compare(name: str, gather_logits: bool, sequence_norms: bool = False) -> dict[str, float]:
     whole, model = build(name), build(name)
-    wanted = whole(**inputs_of(name))
+    inputs = {key: value[:, :8] if sequence_norms else value for key, value in inputs_of(name).items()}
+    wanted = whole(**inputs)
     wanted.loss.backward()
-    partition = parallelize(model, make_mesh(tp=2), gather_logits=gather_logits)
-    got = model(**inputs_of(name))
+    partition = parallelize(
+        model, make_mesh(tp=2), gather_logits=gather_logits, sequence_norms=sequence_norms
+    )
+    got = model(**inputs)
     got.loss.backward()
     grads = partition.gather_state({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
@@ -183,6 +186,12 @@ def test_cut_model_computes_what_the_whole_one_does(name: str) -> None:
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_loss_by_parts_is_that_of_whole_logits(name: str) -> None:
     for errors in on_two_ranks(compare, name, False):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_norms_on_parts_of_the_sequence_compute_what_whole_ones_do(name: str) -> None:
+    for errors in on_two_ranks(compare, name, False, True):
         assert max(errors.values()) <= TOLERANCE, errors
 
 
