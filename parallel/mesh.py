@@ -31,6 +31,7 @@ class Axis(ProcessGroupPeers):
         self.name = name
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
+        self._neighbours: dict[int, Axis] = {}
 
     @property
     def size(self) -> int:
@@ -66,6 +67,23 @@ class Axis(ProcessGroupPeers):
         sent = [part.contiguous() for part in parts]
         self._run(dist.reduce_scatter(found, sent, group=group, async_op=True), group)
         return found
+
+    def neighbours(self, count: int) -> Axis:
+        """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
+        call this in the same order."""
+        if count not in self._neighbours:
+            every = dist.get_process_group_ranks(self.group)
+            first = self.rank // count * count
+            group = dist.new_group(
+                every[first : first + count], self._timeout, use_local_synchronization=True
+            )
+            self._neighbours[count] = Axis(f"{self.name}/{count}", group)
+        return self._neighbours[count]
+
+    def leave(self, why: str) -> None:
+        super().leave(why)
+        for axis in self._neighbours.values():
+            axis.leave(why)
 
     def _count(self, collective: str, nbytes: int) -> None:
         self.calls[collective] += 1

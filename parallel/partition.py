@@ -20,13 +20,14 @@ class Cut:
 
     ``sections`` equal stretches of ``dim`` are cut each (query, key and value of one weight), and a part has
     its piece of every one. What does not divide is filled up with zeros, in one section alone; the filling is
-    in no state dict.
+    in no state dict. ``copies`` neighbouring ranks have the same part.
     """
 
     shape: tuple[int, ...]
     dim: int
     count: int
     sections: int = 1
+    copies: int = 1
 
     @property
     def section_numel(self) -> int:
@@ -38,13 +39,9 @@ class Cut:
         """How long a part's piece of a section is along ``dim``."""
         return -(-self.section_numel // self.count)
 
-    @property
-    def divides(self) -> bool:
-        """Whether nothing has to be filled up."""
-        return self.shape[self.dim] % (self.sections * self.count) == 0
-
-    def part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return part ``index`` of a tensor, in memory of its own."""
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a tensor that ``rank`` has, in memory of its own."""
+        index = rank // self.copies
         if tuple(whole.shape) != self.shape:
             raise ConfigError(f"a tensor of {self.shape} is cut here, and this one has {tuple(whole.shape)}")
         pieces = []
@@ -59,8 +56,8 @@ class Cut:
         return torch.cat(pieces, self.dim)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that has these ``parts``."""
-        pieces = [part.split(self.piece_numel, self.dim) for part in parts]
+        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        pieces = [part.split(self.piece_numel, self.dim) for part in parts[:: self.copies]]
         sections = [torch.cat(each, self.dim) for each in zip(*pieces, strict=True)]
         return torch.cat([section.narrow(self.dim, 0, self.section_numel) for section in sections], self.dim)
 
@@ -98,7 +95,10 @@ class Partition:
 
     def counts(self, param: torch.Tensor) -> bool:
         """Say whether the gradient of ``param`` here is one that others do not have too."""
-        return self.axis is None or self.axis.rank == 0 or id(param) in self._cuts
+        if self.axis is None:
+            return True
+        cut = self._cuts.get(id(param))
+        return self.axis.rank == 0 if cut is None else self.axis.rank % cut.copies == 0
 
     @torch.no_grad()
     def gather_state(self, state: Mapping[str, Any], *, everywhere: bool = True) -> dict[str, Any]:

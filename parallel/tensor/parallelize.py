@@ -14,7 +14,7 @@ from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
 from gemini.parallel.tensor.cutting import cut_parameters
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
-from gemini.parallel.tensor.plan import Resolved, resolve
+from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
 from gemini.parallel.tensor.region import Region
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
@@ -110,6 +110,7 @@ def _planned(
     resolved = resolve(model, plan, gather_logits=gather_logits)
     styles: dict[int, _Styled] = {}
     cuts: dict[int, Cut] = {}
+    settings: dict[str, int] = {}  # of attention: how many query heads share a key head, on each rank
     for name, style in resolved.styles.items():
         module = model.get_submodule(name)
         if id(module) in styles:
@@ -120,11 +121,16 @@ def _planned(
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         styles[id(module)] = (module, style, own)
+        copies = max((cut.copies for cut in own.values()), default=1)
+        around = model.get_submodule(name.rpartition(".")[0])
+        if copies > 1 and hasattr(around, GROUPS):
+            settings[name.rpartition(".")[0]] = getattr(around, GROUPS) // copies
     _refuse_shared(model, cuts, list(styles.values()))
     for name, key in resolved.divided:
         value = getattr(model.get_submodule(name), key)
         if value % axis.size:
             raise ConfigError(f"{name}.{key} is {value}, which {axis.size} ranks do not divide")
+    resolved.settings += [(name, GROUPS, value) for name, value in settings.items()]
     return _Work(resolved, list(styles.values()), cuts)
 
 

@@ -112,6 +112,8 @@ RULES: Mapping[str, Rule] = {
 }
 
 _SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_OF_KEYS = ("k_proj", "v_proj")
+GROUPS = "num_key_value_groups"  # what transformers calls how many query heads share a key head
 
 
 @dataclass
@@ -229,6 +231,7 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
         sizes = [getattr(around, key, None) for key in _SIZES_OF_HEADS]
         unit = next((size for size in sizes if isinstance(size, int)), 1)
         if unit > 1 and isinstance(style, Column) and style.unit == 1:
-            found.styles[name] = Column(style.sections, unit)
+            shares = name.rpartition(".")[2] in _OF_KEYS and hasattr(around, GROUPS)
+            found.styles[name] = Column(style.sections, unit, repeats=shares)
         elif unit > 1 and isinstance(style, Row) and style.unit == 1:
             found.styles[name] = Row(style.splits_input, unit)

@@ -73,7 +73,7 @@ def cut_sequence(blocks: list[nn.Module], region: Region) -> None:
             PartialGradient().apply(block.get_submodule(name), region, {})
         for module in block.modules():
             if isinstance(module, RowLayer) and isinstance(module.bias, nn.Parameter):
-                sum_gradient(module.bias, region)
+                sum_gradient(module.bias, region.axis)
     blocks[0].register_forward_pre_hook(partial(_begin, region, dim), with_kwargs=True)
     blocks[-1].register_forward_hook(partial(_end, region, dim))
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut
+from gemini.parallel.tensor.collectives import sum_of
 from gemini.parallel.tensor.layers import (
     Attention,
     ColumnLayer,
@@ -43,14 +45,19 @@ class Style(Protocol):
 @dataclass(frozen=True)
 class Column:
     """Linear or Conv1D by its outputs. ``sections``: how many projections of equal sizes lie side by side in
-    the weight (3 for query, key and value). ``unit``: outputs that stay together (those of a head)."""
+    the weight (3 for query, key and value). ``unit``: outputs that stay together (those of a head).
+    ``repeats``: a unit may be on several ranks, which use it for different things (key heads that several
+    query heads share)."""
 
     sections: int = 1
     unit: int = 1
+    repeats: bool = False
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         weight, out = _linear_weight(module), _out_dim(module)
         units = weight.shape[out] // (self.sections * self.unit)
+        if self.repeats and units < size and size % units == 0:
+            return _column_cuts(module, units, self.sections, copies=size // units)
         if units % size:
             raise ConfigError(
                 f"{weight.shape[out]} outputs in {self.sections} x {units} units of {self.unit} are not "
@@ -60,7 +67,11 @@ class Column:
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         become(module, ColumnLayer, region)
-        _set_features(module, "out_features" if _is_linear(module) else "nf", region.axis.size)
+        cut = cuts["weight"]
+        _set_features(module, "out_features" if _is_linear(module) else "nf", cut.count)
+        if cut.copies > 1:
+            for key in cuts:
+                sum_gradient(module.get_parameter(key), region.axis.neighbours(cut.copies))
 
 
 @dataclass(frozen=True)
@@ -169,25 +180,26 @@ class PartialGradient:
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         for param in module.parameters():
-            sum_gradient(param, region)
+            sum_gradient(param, region.axis)
 
 
-def sum_gradient(param: nn.Parameter, region: Region) -> None:
+def sum_gradient(param: nn.Parameter, axis: Axis) -> None:
     """Have the gradient of ``param``, unless it is frozen, summed over the ranks."""
     if param.requires_grad:
-        param.register_hook(_Summed(region))
+        param.register_hook(_Summed(axis))
 
 
 class _Summed:
     """A hook of a parameter: what autograd adds to its gradient is the sum over the ranks."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        self._region.axis.all_reduce(total)
-        return total
+        return sum_of(grad, self._axis)
+
+    def __deepcopy__(self, _memo: object) -> _Summed:
+        return self
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -215,12 +227,12 @@ def _embedding_weight(module: nn.Module) -> torch.Tensor:
     return module.weight
 
 
-def _column_cuts(module: nn.Module, size: int, sections: int) -> dict[str, Cut]:
+def _column_cuts(module: nn.Module, count: int, sections: int, copies: int = 1) -> dict[str, Cut]:
     weight = _linear_weight(module)
-    found = {"weight": Cut(tuple(weight.shape), _out_dim(module), size, sections)}
+    found = {"weight": Cut(tuple(weight.shape), _out_dim(module), count, sections, copies)}
     bias = getattr(module, "bias", None)
     if bias is not None:
-        found["bias"] = Cut(tuple(bias.shape), 0, size, sections)
+        found["bias"] = Cut(tuple(bias.shape), 0, count, sections, copies)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from processes import run_on_ranks
 from tensor_harness import TOLERANCE, make_mesh, relative
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, init_on
 from gemini.parallel import parallelize
@@ -54,6 +55,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "llama, tied": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
+    "llama, one key head": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "num_key_value_heads": 1}),
+    "qwen3, one key head": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**LLAMA, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True},
+    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 8}),
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1}),
@@ -158,7 +165,10 @@ def compare(name: str, gather_logits: bool, sequence_norms: bool = False) -> dic
     wanted = whole(**inputs)
     wanted.loss.backward()
     partition = parallelize(
-        model, make_mesh(tp=2), gather_logits=gather_logits, sequence_norms=sequence_norms
+        model,
+        make_mesh(tp=dist.get_world_size()),
+        gather_logits=gather_logits,
+        sequence_norms=sequence_norms,
     )
     got = model(**inputs)
     got.loss.backward()
@@ -226,9 +236,14 @@ def refuse(options: dict[str, Any]) -> str:
 
 
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
-    for said in on_two_ranks(refuse, {"num_attention_heads": 8, "num_key_value_heads": 1}):
-        assert said.startswith("model.layers.0.self_attn.k_proj: 4 outputs in 1 x 1 units of 4")
-        assert said.endswith("sizes that do: 1")
+    for said in on_two_ranks(refuse, {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}):
+        assert said.startswith("model.layers.0.self_attn.q_proj: 24 outputs in 1 x 3 units of 8")
+        assert said.endswith("sizes that do: 1, 3")
+
+
+def test_key_heads_fewer_than_ranks_are_on_several() -> None:
+    for errors in run_on_ranks(compare, 4, "llama", True, timeout=180.0):  # two of them
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 def refuse_loss() -> str:
@@ -305,7 +320,9 @@ def train_whole(name: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize(("name", "gather_logits"), [("gpt2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("name", "gather_logits"), [("gpt2", True), ("qwen3", False), ("qwen3, one key head", False)]
+)
 def test_managed_parts_train_as_the_whole_model_within_any_budget(name: str, gather_logits: bool) -> None:
     wanted_losses, wanted_norms = train_whole(name)
     roomy = on_two_ranks(train, name, "64MiB", gather_logits)
