@@ -14,9 +14,9 @@ from gemini.parallel.tensor.region import Region
 
 
 class CutLayer(nn.Module):
-    """A layer of a cut model. ``region`` is set by :func:`become`."""
+    """A layer of a cut model. ``tensor_region`` is set by :func:`become`."""
 
-    region: Region
+    tensor_region: Region
 
 
 class ColumnLayer(CutLayer):
@@ -24,7 +24,7 @@ class ColumnLayer(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raises as the layer that it was."""
-        return cast(torch.Tensor, super().forward(self.region.enter(x, training=self.training)))
+        return cast(torch.Tensor, super().forward(self.tensor_region.enter(x, training=self.training)))
 
 
 class GatheredColumnLayer(CutLayer):
@@ -35,7 +35,7 @@ class GatheredColumnLayer(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raises as the layer that it was."""
-        out = self.region.gathered(super().forward(self.region.copied(x)))
+        out = self.tensor_region.gathered(super().forward(self.tensor_region.copied(x)))
         return out if out.size(-1) == self.whole_features else out[..., : self.whole_features]
 
 
@@ -44,7 +44,7 @@ class LocalColumnLayer(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raises as the layer that it was."""
-        return cast(torch.Tensor, super().forward(self.region.copied(x)))
+        return cast(torch.Tensor, super().forward(self.tensor_region.copied(x)))
 
 
 class RowLayer(CutLayer):
@@ -57,8 +57,8 @@ class RowLayer(CutLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' products, then the bias, once."""
         if self.splits_input:
-            x = self.region.own_part(x)
-        out = self.region.leave(self.product(x))
+            x = self.tensor_region.own_part(x)
+        out = self.tensor_region.leave(self.product(x))
         return out if self.bias is None else out + self.bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,12 +78,12 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ``ids``, which are of the whole vocabulary."""
-        first = self.region.axis.rank * self.weight.size(0)
+        first = self.tensor_region.axis.rank * self.weight.size(0)
         local = ids - first
         outside = (local < 0) | (local >= self.weight.size(0))
         local = local.masked_fill(outside, 0)
         found = functional.embedding(local, self.weight, self._own_padding(first))
-        return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), self.region.axis)
+        return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), self.tensor_region.axis)
 
     def _own_padding(self, first: int) -> int | None:
         """Return the row here whose vector gets no gradient."""
@@ -116,7 +116,9 @@ class Attention(CutLayer, nn.MultiheadAttention):
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._projected(query, key, value)
-        mask = _joined_mask(attn_mask, key_padding_mask, q, self.region.axis.rank, self.region.axis.size)
+        mask = _joined_mask(
+            attn_mask, key_padding_mask, q, self.tensor_region.axis.rank, self.tensor_region.axis.size
+        )
         weights = None
         dropout = self.dropout if self.training else 0.0
         if need_weights:
@@ -137,7 +139,7 @@ class Attention(CutLayer, nn.MultiheadAttention):
         weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            x = self.region.enter(x, training=self.training)
+            x = self.tensor_region.enter(x, training=self.training)
             out = functional.linear(x, weight, bias)
             out = out if self.batch_first else out.transpose(0, 1)
             found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
@@ -145,7 +147,7 @@ class Attention(CutLayer, nn.MultiheadAttention):
 
     def _shown(self, weights: torch.Tensor, *, averaged: bool) -> torch.Tensor:
         """Return the weights of all heads, or their mean. No gradient goes through them."""
-        every = torch.cat(self.region.axis.all_gather(weights.detach()), 1)
+        every = torch.cat(self.tensor_region.axis.all_gather(weights.detach()), 1)
         return every.mean(1) if averaged else every
 
 
@@ -191,6 +193,6 @@ def _class_of(layer: type[CutLayer], was: type[nn.Module]) -> type[nn.Module]:
 def become(module: nn.Module, layer: type[CutLayer], region: Region, **attributes: Any) -> None:
     """Make ``module`` a ``layer``, with these ``attributes``."""
     module.__class__ = _class_of(layer, type(module))  # type: ignore[arg-type]
-    cast(CutLayer, module).region = region
+    cast(CutLayer, module).tensor_region = region
     for name, value in attributes.items():
         setattr(module, name, value)

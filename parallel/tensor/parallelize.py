@@ -13,6 +13,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
 from gemini.parallel.tensor.cutting import cut_parameters
+from gemini.parallel.tensor.layers import CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
 from gemini.parallel.tensor.region import Region
@@ -103,7 +104,7 @@ def _planned(
     model: nn.Module, axis: Axis, plan: str | Mapping[str, Style | str], *, gather_logits: bool
 ) -> _Work:
     """Return what to do; change nothing. Raises ConfigError where it cannot be done."""
-    if any(hasattr(module, "region") for module in model.modules()):
+    if any(isinstance(module, CutLayer) for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
     if not gather_logits:
         refuse_unknown_loss(model)

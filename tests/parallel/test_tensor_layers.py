@@ -226,6 +226,12 @@ def test_loss_of_parts_of_the_vocabulary_sends_three_numbers_a_token() -> None:
 
 def refusals() -> list[str]:
     mesh = make_mesh(tp=2)
+
+    def cut_before() -> nn.Module:
+        model = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4), "cut": Mlp()})
+        parallelize(model["cut"], mesh, MLP_PLAN)
+        return model
+
     frozen_names = {name: p.detach().clone() for name, p in Language().named_parameters()}
     said = []
     for build, plan in (
@@ -237,13 +243,15 @@ def refusals() -> list[str]:
         (lambda: nn.Sequential(nn.Linear(4, 7)), {"0": "colwise"}),
         (lambda: nn.MultiheadAttention(9, 3), {"": "auto"}),
         (Language, {"embedding": "embedding_rowwise"}),
+        (cut_before, MLP_PLAN),
     ):
         model = build()
         with pytest.raises(ConfigError) as caught:
             parallelize(model, mesh, plan)
         said.append(str(caught.value))
         assert all(p.shape == frozen_names[n].shape for n, p in model.named_parameters() if n in frozen_names)
-        assert not any(hasattr(module, "region") for module in model.modules())
+        changed = [n for n, m in model.named_modules() if hasattr(m, "tensor_region") and "cut" not in n]
+        assert not changed
     return said
 
 
@@ -257,6 +265,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_changes() -> None:
         "0: 7 outputs in 1 x 7 units of 1 are not divided by 2 ranks; sizes that do: 1, 7",
         "plan has 'auto'",
         "head.weight is tied to a weight that is cut, and the plan leaves head whole",
+        "the model has been cut before",
     ]
     for said in run_on_ranks(refusals, 2):
         for message, begins in zip(said, wanted, strict=True):

@@ -273,25 +273,34 @@ def test_masks_differ_between_ranks_where_they_are_of_parts_alone(recompute: boo
         assert 0.4 < inside.float().mean() < 0.6
 
 
-def fail_on_one_rank(rank: int) -> str:
+def fail(*_: object) -> None:
+    raise ValueError("a batch is missing")
+
+
+def fail_on_one_rank(where: str) -> str:
     try:
         with make_mesh(tp=2) as mesh:
-            model, _optimizer, _ = wrap(mesh, device_bytes="64MiB")
-            if dist.get_rank() == rank:
+            model, optimizer, _ = wrap(mesh, device_bytes="64MiB")
+            if dist.get_rank() == 1 and where == "backward":
+                model.module.blocks[1].up.weight.register_hook(fail)
+            if dist.get_rank() == 1 and where == "forward":
+                model.module.blocks[1].norm.register_forward_hook(fail)
+            optimizer.backward(loss_of(model, batch(0)))
+            if dist.get_rank() == 1 and where == "step":
                 raise ValueError("a batch is missing")
-            loss_of(model, batch(0))
+            optimizer.clip_grad_by_norm(1.0)
     except (ValueError, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_fails_tells_those_that_compute_with_it_why(rank: int) -> None:
-    said = run_on_ranks(fail_on_one_rank, 2, rank)
-    assert said[rank] == "ValueError: a batch is missing"
-    assert said[1 - rank].startswith("StateError:")
-    assert "ended with ValueError: a batch is missing" in said[1 - rank]
-    assert "computes over the axis tp" in said[1 - rank]
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_rank_that_fails_tells_those_that_compute_with_it_why(where: str) -> None:
+    waiting, failed = run_on_ranks(fail_on_one_rank, 2, where)
+    assert failed == "ValueError: a batch is missing"
+    assert waiting.startswith(
+        "StateError: rank 1 will not come: it ended with ValueError: a batch is missing"
+    )
 
 
 def refuse_dtensors() -> tuple[str, bool]:
