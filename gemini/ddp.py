@@ -26,6 +26,7 @@ from gemini.state_as_part import LoadsAsPart, refuse_assign
 from gemini.timeline import TimelineRecorder
 from gemini.weights import export_shards, export_weights, import_weights
 from gemini.zero.joining import Joining
+from gemini.zero.model_ranks import ModelRanks
 
 T = TypeVar("T")
 
@@ -64,6 +65,9 @@ class GeminiDDP(LoadsAsPart):
             dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
             alone. On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid
             sharding: a row per node, say). The first rank's weights and buffers are taken.
+        model_ranks: those that hold the other parts of a model whose parameters were cut before
+            (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
+            and a step is skipped on all.
         gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
             more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
         reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
@@ -106,6 +110,7 @@ class GeminiDDP(LoadsAsPart):
         activation_recompute: bool = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
+        model_ranks: ModelRanks | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         keep_fp32: Iterable[str] = (),
@@ -142,8 +147,10 @@ class GeminiDDP(LoadsAsPart):
             optimizer_rule=optimizer_rule,
             verbose=verbose,
         )
-        computing, chosen = prepared(peers, lambda: self._open_device(device, pin_memory), choose)
-        self._gemini = self._manage(module, chosen, peers, computing)
+        computing, chosen = prepared(
+            peers, lambda: self._open_device(device, pin_memory), choose, model_ranks
+        )
+        self._gemini = self._manage(module, chosen, peers, computing, model_ranks)
         self.module = module
 
     def _manage(
@@ -152,9 +159,11 @@ class GeminiDDP(LoadsAsPart):
         config: GeminiConfig,
         peers: ProcessGroupPeers | None,
         device: ComputeDevice,
+        model_ranks: ModelRanks | None,
     ) -> ManagedModel:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        return ManagedModel(module, config, device, peers, build_runtime(module, config, peers, device))
+        built = build_runtime(module, config, peers, device, model_ranks)
+        return ManagedModel(module, config, device, peers, built)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""

@@ -21,8 +21,16 @@ from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.state_as_part import refuse_assign
 from gemini.weights import import_weights
+from gemini.zero.model_ranks import ModelRanks
 
-_OPTIONS = keyword_names(GeminiDDP) - {"module", "device", "process_group", "pin_memory", "config"}
+_OPTIONS = keyword_names(GeminiDDP) - {
+    "module",
+    "device",
+    "process_group",
+    "model_ranks",
+    "pin_memory",
+    "config",
+}
 
 
 def manage(
@@ -31,6 +39,7 @@ def manage(
     device: torch.device | str | int | None = None,
     pin_memory: bool | None = None,
     process_group: object | None = None,
+    model_ranks: ModelRanks | None = None,
     config: GeminiConfig | None = None,
     **options: Any,
 ) -> ManagedModel:
@@ -50,7 +59,7 @@ def manage(
     again.
 
     Args:
-        device, pin_memory, process_group, config, options: as :class:`gemini.GeminiDDP`.
+        device, pin_memory, process_group, model_ranks, config, options: as :class:`gemini.GeminiDDP`.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets; nothing was changed.
@@ -69,10 +78,10 @@ def manage(
         peers,
         lambda: open_device(device, pin_memory=pin_memory),
         lambda: GeminiConfig.choose(config, **options),
+        model_ranks,
     )
-    handle = ManagedModel(
-        module, chosen, computing, peers, build_runtime(module, chosen, peers, computing), _make_plain
-    )
+    built = build_runtime(module, chosen, peers, computing, model_ranks)
+    handle = ManagedModel(module, chosen, computing, peers, built, _make_plain)
     module.__dict__["_gemini"] = handle
     module.__class__ = _managed_class(type(module))
     return handle

@@ -8,14 +8,22 @@ if __name__ == "parallel":
 
 from gemini.collectives import join_ranks
 from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.parallel.layout import Layout
+from gemini.parallel.mesh import Mesh
+from gemini.parallel.partition import Partition
+from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
 __all__ = [
     "Booster",
     "GeminiPlugin",
+    "Layout",
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
+    "Mesh",
+    "Partition",
     "TorchDDPPlugin",
     "join_ranks",
+    "parallelize",
 ]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini import rng
-from gemini.checkpoint.arguments import checked_model
+from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent, blocks_of_tensors
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.copy_buffer import BUFFER_BYTES, CopyBuffer
@@ -70,6 +70,7 @@ def save_async(
             that failed and that nobody waited for.
     """
     model = checked_model(model, optimizer)
+    refuse_shared_directory(model, directory)
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // BUFFER_BYTES
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {BUFFER_BYTES} bytes or more")

@@ -14,7 +14,7 @@ from torch import nn
 
 from gemini import rng
 from gemini.checkpoint import contents
-from gemini.checkpoint.arguments import checked_model
+from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
@@ -59,6 +59,7 @@ def load(
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
     model = checked_model(model, optimizer)
+    refuse_shared_directory(model, directory)
     rank = model.rank()
     rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into

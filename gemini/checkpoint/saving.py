@@ -11,7 +11,7 @@ from torch import nn
 
 from gemini import rng
 from gemini.checkpoint import contents, plain_data
-from gemini.checkpoint.arguments import checked_model
+from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
@@ -60,6 +60,7 @@ def save(
             saving in ``directory``.
     """
     model = checked_model(model, optimizer)
+    refuse_shared_directory(model, directory)
     shard = checked_shard_bytes(shard_bytes)
     rank = model.rank()
     manifest = prepare(rank, model, optimizer, scheduler, extra)

@@ -218,7 +218,7 @@ class _RehearsedModel(GeminiDDP):
         return _MetaDevice()
 
     def _manage(
-        self, module: nn.Module, config: GeminiConfig, peers: object, device: ComputeDevice
+        self, module: nn.Module, config: GeminiConfig, peers: object, device: ComputeDevice, _parts: object
     ) -> ManagedModel:
         blueprint = self._blueprint
         storage = ModelStorage(

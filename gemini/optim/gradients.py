@@ -12,7 +12,7 @@ from gemini.errors import ConfigError
 from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
-from gemini.zero.peers import Topic
+from gemini.zero.peers import Peers, Topic
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
@@ -97,10 +97,16 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
                     look(slot, values)
     if on_gpu:
         finite = finite and bool(torch.stack(on_gpu).isfinite().all())
-    if manager.sharding is not None:
+    for peers in _other_ranks(manager):
         # Of all copies of the model: what other models have may differ between them.
-        finite = all(said == [1] for said in manager.sharding.peers.exchange(Topic.GRADIENTS, [int(finite)]))
+        finite = all(said == [1] for said in peers.exchange(Topic.GRADIENTS, [int(finite)]))
     return finite
+
+
+def _other_ranks(manager: GeminiManager) -> list[Peers]:
+    """Return the groups of ranks that have other gradients of this model: other shards, then other parts."""
+    every = [] if manager.sharding is None else [manager.sharding.peers]
+    return every if manager.part is None else [*every, manager.part.peers]
 
 
 def total_norm(
@@ -114,10 +120,10 @@ def total_norm(
     ``torch.nn.utils.get_total_norm``.
 
     ``order`` is the order in which the per-parameter norms are combined. Extra memory: one parameter in fp32
-    where the gradient is 16-bit or scaled. Over several ranks it is the norm of all shards.
+    where the gradient is 16-bit or scaled. Over several ranks it is the norm of all shards and parts.
     """
-    if manager.sharding is not None:
-        return _norm_of_shards(storage, manager, norm_type, scale)
+    if _other_ranks(manager):
+        return _norm_over_ranks(storage, manager, norm_type, scale)
     norms: dict[ManagedSlot, torch.Tensor] = {}
 
     def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
@@ -140,23 +146,22 @@ def _norm_as_torch_takes_it(values: torch.Tensor, norm_type: float) -> torch.Ten
     return norm
 
 
-def _norm_of_shards(
+def _norm_over_ranks(
     storage: ModelStorage, manager: GeminiManager, norm_type: float, scale: GradScale
 ) -> torch.Tensor:
     """Return the norm of what all ranks hold. The 2-norm and the largest element do not depend, to the bit,
     on how chunks are cut; other norms do in their last digits."""
-    assert manager.sharding is not None
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}; over several ranks give a positive number or infinity")
-    peers = manager.sharding.peers
+    uncounted = manager.part.uncounted if manager.part is not None else frozenset()
     squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64, device="cpu")
 
-    def measure(_slot: ManagedSlot, grad: torch.Tensor) -> None:
-        if grad.numel() == 0:
+    def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
+        if grad.numel() == 0 or slot.name in uncounted:
             return
         values = scaled(grad, scale)
         if norm_type == 2.0:
-            squares.add_(exact_squares(values))
+            squares.add_(exact_squares(values.reshape(-1)))
         elif norm_type == math.inf:
             torch.maximum(found, values.abs().max().double().cpu(), out=found)
         else:
@@ -164,12 +169,15 @@ def _norm_of_shards(
 
     visit_gradients(storage, manager, measure)
     if norm_type == 2.0:
-        peers.sum(squares)
+        for peers in _other_ranks(manager):
+            peers.sum(squares)
         return norm_of(squares)
     if norm_type == math.inf:
         # A NaN need not be the largest of anything: it is counted beside.
         said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
-        peers.largest(said)
+        for peers in _other_ranks(manager):
+            peers.largest(said)
         return torch.tensor(math.nan if said[1] else said[0].item(), dtype=torch.float32, device="cpu")
-    peers.sum(found)
+    for peers in _other_ranks(manager):
+        peers.sum(found)
     return (found[0] ** (1.0 / norm_type)).float()

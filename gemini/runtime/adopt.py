@@ -66,7 +66,7 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if kind.__name__ == "DTensor":
                 way_out = (
                     "give nn.Parameter(param.full_tensor()) in its place, and process_group= or a DeviceMesh "
-                    "to cut it among ranks"
+                    "to cut it among ranks, or parallelize() of gemini.parallel for tensor parallelism"
                 )
             raise ConfigError(
                 f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; only an nn.Parameter of "

@@ -47,6 +47,7 @@ from gemini.runtime.learned import PlacementContext
 from gemini.runtime.outline import Outline
 from gemini.runtime.recompute import Recompute
 from gemini.runtime.storage import ModelStorage
+from gemini.zero.model_ranks import ModelRanks
 from gemini.zero.peers import Peers, require_equal
 from gemini.zero.sharding import Sharding
 from gemini.zero.share import Share
@@ -101,17 +102,23 @@ class Built(NamedTuple):
 
 
 def build_runtime(
-    module: nn.Module, config: GeminiConfig, peers: Peers | None = None, device: ComputeDevice = CPU
+    module: nn.Module,
+    config: GeminiConfig,
+    peers: Peers | None = None,
+    device: ComputeDevice = CPU,
+    model_ranks: ModelRanks | None = None,
 ) -> Built:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
-    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``.
+    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``; ``model_ranks``
+    hold the other parts of the model.
 
     Raises:
         OutOfBudgetError: the budgets cannot hold the model, or not while the optimizer that was announced
             updates it; the module is unchanged.
         ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
     """
-    together = peers.together if peers is not None else _alone
+    every = [each for each in (peers, model_ranks.peers if model_ranks is not None else None) if each]
+    together = partial(_together, every)
     share = peers.share if peers is not None else None
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
@@ -120,9 +127,9 @@ def build_runtime(
         return drawing, drawing.draw(config)
 
     drawing, blueprint = together(draw)
-    if peers is not None:
-        said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
-        require_equal(peers, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
+    said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
+    for each in every:
+        require_equal(each, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     offload = config.activation_offload
     made: list[ModelStorage] = []
 
@@ -160,6 +167,8 @@ def build_runtime(
             strict=config.strict_ddp_mode,
         )
         manager.shard(sharding)
+    if model_ranks is not None:
+        manager.take_part(model_ranks.bind(module))
     manager.grow_with(Growth(storage, manager, partial(_least_to_train, config, drawing)))
     adopted = adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
@@ -211,7 +220,10 @@ def _least_to_train(
     return _least_device_bytes(error, config, lambda c: drawing.draw(c, trained).refuse_misfit())
 
 
-def _alone(action: Callable[[], _Result]) -> _Result:
+def _together(every: Sequence[Peers], action: Callable[[], _Result]) -> _Result:
+    """Run ``action`` on the ranks of all groups; raise on all of them where it fails on one."""
+    for peers in every:
+        action = partial(peers.together, action)
     return action()
 
 

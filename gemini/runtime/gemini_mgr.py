@@ -25,6 +25,7 @@ from gemini.runtime.raw_access import RawAccess
 from gemini.runtime.shortage import Shortage
 from gemini.runtime.step_order import StepOrder
 from gemini.runtime.update_operators import UpdateOperators
+from gemini.zero.model_ranks import PartOfModel
 from gemini.zero.sharding import Sharding
 
 
@@ -45,6 +46,7 @@ class GeminiManager(Gate):
         self.shortage = Shortage(self)
         self.activations: ActivationOffload | None = None
         self.sharding: Sharding | None = None  # over several ranks
+        self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
         living.remember(self)
 
@@ -52,6 +54,10 @@ class GeminiManager(Gate):
         """Have ``sharding`` see to it that what operators use is whole."""
         self.sharding = sharding
         self.gather_before(sharding.gather, sharding.note_written)
+
+    def take_part(self, part: PartOfModel) -> None:
+        """The model is one part of several, as ``part`` says."""
+        self.part = part
 
     def offload_activations(self, activations: ActivationOffload) -> None:
         """Have ``activations`` say, at the end of each step, what the next one keeps."""

@@ -1,0 +1,158 @@
+"""The grid of processes: named axes over torch's DeviceMesh, and the collectives along one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gemini.collectives import ProcessGroupPeers, group_of
+from gemini.errors import ConfigError
+from gemini.parallel.layout import Layout
+
+AXES = ("pp", "dp", "sp", "tp")  # outermost first: ranks of a tensor parallel group are neighbours
+
+
+class Axis(ProcessGroupPeers):
+    """The two or more ranks along an axis of the mesh, and what they do together.
+
+    Their collectives wait as those of the runtime do: a rank that leaves, or dies, is named to the others
+    with its reason (StateError). ``calls`` and ``sent_bytes`` count, by collective, what this rank took part
+    in and sent.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        super().__init__(group, None, dist.get_process_group_ranks(group))
+        self.name = name
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+        self._neighbours: dict[int, Axis] = {}
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.share.size
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        return self.share.rank
+
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
+        """Replace a contiguous ``tensor`` by its sum over the ranks, or the largest: the same bits on all."""
+        self._count("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
+        group = self._group_for(tensor)
+        how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        self._run(dist.all_reduce(tensor, how, group=group, async_op=True), group)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, of equal shapes, in order."""
+        self._count("all_gather", tensor.nbytes * (self.size - 1))
+        group, tensor = self._group_for(tensor), tensor.contiguous()
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._run(dist.all_gather(found, tensor, group=group, async_op=True), group)
+        return found
+
+    def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum over the ranks of what they have for this one: ``parts``, of equal shapes, in order
+        of the ranks."""
+        self._count("reduce_scatter", parts[0].nbytes * (self.size - 1))
+        group = self._group_for(parts[0])
+        found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        sent = [part.contiguous() for part in parts]
+        self._run(dist.reduce_scatter(found, sent, group=group, async_op=True), group)
+        return found
+
+    def neighbours(self, count: int) -> Axis:
+        """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
+        call this in the same order."""
+        if count not in self._neighbours:
+            every = dist.get_process_group_ranks(self.group)
+            first = self.rank // count * count
+            group = dist.new_group(
+                every[first : first + count], self._timeout, use_local_synchronization=True
+            )
+            self._neighbours[count] = Axis(f"{self.name}/{count}", group)
+        return self._neighbours[count]
+
+    def leave(self, why: str) -> None:
+        super().leave(why)
+        for axis in self._neighbours.values():
+            axis.leave(why)
+
+    def _count(self, collective: str, nbytes: int) -> None:
+        self.calls[collective] += 1
+        self.sent_bytes[collective] += nbytes
+
+    def _run(self, work: Any, group: dist.ProcessGroup) -> None:
+        self._wait(work, f"computes over the axis {self.name} (forward, backward)", group)
+
+
+class Mesh:
+    """The processes of a run, laid out by a :class:`Layout`; this one's place is the one of its rank.
+
+    ``mesh["dp"]`` is the DeviceMesh of an axis, as ``process_group=`` of GeminiDDP takes it. Use it as a
+    context manager: a rank that leaves it with an error tells those that wait for it.
+    """
+
+    def __init__(self, layout: Layout, *, device_type: str = "cpu") -> None:
+        """All ranks call this. Raises ConfigError where there are more or fewer than the layout has."""
+        started = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if started else 1
+        if layout.world_size != world:
+            raise ConfigError(
+                f"{layout} is for {layout.world_size} processes, and there are {world}"
+                + ("" if started else " (torch.distributed is not initialized: call join_ranks() first)")
+            )
+        if not started:
+            raise ConfigError("a Mesh needs torch.distributed: call join_ranks() under torchrun first")
+        self.layout = layout
+        sizes = tuple(getattr(layout, name) for name in AXES)
+        self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        self._axes: dict[str, Axis] = {}
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        if name not in AXES:
+            raise ConfigError(f"there is no axis {name!r}; the axes are {', '.join(AXES)}")
+        return self.device_mesh[name]
+
+    def axis(self, *names: str) -> Axis | None:
+        """Return the ranks along an axis, or along several as one; None where that is this rank alone. All
+        ranks call it in the same order."""
+        key = ",".join(names)
+        if key not in self._axes:
+            part = self.device_mesh[names if len(names) > 1 else names[0]]
+            if part.size() == 1:
+                return None
+            self._axes[key] = Axis(key, group_of(part))
+        return self._axes[key]
+
+    def leave(self, why: str) -> None:
+        """Tell the ranks along all axes that this one makes no more calls with them, and ``why``."""
+        for axis in self._axes.values():
+            axis.leave(why)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
+        self.leave("left the mesh" if kind is None else f"ended with {kind.__name__}: {error}")
+
+
+@contextmanager
+def counted(axis: Axis) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Yield the calls and the sent bytes, by collective, of what is done over ``axis`` while it is entered;
+    complete at its end."""
+    calls_before, bytes_before = Counter(axis.calls), Counter(axis.sent_bytes)
+    calls: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    try:
+        yield calls, sent
+    finally:
+        calls.update(axis.calls - calls_before)
+        sent.update(axis.sent_bytes - bytes_before)

@@ -1,0 +1,130 @@
+"""Which part of which whole tensor a rank's parameters are: one map for a model that was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.zero.model_ranks import ModelRanks
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of ``shape`` cut along ``dim`` into ``count`` equal parts.
+
+    ``sections`` equal stretches of ``dim`` are cut each (query, key and value of one weight), and a part has
+    its piece of every one. What does not divide is filled up with zeros, in one section alone; the filling is
+    in no state dict. ``copies`` neighbouring ranks have the same part.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    count: int
+    sections: int = 1
+    copies: int = 1
+
+    @property
+    def section_numel(self) -> int:
+        """How long a section is along ``dim``."""
+        return self.shape[self.dim] // self.sections
+
+    @property
+    def piece_numel(self) -> int:
+        """How long a part's piece of a section is along ``dim``."""
+        return -(-self.section_numel // self.count)
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a tensor that ``rank`` has, in memory of its own."""
+        index = rank // self.copies
+        if tuple(whole.shape) != self.shape:
+            raise ConfigError(f"a tensor of {self.shape} is cut here, and this one has {tuple(whole.shape)}")
+        pieces = []
+        for section in whole.split(self.section_numel, self.dim):
+            start = min(index * self.piece_numel, self.section_numel)
+            stop = min(start + self.piece_numel, self.section_numel)
+            pieces.append(section.narrow(self.dim, start, stop - start))
+            missing = self.piece_numel - (stop - start)
+            if missing:
+                size = [*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :]]
+                pieces.append(whole.new_zeros(size))
+        return torch.cat(pieces, self.dim)
+
+    def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        pieces = [part.split(self.piece_numel, self.dim) for part in parts[:: self.copies]]
+        sections = [torch.cat(each, self.dim) for each in zip(*pieces, strict=True)]
+        return torch.cat([section.narrow(self.dim, 0, self.section_numel) for section in sections], self.dim)
+
+
+class Partition:
+    """What :func:`gemini.parallel.tensor.parallelize` did to the parameters of a model, on this rank.
+
+    A parameter that was not cut is whole, and the same, on all ranks of the axis.
+    """
+
+    def __init__(self, axis: Axis | None, names: Mapping[str, nn.Parameter]) -> None:
+        """``axis``: the ranks that have the other parts, None for one rank alone; ``names``: the parameters
+        by all their names."""
+        self.axis = axis
+        self._names = dict(names)
+        self._cuts: dict[int, Cut] = {}
+
+    def note(self, param: nn.Parameter, cut: Cut) -> None:
+        """Say that ``param`` is this rank's part of a tensor."""
+        self._cuts[id(param)] = cut
+
+    def cut_of(self, param: torch.Tensor) -> Cut | None:
+        """Return how a parameter of this model was cut, None for a whole one."""
+        return self._cuts.get(id(param))
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """How parameters were cut, by all their names."""
+        return {name: self._cuts[id(p)] for name, p in self._names.items() if id(p) in self._cuts}
+
+    @property
+    def model_ranks(self) -> ModelRanks | None:
+        """What GeminiDDP takes as ``model_ranks=``."""
+        return None if self.axis is None else ModelRanks(self.axis, self.counts)
+
+    def counts(self, param: torch.Tensor) -> bool:
+        """Say whether the gradient of ``param`` here is one that others do not have too."""
+        if self.axis is None:
+            return True
+        cut = self._cuts.get(id(param))
+        return self.axis.rank == 0 if cut is None else self.axis.rank % cut.copies == 0
+
+    @torch.no_grad()
+    def gather_state(self, state: Mapping[str, Any], *, everywhere: bool = True) -> dict[str, Any]:
+        """Return a state dict of the cut model as that of the whole one, on the CPU; without ``everywhere``
+        on the first rank of the axis alone, and an empty one on the others. All ranks call it."""
+        keeps = self.axis is None or everywhere or self.axis.rank == 0
+        cuts, found = self.cuts, {}
+        for name, value in state.items():
+            whole = value
+            if name in cuts and self.axis is not None:
+                whole = cuts[name].whole(self.axis.all_gather(value.detach().cpu()))
+            if keeps:
+                found[name] = whole
+        return found
+
+    @torch.no_grad()
+    def cut_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the whole model as this rank's of the cut one, to be loaded.
+
+        Raises:
+            ConfigError: a tensor has another shape than the one that was cut.
+        """
+        cuts = self.cuts
+        if self.axis is None:
+            return dict(state)
+        index = self.axis.rank
+        return {
+            name: cuts[name].part(value, index) if name in cuts else value for name, value in state.items()
+        }

@@ -1,0 +1,27 @@
+"""Tensor parallelism: an unmodified model whose layers are cut over ranks, by a plan."""
+
+from gemini.parallel.tensor.loss import vocabulary_cross_entropy
+from gemini.parallel.tensor.parallelize import parallelize
+from gemini.parallel.tensor.styles import (
+    Column,
+    EmbeddingColumns,
+    Head,
+    PartialGradient,
+    Row,
+    Style,
+    TorchAttention,
+    Vocabulary,
+)
+
+__all__ = [
+    "Column",
+    "EmbeddingColumns",
+    "Head",
+    "PartialGradient",
+    "Row",
+    "Style",
+    "TorchAttention",
+    "Vocabulary",
+    "parallelize",
+    "vocabulary_cross_entropy",
+]

@@ -1,0 +1,198 @@
+"""Layers that hold this rank's part of a weight. A layer becomes one by its class, and keeps its identity."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemini.parallel.tensor.collectives import reduce
+from gemini.parallel.tensor.region import Region
+
+
+class CutLayer(nn.Module):
+    """A layer of a cut model. ``tensor_region`` is set by :func:`become`."""
+
+    tensor_region: Region
+
+
+class ColumnLayer(CutLayer):
+    """Linear: all of the input, this rank's part of the output, which a row layer takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises as the layer that it was."""
+        return cast(torch.Tensor, super().forward(self.tensor_region.enter(x, training=self.training)))
+
+
+class GatheredColumnLayer(CutLayer):
+    """As :class:`ColumnLayer`, with the whole output on all ranks; the first ``whole_features`` of it, where
+    the weight was filled up."""
+
+    whole_features: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises as the layer that it was."""
+        out = self.tensor_region.gathered(super().forward(self.tensor_region.copied(x)))
+        return out if out.size(-1) == self.whole_features else out[..., : self.whole_features]
+
+
+class LocalColumnLayer(CutLayer):
+    """As :class:`ColumnLayer`, with no row layer behind it: a head whose loss is taken by its parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises as the layer that it was."""
+        return cast(torch.Tensor, super().forward(self.tensor_region.copied(x)))
+
+
+class RowLayer(CutLayer):
+    """Linear: this rank's part of the input, all of the output."""
+
+    splits_input = False
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up the ranks' products, then the bias, once."""
+        if self.splits_input:
+            x = self.tensor_region.own_part(x)
+        out = self.tensor_region.leave(self.product(x))
+        return out if self.bias is None else out + self.bias
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's product, in memory of its own."""
+        return functional.linear(x, self.weight)
+
+
+class TransposedRowLayer(RowLayer):
+    """As :class:`RowLayer`, with a weight of (in, out): transformers' Conv1D."""
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class VocabularyEmbedding(CutLayer, nn.Embedding):
+    """An embedding of which this rank has some rows: the vectors of others are zeros in the sum."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of ``ids``, which are of the whole vocabulary."""
+        first = self.tensor_region.axis.rank * self.weight.size(0)
+        local = ids - first
+        outside = (local < 0) | (local >= self.weight.size(0))
+        local = local.masked_fill(outside, 0)
+        found = functional.embedding(local, self.weight, self._own_padding(first))
+        return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), self.tensor_region.axis)
+
+    def _own_padding(self, first: int) -> int | None:
+        """Return the row here whose vector gets no gradient."""
+        if self.padding_idx is None:
+            return None
+        row = self.padding_idx - first
+        return row if 0 <= row < self.weight.size(0) else None
+
+
+class Attention(CutLayer, nn.MultiheadAttention):
+    """Torch's attention with this rank's heads."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return output and weights as torch's does; weights that are not averaged are of all heads."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, and there is none")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(1 if not self.batch_first else 0) for x in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        q, k, v = self._projected(query, key, value)
+        mask = _joined_mask(
+            attn_mask, key_padding_mask, q, self.tensor_region.axis.rank, self.tensor_region.axis.size
+        )
+        weights = None
+        dropout = self.dropout if self.training else 0.0
+        if need_weights:
+            weights = _weights(q, k, mask)
+            out = functional.dropout(weights, dropout) @ v
+            weights = self._shown(weights, averaged=average_attn_weights)
+        else:
+            out = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.out_proj(out if self.batch_first else out.transpose(0, 1))
+        if batched:
+            return out, weights
+        return out.squeeze(0 if self.batch_first else 1), weights.squeeze(0) if weights is not None else None
+
+    def _projected(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return query, key and value of this rank's heads: (batch, heads, length, head)."""
+        found = []
+        weights = self.in_proj_weight.chunk(3)
+        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            x = self.tensor_region.enter(x, training=self.training)
+            out = functional.linear(x, weight, bias)
+            out = out if self.batch_first else out.transpose(0, 1)
+            found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        return found
+
+    def _shown(self, weights: torch.Tensor, *, averaged: bool) -> torch.Tensor:
+        """Return the weights of all heads, or their mean. No gradient goes through them."""
+        every = torch.cat(self.tensor_region.axis.all_gather(weights.detach()), 1)
+        return every.mean(1) if averaged else every
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)
+    return torch.softmax(scores if mask is None else scores + mask, -1)
+
+
+def _joined_mask(
+    mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, rank: int, size: int
+) -> torch.Tensor | None:
+    """Return what is added to scores of (batch, heads here, query, key)."""
+    batch, heads = q.size(0), q.size(1)
+    joined = None
+    if mask is not None:
+        joined = _added(mask, q.dtype)
+        if joined.dim() == 3:  # one for each head
+            joined = joined.view(batch, size, heads, *joined.shape[1:])[:, rank]
+    if padding is not None:
+        hidden = _added(padding, q.dtype)[:, None, None, :]
+        joined = hidden if joined is None else joined + hidden
+    return joined
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask as what is added to scores: a boolean one is True where nothing is to be seen."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+
+
+@cache
+def _class_of(layer: type[CutLayer], was: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of what was a ``was`` and becomes a ``layer``, under the name it had."""
+    # A subclass that calls its base (an embedding that is scaled, say) goes on doing so.
+    torch_class = next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
+    bases: tuple[type[nn.Module], ...] = (layer, was)
+    if torch_class is not nn.Module:
+        bases = (layer,) if was is torch_class else (was, layer)
+    return type(was.__name__, bases, {"__module__": was.__module__})
+
+
+def become(module: nn.Module, layer: type[CutLayer], region: Region, **attributes: Any) -> None:
+    """Make ``module`` a ``layer``, with these ``attributes``."""
+    module.__class__ = _class_of(layer, type(module))  # type: ignore[arg-type]
+    cast(CutLayer, module).tensor_region = region
+    for name, value in attributes.items():
+        setattr(module, name, value)

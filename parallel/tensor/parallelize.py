@@ -1,0 +1,170 @@
+"""Cutting a model over the ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.layout import Layout
+from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.partition import Cut, Partition
+from gemini.parallel.tensor.cutting import cut_parameters
+from gemini.parallel.tensor.layers import CutLayer
+from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
+from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
+from gemini.parallel.tensor.region import Region
+from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
+from gemini.parallel.tensor.styles import Style
+
+_Styled = tuple[nn.Module, Style, Mapping[str, Cut]]  # the last by the name of the parameter in the module
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: str | Mapping[str, Style | str] = "auto",
+    *,
+    gather_logits: bool = True,
+    sequence_norms: bool = False,
+) -> Partition:
+    """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
+
+    Its modules and parameters keep their identity; each rank has plain parameters of local shapes. The first
+    rank's values are taken. A model on ``meta`` is given its first values, those of one process, a submodule
+    at a time. Make the optimizer, or wrap the model in GeminiDDP, afterwards:
+    ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition.model_ranks)``.
+
+    Args:
+        plan: ``"auto"``, or styles by the names of modules (docs/parallel.md).
+        gather_logits: False leaves the logits of a language model this rank's part: less memory, and its loss
+            is taken by parts.
+        sequence_norms: between sublayers each rank has its part of the sequence: norms, dropout and residuals
+            take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
+            ``nn.TransformerEncoder``; the sequence must be divided by the size.
+
+    Raises:
+        ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed.
+    """
+    _refuse_layout(mesh.layout)
+    axis = mesh.axis("tp")
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if axis is None:
+        return Partition(None, names)
+    ranks = axis
+
+    def decide() -> tuple[_Work, list[nn.Module]]:
+        blocks = find_blocks(model) if sequence_norms else []
+        return _planned(model, ranks, plan, gather_logits=gather_logits), blocks
+
+    work, blocks = ranks.together(decide)
+    partition = Partition(axis, names)
+    cut_parameters(model, axis, work.cuts, partition)
+    region = Region(axis)
+    for module, style, cuts in work.styles:
+        style.apply(module, region, cuts)
+    _set_attributes(model, work.resolved, axis.size)
+    if blocks:
+        cut_sequence(blocks, region)
+    if not gather_logits:
+        take_loss_by_parts(model, axis)
+    model.register_forward_pre_hook(partial(_open, region))
+    model.register_forward_hook(partial(_close, region), always_call=True)
+    return partition
+
+
+def _refuse_layout(layout: Layout) -> None:
+    if layout.mode not in (None, "1d") or layout.pp > 1 or layout.sp > 1:
+        raise ConfigError(
+            f"{layout}: layers are cut in mode '1d', beside data parallelism alone; give Layout(dp=, tp=)"
+        )
+
+
+def _open(region: Region, *_: object) -> None:
+    region.open()
+
+
+def _close(region: Region, *_: object) -> None:
+    region.close()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be done, once every rank has found it possible."""
+
+    resolved: Resolved
+    styles: list[_Styled]
+    cuts: dict[int, Cut]  # by the identity of a parameter
+
+
+def _planned(
+    model: nn.Module, axis: Axis, plan: str | Mapping[str, Style | str], *, gather_logits: bool
+) -> _Work:
+    """Return what to do; change nothing. Raises ConfigError where it cannot be done."""
+    if any(isinstance(module, CutLayer) for module in model.modules()):
+        raise ConfigError("the model has been cut before; cut a new one")
+    if not gather_logits:
+        refuse_unknown_loss(model)
+    resolved = resolve(model, plan, gather_logits=gather_logits)
+    styles: dict[int, _Styled] = {}
+    cuts: dict[int, Cut] = {}
+    settings: dict[str, int] = {}  # of attention: how many query heads share a key head, on each rank
+    for name, style in resolved.styles.items():
+        module = model.get_submodule(name)
+        if id(module) in styles:
+            continue
+        try:
+            own = style.cuts(module, axis.size)
+            _add_cuts(cuts, module, own)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        styles[id(module)] = (module, style, own)
+        copies = max((cut.copies for cut in own.values()), default=1)
+        around = model.get_submodule(name.rpartition(".")[0])
+        if copies > 1 and hasattr(around, GROUPS):
+            settings[name.rpartition(".")[0]] = getattr(around, GROUPS) // copies
+    _refuse_shared(model, cuts, list(styles.values()))
+    for name, key in resolved.divided:
+        value = getattr(model.get_submodule(name), key)
+        if value % axis.size:
+            raise ConfigError(f"{name}.{key} is {value}, which {axis.size} ranks do not divide")
+    resolved.settings += [(name, GROUPS, value) for name, value in settings.items()]
+    return _Work(resolved, list(styles.values()), cuts)
+
+
+def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -> None:
+    for key, cut in own.items():
+        param = module.get_parameter(key)
+        if type(param) is not nn.Parameter:
+            raise ConfigError(f"its {key} is a {type(param).__name__}; cut the model before it is wrapped")
+        if param.grad is not None:
+            raise ConfigError(f"its {key} has a gradient; cut the model before it is trained")
+        if cuts.setdefault(id(param), cut) != cut:
+            raise ConfigError(f"its {key} is tied to one that is cut in another way")
+
+
+def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_Styled]) -> None:
+    """Refuse a layer that would compute with a part because its weight is tied to one that is cut."""
+    covered = {id(part) for module, _, _ in styles for part in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) in covered or next(module.children(), None) is not None:
+            continue
+        for key, param in module.named_parameters(recurse=False):
+            if id(param) in cuts:
+                raise ConfigError(
+                    f"{name}.{key} is tied to a weight that is cut, and the plan leaves {name} whole"
+                )
+
+
+def _set_attributes(model: nn.Module, resolved: Resolved, size: int) -> None:
+    seen: set[tuple[int, str]] = set()
+    for name, key in resolved.divided:
+        module = model.get_submodule(name)
+        if (id(module), key) not in seen:
+            seen.add((id(module), key))
+            setattr(module, key, getattr(module, key) // size)
+    for name, key, value in resolved.settings:
+        setattr(model.get_submodule(name), key, value)

@@ -1,0 +1,237 @@
+"""Plans: which style each layer of a model gets. Plans are data: names, or classes, to styles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.tensor.styles import (
+    Column,
+    EmbeddingColumns,
+    Head,
+    PartialGradient,
+    Row,
+    Style,
+    TorchAttention,
+    Vocabulary,
+)
+
+# What transformers' plans call them.
+STYLES: Mapping[str, Style | None] = {
+    "colwise": Column(),
+    "colwise_gather_output": Head(),
+    "colwise_rep": Head(),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(splits_input=True),
+    "rowwise_rep": Row(splits_input=True),
+    "packed_colwise": Column(sections=2),
+    "packed_rowwise": Row(),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": PartialGradient(),
+    "replicate": None,
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a module of some class (``own``), or its ``children``, are cut. ``divided``: its attributes that
+    count heads, or outputs, of one rank afterwards; ``settings``: what others become."""
+
+    children: Mapping[str, Style] = field(default_factory=dict)
+    divided: tuple[str, ...] = ()
+    own: Style | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _attention(*, out: str | None, divided: tuple[str, ...], inputs: tuple[str, ...]) -> Rule:
+    children: dict[str, Style] = {name: Column() for name in inputs}
+    if out is not None:
+        children[out] = Row()
+    return Rule(children, divided)
+
+
+def _mlp(column: str, row: str) -> Rule:
+    return Rule({column: Column(), row: Row()})
+
+
+_BERT_ATTENTION = _attention(
+    out=None, divided=("num_attention_heads", "all_head_size"), inputs=("query", "key", "value")
+)
+_QKV = ("q_proj", "k_proj", "v_proj")
+_ROW, _COLUMN = Rule({"dense": Row()}), Rule({"dense": Column()})
+
+# By the name of a class, so that they hold for every model that is made of such modules.
+RULES: Mapping[str, Rule] = {
+    # torch
+    "TransformerEncoder": Rule(settings={"use_nested_tensor": False}),
+    "TransformerEncoderLayer": _mlp("linear1", "linear2"),
+    "TransformerDecoderLayer": _mlp("linear1", "linear2"),
+    "MultiheadAttention": Rule(own=TorchAttention()),
+    # transformers: GPT-2
+    "GPT2Attention": Rule(
+        {"c_attn": Column(sections=3), "q_attn": Column(), "c_proj": Row()}, ("num_heads", "split_size")
+    ),
+    "GPT2MLP": _mlp("c_fc", "c_proj"),
+    # BERT, RoBERTa
+    "BertSelfAttention": _BERT_ATTENTION,
+    "BertSelfOutput": _ROW,
+    "BertIntermediate": _COLUMN,
+    "BertOutput": _ROW,
+    "RobertaSelfAttention": _BERT_ATTENTION,
+    "RobertaSelfOutput": _ROW,
+    "RobertaIntermediate": _COLUMN,
+    "RobertaOutput": _ROW,
+    # OPT
+    "OPTAttention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
+    "OPTDecoderLayer": _mlp("fc1", "fc2"),
+    # T5
+    "T5Attention": Rule(
+        {
+            "q": Column(),
+            "k": Column(),
+            "v": Column(),
+            "o": Row(),
+            "relative_attention_bias": EmbeddingColumns(),
+        },
+        ("n_heads", "inner_dim"),
+    ),
+    "T5DenseActDense": _mlp("wi", "wo"),
+    "T5DenseGatedActDense": Rule({"wi_0": Column(), "wi_1": Column(), "wo": Row()}),
+    # ViT
+    "ViTAttention": _attention(out="o_proj", divided=("num_attention_heads",), inputs=_QKV),
+    "ViTMLP": _mlp("fc1", "fc2"),
+    # Whisper
+    "WhisperAttention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
+    "WhisperEncoderLayer": _mlp("fc1", "fc2"),
+    "WhisperDecoderLayer": _mlp("fc1", "fc2"),
+}
+
+_SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_OF_KEYS = ("k_proj", "v_proj")
+GROUPS = "num_key_value_groups"  # what transformers calls how many query heads share a key head
+
+
+@dataclass
+class Resolved:
+    """What is to be done with a model: a style by the name of each module that has one, and attributes by the
+    name of a module and their own."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    divided: list[tuple[str, str]] = field(default_factory=list)
+    settings: list[tuple[str, str, Any]] = field(default_factory=list)
+
+
+def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_logits: bool) -> Resolved:
+    """Return what ``plan`` means for ``model``: a mapping of names, in which ``*`` is one part of a name, to
+    styles, or ``"auto"``: transformers' own plan where the model has one, rules for known classes, the
+    vocabulary of embedding and head.
+
+    Raises:
+        ConfigError: a name is of no module, a style is unknown, or there is no rule for anything.
+    """
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ConfigError(f"plan is {plan!r}; give 'auto' or a mapping of names to styles")
+        return _automatic(model, gather_logits=gather_logits)
+    found = Resolved()
+    _add_named(found, model, plan)
+    _keep_heads_whole(found, model)
+    return found
+
+
+def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
+    found = Resolved()
+    own = getattr(model, "_tp_plan", None) or {}
+    named = {key: style for key, style in own.items() if _matching(model, key)}
+    _add_named(found, model, named)
+    if not named:
+        _add_by_class(found, model)
+    if not found.styles:
+        raise ConfigError(
+            f"there is no plan for {type(model).__name__}, nor for any of its parts; pass plan=, for example "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
+    _add_vocabulary(found, model, gather_logits=gather_logits)
+    _keep_heads_whole(found, model)
+    return found
+
+
+def _add_named(found: Resolved, model: nn.Module, plan: Mapping[str, Style | str]) -> None:
+    for pattern, style in plan.items():
+        names = _matching(model, pattern)
+        if not names:
+            raise ConfigError(
+                f"plan names {pattern!r}, and no module of {type(model).__name__} has such a name"
+            )
+        if isinstance(style, str):
+            if style not in STYLES:
+                raise ConfigError(
+                    f"plan has {style!r} for {pattern!r}; the styles are {', '.join(STYLES)}, or an object "
+                    "of gemini.parallel.tensor"
+                )
+            named = STYLES[style]
+            if named is None:
+                continue
+            style = named
+        found.styles.update(dict.fromkeys(names, style))
+
+
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    parts = (re.escape(part).replace(r"\*", r"[^.]+") for part in pattern.split("."))
+    regular = re.compile(r"\.".join(parts))
+    return [name for name, _ in model.named_modules() if regular.fullmatch(name)]
+
+
+def _add_by_class(found: Resolved, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        rule = RULES.get(type(module).__name__)
+        if rule is None:
+            continue
+        if rule.own is not None:
+            found.styles[name] = rule.own
+        prefix = f"{name}." if name else ""
+        for child, style in rule.children.items():
+            if isinstance(getattr(module, child, None), nn.Module):
+                found.styles[prefix + child] = style
+        found.divided += [(name, key) for key in rule.divided if hasattr(module, key)]
+        found.settings += [(name, key, value) for key, value in rule.settings.items()]
+
+
+def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
+    """Cut the vocabulary: transformers' input and output embeddings, and what is tied to them."""
+    ends = (_asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings"))
+    weights = {id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in weights:
+            found.styles[name] = Vocabulary()
+        elif isinstance(module, nn.Linear) and id(module.weight) in weights:
+            found.styles[name] = Head(gathers=gather_logits)
+
+
+def _asked(model: nn.Module, getter: str) -> nn.Module | None:
+    method = getattr(model, getter, None)
+    if method is None:
+        return None
+    try:
+        found: nn.Module | None = method()
+    except NotImplementedError:  # transformers: of a model without
+        return None
+    return found
+
+
+def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
+    """Cut the projections of attention between heads only."""
+    for name, style in found.styles.items():
+        around = model.get_submodule(name.rpartition(".")[0])
+        sizes = [getattr(around, key, None) for key in _SIZES_OF_HEADS]
+        unit = next((size for size in sizes if isinstance(size, int)), 1)
+        if unit > 1 and isinstance(style, Column) and style.unit == 1:
+            shares = name.rpartition(".")[2] in _OF_KEYS and hasattr(around, GROUPS)
+            found.styles[name] = Column(style.sections, unit, repeats=shares)
+        elif unit > 1 and isinstance(style, Row) and style.unit == 1:
+            found.styles[name] = Row(style.splits_input, unit)

@@ -1,0 +1,136 @@
+"""What the layers of one cut model share: the axis, the copy of an input, and where masks differ by rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gemini.parallel.mesh import Axis
+from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
+
+_SEED_BITS = 62
+_MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
+
+
+@dataclass
+class _Forward:
+    """What a thread remembers of the forward pass it is in."""
+
+    source: torch.Tensor | None = None
+    version: int = 0
+    copied: torch.Tensor | None = None
+    sequence: int | None = None  # the dimension along which the input was put together, in a sublayer
+    outside: tuple[torch.device, list[torch.Tensor]] | None = None  # generators' states, inside a region
+
+
+class Region:
+    """The part of a model's forward pass that each rank does for itself, between a column and a row layer.
+
+    Layers that take the same tensor share one copy of it, so that its gradient is summed once. Dropout draws
+    one mask for all ranks outside, and another on each rank inside: there the generators begin with a seed
+    that is drawn outside, so that recomputing a block, which restores the state from before it, draws the
+    same masks again, and a checkpoint needs one state (docs/notes/tensor-parallel.md).
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.sequence_norms = False  # True: masks differ in all blocks, from the first to the last
+        self._threads = threading.local()
+
+    # -- what layers call ------------------------------------------------------------------------
+
+    def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """Return the input of a layer whose output is this rank's part, and be inside from now on."""
+        copied = self.copied(x)
+        if training and not self.sequence_norms:
+            self.begin_masks(x.device)
+        return copied
+
+    def enter_sequence(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the whole sequence, of which this rank has ``x``, for the layers up to the next row."""
+        self._now().sequence = dim
+        return gather_and_use(x, self.axis, dim)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' ``x``, which is used up, and be outside; in a sublayer that took the
+        whole sequence, this rank's part of it."""
+        now = self._now()
+        if now.sequence is not None:
+            dim, now.sequence = now.sequence, None
+            return reduce_scatter(x, self.axis, dim)
+        if not self.sequence_norms:
+            self.end_masks()
+        return reduce(x, self.axis)
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the copy of ``x`` that all layers share which take it."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        now = self._now()
+        if now.sequence is not None:
+            return x
+        if now.copied is None or now.source is not x or now.version != x._version:
+            now.source, now.version, now.copied = x, x._version, copy(x, self.axis)
+        return now.copied
+
+    def gathered(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return the ranks' parts side by side."""
+        return gather(x, self.axis, dim)
+
+    def own_part(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return this rank's part of ``x``."""
+        return split(x, self.axis, dim)
+
+    # -- masks -----------------------------------------------------------------------------------
+
+    def begin_masks(self, device: torch.device) -> None:
+        """From now on random numbers differ between ranks. Does nothing inside a region."""
+        now = self._now()
+        if now.outside is not None:
+            return
+        drawn = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
+        now.outside = (device, _generator_states(device))
+        torch.default_generator.manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
+
+    def end_masks(self) -> None:
+        """From now on random numbers are the same on all ranks. Does nothing outside."""
+        now = self._now()
+        if now.outside is not None:
+            (device, states), now.outside = now.outside, None
+            _set_generator_states(device, states)
+
+    def open(self) -> None:
+        """Begin a forward pass. What recomputing in backward has left is void."""
+        self._threads.now = _Forward()
+
+    def close(self) -> None:
+        """Forget the forward pass, which is over or has raised."""
+        self.end_masks()
+        self._threads.now = _Forward()
+
+    def _now(self) -> _Forward:
+        now: _Forward | None = getattr(self._threads, "now", None)
+        if now is None:
+            now = self._threads.now = _Forward()
+        return now
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Region:
+        return self  # ranks cannot be copied; a copy of the model is cut as the model
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

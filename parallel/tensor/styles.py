@@ -1,0 +1,246 @@
+"""Styles: how a layer of a given kind is cut. Plans name them (plan.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.partition import Cut
+from gemini.parallel.tensor.collectives import sum_of
+from gemini.parallel.tensor.layers import (
+    Attention,
+    ColumnLayer,
+    GatheredColumnLayer,
+    LocalColumnLayer,
+    RowLayer,
+    TransposedRowLayer,
+    VocabularyEmbedding,
+    become,
+)
+from gemini.parallel.tensor.region import Region
+
+
+class Style(Protocol):
+    """Says how a module's own parameters are cut over ``size`` ranks, and makes it work with the parts."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        """Return the cut of each parameter by its name in the module; of the others nothing. Changes nothing.
+
+        Raises:
+            ConfigError: ``size`` ranks cannot share this module.
+        """
+        ...
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        """Make ``module`` compute with this rank's parts of its parameters, which were cut by ``cuts``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Column:
+    """Linear or Conv1D by its outputs. ``sections``: how many projections of equal sizes lie side by side in
+    the weight (3 for query, key and value). ``unit``: outputs that stay together (those of a head).
+    ``repeats``: a unit may be on several ranks, which use it for different things (key heads that several
+    query heads share)."""
+
+    sections: int = 1
+    unit: int = 1
+    repeats: bool = False
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        weight, out = _linear_weight(module), _out_dim(module)
+        units = weight.shape[out] // (self.sections * self.unit)
+        if self.repeats and units < size and size % units == 0:
+            return _column_cuts(module, units, self.sections, copies=size // units)
+        if units % size:
+            raise ConfigError(
+                f"{weight.shape[out]} outputs in {self.sections} x {units} units of {self.unit} are not "
+                f"divided by {size} ranks; {_fitting(units)}"
+            )
+        return _column_cuts(module, size, self.sections)
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, ColumnLayer, region)
+        cut = cuts["weight"]
+        _set_features(module, "out_features" if _is_linear(module) else "nf", cut.count)
+        if cut.copies > 1:
+            for key in cuts:
+                sum_gradient(module.get_parameter(key), region.axis.neighbours(cut.copies))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Linear or Conv1D by its inputs, which a column layer left cut; ``splits_input``: or which are whole."""
+
+    splits_input: bool = False
+    unit: int = 1
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        weight = _linear_weight(module)
+        dim = 1 - _out_dim(module)
+        units = weight.shape[dim] // self.unit
+        if units % size:
+            raise ConfigError(
+                f"{weight.shape[dim]} inputs are not divided by {size} ranks; {_fitting(units)}"
+            )
+        return {"weight": Cut(tuple(weight.shape), dim, size)}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        linear = _is_linear(module)
+        become(module, RowLayer if linear else TransposedRowLayer, region, splits_input=self.splits_input)
+        _set_features(module, "in_features" if linear else "nx", region.axis.size)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Linear by its outputs, any number of them. The output is put together on all ranks or, without
+    ``gathers``, stays this rank's part: :func:`vocabulary_cross_entropy` takes it."""
+
+    gathers: bool = True
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        _linear_weight(module)
+        return _column_cuts(module, size, 1)
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        if self.gathers:
+            whole = cuts["weight"].shape[_out_dim(module)]
+            become(module, GatheredColumnLayer, region, whole_features=whole)
+        else:
+            become(module, LocalColumnLayer, region)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Embedding by its rows, any number of them."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        weight = _embedding_weight(module)
+        return {"weight": Cut(tuple(weight.shape), 0, size)}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, VocabularyEmbedding, region)
+
+
+@dataclass(frozen=True)
+class EmbeddingColumns:
+    """Embedding by its columns, which are for this rank's part of what follows: a bias of each head, say."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        weight = _embedding_weight(module)
+        if weight.shape[1] % size:
+            raise ConfigError(
+                f"{weight.shape[1]} columns are not divided by {size} ranks; {_fitting(weight.shape[1])}"
+            )
+        return {"weight": Cut(tuple(weight.shape), 1, size)}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        _set_features(module, "embedding_dim", region.axis.size)
+
+
+@dataclass(frozen=True)
+class TorchAttention:
+    """``nn.MultiheadAttention`` by its heads, the projection behind it included."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        if not isinstance(module, nn.MultiheadAttention):
+            raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.MultiheadAttention")
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ConfigError("attention with kdim, vdim, add_bias_kv or add_zero_attn is not cut")
+        if module.num_heads % size:
+            raise ConfigError(
+                f"{module.num_heads} heads are not divided by {size} ranks; {_fitting(module.num_heads)}"
+            )
+        found = {"in_proj_weight": Cut(tuple(module.in_proj_weight.shape), 0, size, 3)}
+        if module.in_proj_bias is not None:
+            found["in_proj_bias"] = Cut(tuple(module.in_proj_bias.shape), 0, size, 3)
+        behind = Row().cuts(module.out_proj, size)
+        return found | {f"out_proj.{key}": cut for key, cut in behind.items()}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        # The last says that torch's own kernel for whole layers must not take the weights.
+        assert isinstance(module, nn.MultiheadAttention)
+        Row().apply(module.out_proj, region, {})
+        heads = module.num_heads // region.axis.size
+        become(module, Attention, region, num_heads=heads, _qkv_same_embed_dim=False)
+
+
+@dataclass(frozen=True)
+class PartialGradient:
+    """Parameters that are whole on all ranks but used for this rank's part: their gradients are summed."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        return {}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        for param in module.parameters():
+            sum_gradient(param, region.axis)
+
+
+def sum_gradient(param: nn.Parameter, axis: Axis) -> None:
+    """Have the gradient of ``param``, unless it is frozen, summed over the ranks."""
+    if param.requires_grad:
+        param.register_hook(_Summed(axis))
+
+
+class _Summed:
+    """A hook of a parameter: what autograd adds to its gradient is the sum over the ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        return sum_of(grad, self._axis)
+
+    def __deepcopy__(self, _memo: object) -> _Summed:
+        return self
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _out_dim(module: nn.Module) -> int:
+    return 0 if _is_linear(module) else 1
+
+
+def _linear_weight(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a Linear (out, in), or of transformers' Conv1D (in, out)."""
+    weight = getattr(module, "weight", None)
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    if not isinstance(weight, torch.Tensor) or not (_is_linear(module) or is_conv1d):
+        raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.Linear or Conv1D")
+    return weight
+
+
+def _embedding_weight(module: nn.Module) -> torch.Tensor:
+    if not isinstance(module, nn.Embedding):
+        raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.Embedding")
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        raise ConfigError("an embedding with max_norm, sparse or scale_grad_by_freq is not cut")
+    return module.weight
+
+
+def _column_cuts(module: nn.Module, count: int, sections: int, copies: int = 1) -> dict[str, Cut]:
+    weight = _linear_weight(module)
+    found = {"weight": Cut(tuple(weight.shape), _out_dim(module), count, sections, copies)}
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        found["bias"] = Cut(tuple(bias.shape), 0, count, sections, copies)
+    return found
+
+
+def _set_features(module: nn.Module, name: str, size: int) -> None:
+    if hasattr(module, name):
+        setattr(module, name, getattr(module, name) // size)
+
+
+def _fitting(units: int) -> str:
+    """Return the sizes that divide ``units``, as text."""
+    return "sizes that do: " + ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
