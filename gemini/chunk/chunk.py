@@ -10,6 +10,8 @@ import torch
 from gemini.chunk.memory import HostPlace, Window
 from gemini.errors import StateError
 
+TensorIds = tuple[int, ...] | list[int]  # of the chunk table
+
 
 class ChunkKind(Enum):
     """What a chunk holds."""

@@ -11,7 +11,7 @@ import torch
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
-from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec
+from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import ComputeDevice
@@ -26,7 +26,6 @@ _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.
 _SEEN_BY_AUTOGRAD = frozenset((ChunkKind.PARAM, ChunkKind.GRAD))
 
 # What the table takes cheaply: no other sequence.
-TensorIds = tuple[int, ...] | list[int]
 
 
 class ChunkManager:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from gemini import _C
-from gemini.chunk.chunk import Chunk
+from gemini.chunk.chunk import Chunk, TensorIds
 from gemini.offload.buffered_file import BufferedFile, Range
 
-if TYPE_CHECKING:
-    from gemini.chunk.manager import ChunkManager, TensorIds
-
 _NUM_AHEAD = 4  # chunks that are expected next
+
+
+class Tiers(Protocol):
+    """Where chunks are while they are used: a ChunkManager."""
+
+    table: _C.ChunkTable
+
+    def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
+        """Bring the tensors' chunks to DEVICE and pin them."""
+
+    def release(self, tensors: TensorIds, *, dirty: bool) -> None:
+        """Unpin them."""
+
+    def free(self, tensors: TensorIds) -> None:
+        """Give their content up."""
+
+    def wait_host(self, chunk: Chunk) -> None:
+        """Wait until the CPU may use a chunk that is pinned on HOST."""
 
 
 class _Stowed:
@@ -36,11 +51,11 @@ class Stow:
     """The stowed chunks of one model.
 
     For the chunk table such a chunk is FREE between two uses: it takes nothing of any budget, and using it
-    allocates it anew. Not thread-safe, as the :class:`ChunkManager` that it belongs to.
+    allocates it anew. Not thread-safe, as the chunks that they are of.
     """
 
-    def __init__(self, manager: ChunkManager) -> None:
-        self._manager = manager
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
         self._stowed: dict[int, _Stowed] = {}  # by tensor
         self._by_chunk: dict[int, _Stowed] = {}
         self._files: list[BufferedFile] = []
@@ -84,7 +99,7 @@ class Stow:
             self._stowed[tensor] = self._by_chunk[chunk.id] = _Stowed(chunk, tensor, file, offset)
             offset += chunk.spec.nbytes
         for _, tensor in new:
-            if self._manager.table.tensor_state(tensor) == _C.TensorState.HOLD:
+            if self._tiers.table.tensor_state(tensor) == _C.TensorState.HOLD:
                 self._use(tensor)
 
     def remove(self, tensors: Iterable[int]) -> None:
@@ -92,11 +107,11 @@ class Stow:
         yet removed stay stowed."""
         for tensor in tensors:
             if self._stowed[tensor].has_place:
-                self._manager.acquire((tensor,), traced=False)
+                self._tiers.acquire((tensor,), traced=False)
                 stowed = self._stowed.pop(tensor)
                 self.bytes -= stowed.range[1]
                 del self._by_chunk[stowed.chunk.id]
-                self._manager.release((tensor,), dirty=True)
+                self._tiers.release((tensor,), dirty=True)
             else:
                 del self._by_chunk[self._stowed.pop(tensor).chunk.id]
 
@@ -142,7 +157,7 @@ class Stow:
     # -- inside ----------------------------------------------------------------------------------
 
     def _put_away(self, stowed: _Stowed) -> None:
-        table = self._manager.table
+        table = self._tiers.table
         if table.tensor_state(stowed.tensor) != _C.TensorState.HOLD:
             return
         # What has memory but was not read yet is worth nothing.
@@ -159,17 +174,17 @@ class Stow:
                 self.bytes += stowed.range[1]
                 self._peak_bytes = max(self._peak_bytes, self.bytes)
         stowed.is_here = stowed.is_dirty = False
-        self._manager.free((stowed.tensor,))
+        self._tiers.free((stowed.tensor,))
 
     def _use(self, tensor: int) -> None:
-        self._manager.acquire((tensor,), traced=False)
-        self._manager.release((tensor,), dirty=False)
+        self._tiers.acquire((tensor,), traced=False)
+        self._tiers.release((tensor,), dirty=False)
 
     def _bytes_of(self, stowed: _Stowed, tier: _C.Tier) -> torch.Tensor:
         chunk, nbytes = stowed.chunk, stowed.range[1]
         if tier == _C.Tier.DEVICE:
             return chunk.tensor.view(torch.uint8)
-        self._manager.wait_host(chunk)
+        self._tiers.wait_host(chunk)
         memory = (ctypes.c_char * nbytes).from_address(chunk.host.address)
         return torch.frombuffer(memory, dtype=torch.uint8)
 

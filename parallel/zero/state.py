@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from gemini.errors import ConfigError
+from gemini.optim.loss_scale import LossScale
 from gemini.optim.wrapped import hooks_set_aside
 
 from .collectives import Collectives
+from .params import ShardedParams
 from .shards import ParamShard
 
-if TYPE_CHECKING:
-    from .optimizer import LowLevelZeroOptimizer
-
 _Entry = dict[str, Any]
+
+
+class ShardedStates(Protocol):
+    """An optimizer whose states are cut among ranks, as far as its state dict goes: LowLevelZeroOptimizer."""
+
+    optim: torch.optim.Optimizer
+    collectives: Collectives
+    sharded: ShardedParams
+    loss_scale: LossScale | None
+
+    def gather_all(self) -> None:
+        """Make every parameter whole again from its parts."""
+
+    def share_groups(self) -> None:
+        """Have the groups of the wrapped optimizer be this one's."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class StateShard:
     master: torch.Tensor | None
 
 
-def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
+def state_shards(optimizer: ShardedStates) -> Iterator[StateShard]:
     """Yield this rank's part of the state; see LowLevelZeroOptimizer.state_shards."""
     with hooks_set_aside(optimizer.optim):
         states = optimizer.optim.state_dict()["state"]
@@ -53,7 +67,7 @@ def state_shards(optimizer: LowLevelZeroOptimizer) -> Iterator[StateShard]:
         yield StateShard(index, tuple(shard.shape), shard.start, shard.stop, tensors, values, master)
 
 
-def export_state(optimizer: LowLevelZeroOptimizer, only_rank_0: bool = False) -> dict[str, Any]:
+def export_state(optimizer: ShardedStates, only_rank_0: bool = False) -> dict[str, Any]:
     """Return the whole state, {} where it is not wanted; see LowLevelZeroOptimizer.state_dict."""
     collectives = optimizer.collectives
     keeps = not only_rank_0 or collectives.rank == 0
@@ -91,7 +105,7 @@ def export_state(optimizer: LowLevelZeroOptimizer, only_rank_0: bool = False) ->
     return exported
 
 
-def exported_groups(optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
+def exported_groups(optimizer: ShardedStates) -> list[dict[str, Any]]:
     """Return the groups as a state dict has them, with the numbers of all parameters."""
     groups, first = [], 0
     with hooks_set_aside(optimizer.optim):
@@ -106,7 +120,7 @@ def exported_groups(optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def import_state(
-    optimizer: LowLevelZeroOptimizer, state_dict: dict[str, Any], shards: Iterable[StateShard] | None = None
+    optimizer: ShardedStates, state_dict: dict[str, Any], shards: Iterable[StateShard] | None = None
 ) -> None:
     """Take over a whole state, or the groups of one and its parts. Raises ConfigError before any change."""
     groups = state_dict["param_groups"]
@@ -182,7 +196,7 @@ class _OwnPart:
 
 
 def _whole_shards(
-    optimizer: LowLevelZeroOptimizer, state_dict: dict[str, Any], numbers: list[int]
+    optimizer: ShardedStates, state_dict: dict[str, Any], numbers: list[int]
 ) -> Iterator[StateShard]:
     """Yield a state dict as parts that are whole parameters."""
     masters = state_dict.get("masters", {})
@@ -204,7 +218,7 @@ def _beside(optim: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _load_own(
-    optimizer: LowLevelZeroOptimizer,
+    optimizer: ShardedStates,
     groups: list[dict[str, Any]],
     parts: list[_OwnPart],
     beside: dict[Any, Any],
