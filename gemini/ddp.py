@@ -12,11 +12,12 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
-from gemini.collectives import ProcessGroupPeers, make_peers, prepared
+from gemini.collectives import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
 from gemini.managed_model import ManagedModel
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, PlanReport
+from gemini.preparation import prepared
 from gemini.retry import retry_step
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from gemini.chunk.devices import open_device
-from gemini.collectives import make_peers, prepared
+from gemini.collectives import make_peers
 from gemini.config import keyword_names, refuse_unknown
 from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.managed_model import ManagedModel
+from gemini.preparation import prepared
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig

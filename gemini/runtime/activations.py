@@ -22,13 +22,14 @@ from gemini import _C
 from gemini.chunk import Chunk
 from gemini.errors import ConfigError
 from gemini.placement import TierCapacity
+from gemini.runtime.addresses import span_bytes
 from gemini.runtime.chunk_pool import ChunkPool
 from gemini.runtime.gate import Gate
 from gemini.runtime.keep_plan import Fate, KeepPlan
 from gemini.runtime.leases import Leases, pin
 from gemini.runtime.param import ManagedParameter, ManagedTensor
 from gemini.runtime.recompute import Recompute
-from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight, span_bytes
+from gemini.runtime.saved import Kept, Saved, Stored, Version, Weight
 
 if TYPE_CHECKING:
     from gemini.runtime.config import GeminiConfig

@@ -28,3 +28,11 @@ class ParametersByAddress:
                 params = list(self._params.items())
                 found = next((p for begin, p in params if begin < address < begin + p.nbytes), None)
         return found if hasattr(found, "_slot") else None  # or it is an ordinary one again
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie between the beginning of the first element and the end of the last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

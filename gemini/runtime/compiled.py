@@ -22,7 +22,7 @@ from gemini.config import format_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.backward import NodesSoFar, hook_backward, nodes_so_far
 from gemini.runtime.blocks import find_blocks, is_compiled
-from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.gate import Gate
 from gemini.runtime.nested import tensors_in
 from gemini.runtime.param import ManagedParameter, ManagedTensor, operands_of, pinned
 from gemini.runtime.plain_views import PlainViews, managed_places
@@ -39,8 +39,8 @@ _ALL: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # what the compiler i
 class CompiledBlock:
     """Stands in for the compiled call of a module: pins what it uses around it."""
 
-    def __init__(self, manager: GeminiManager, module: nn.Module, name: str) -> None:
-        self._manager = manager
+    def __init__(self, gate: Gate, module: nn.Module, name: str) -> None:
+        self._gate = gate
         self._module = module
         self._name = name
         self._before = module._compiled_call_impl
@@ -64,22 +64,22 @@ class CompiledBlock:
         operands = operands_of(([param for *_, param in places], args), kwargs)
         if not operands:
             return self._call(*args, **kwargs)
-        if any(operand._ref.manager is not self._manager for operand in operands):
+        if any(operand._ref.manager is not self._gate for operand in operands):
             raise ConfigError(
                 f"compiled block {self._name!r} uses parameters of another managed model; give it copies"
             )
         views = PlainViews(operands)
         num_graphs = _num_graphs()
         nodes = self._nodes_so_far(args, kwargs)
-        with pinned(self._manager, operands):
+        with pinned(self._gate, operands):
             args, kwargs = arguments = views.plain((args, kwargs))
             try:
                 with views.replacing(self._module):
                     out = self._call(*args, **kwargs)
             finally:
                 views.managed(arguments)  # lists and the like, which the caller has
-            if _num_graphs() != num_graphs and self._manager.is_followed:
-                self._manager.abandon()  # the compiler took memory and time that no other step takes
+            if _num_graphs() != num_graphs and self._gate.is_followed:
+                self._gate.abandon()  # the compiler took memory and time that no other step takes
             if nodes is not None:
                 with PlainTensors():
                     self._hook_backward(out, nodes, operands, arguments)
@@ -88,7 +88,7 @@ class CompiledBlock:
     def _nodes_so_far(self, args: Any, kwargs: Any) -> NodesSoFar | None:
         """Return what tells the call's own nodes from older ones; None: they need no hooks. What the call
         uses comes as arguments or is held by the module."""
-        if self._manager.resident or not torch.is_grad_enabled():
+        if self._gate.resident or not torch.is_grad_enabled():
             return None
         with PlainTensors():
             return nodes_so_far([*tensors_in([args, kwargs]), *_held_tensors(self._module)])
@@ -97,10 +97,10 @@ class CompiledBlock:
         tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
         seen: list[Any] = []
         returned = tensors_in(out)
-        if not hook_backward(returned, nodes, self._manager, tensors, arguments, seen):
+        if not hook_backward(returned, nodes, self._gate, tensors, arguments, seen):
             # What the call may have left elsewhere than in what it returned.
             attributes = [vars(part) for part in self._module.modules()]
-            hook_backward(attributes, nodes, self._manager, tensors, seen=seen)
+            hook_backward(attributes, nodes, self._gate, tensors, seen=seen)
 
 
 def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -118,8 +118,8 @@ def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 class CompiledBlocks:
     """The compiled blocks of one model, as far as they are known."""
 
-    def __init__(self, manager: GeminiManager, module: nn.Module) -> None:
-        self._manager = manager
+    def __init__(self, gate: Gate, module: nn.Module) -> None:
+        self._gate = gate
         self._module = module
         self._named = list(module.named_modules())
         self._blocks: list[CompiledBlock] = []
@@ -168,7 +168,7 @@ class CompiledBlocks:
         Raises:
             StateError: the pass would be recorded into a CUDA graph.
         """
-        if self._manager.chunks.device.is_capturing():
+        if self._gate.chunks.device.is_capturing():
             raise StateError(
                 "forward: a managed model cannot be captured into a CUDA graph: replaying one would move no "
                 "chunk. Call it outside of torch.cuda.graph() and make_graphed_callables(), and have blocks "
@@ -177,11 +177,11 @@ class CompiledBlocks:
         if self._blocks and _CUDA_GRAPHS in sys.modules and not any(one._awaits_backward for one in _ALL):
             torch.compiler.cudagraph_mark_step_begin()
         if training:
-            self._num_gradients = self._manager.num_gradients
+            self._num_gradients = self._gate.num_gradients
 
     @property
     def _awaits_backward(self) -> bool:
-        has_pass = self._blocks and self._manager.num_gradients == self._num_gradients
+        has_pass = self._blocks and self._gate.num_gradients == self._num_gradients
         return bool(has_pass) and any(param.requires_grad for param in self._module.parameters())
 
     def _find(self) -> None:
@@ -191,11 +191,11 @@ class CompiledBlocks:
         inside: tuple[str, ...] = ()
         for name, module in self._named:
             if is_compiled(module) and not (inside and name.startswith(inside)):
-                self._blocks.append(CompiledBlock(self._manager, module, name))
+                self._blocks.append(CompiledBlock(self._gate, module, name))
                 inside += (f"{name}." if name else "",)
         self._seen = self._calls()
-        device = self._manager.chunks.device
-        self._manager.gradients_are_lent = bool(self._blocks) and device.has_own_memory
+        device = self._gate.chunks.device
+        self._gate.lend_gradients(bool(self._blocks) and device.has_own_memory)
 
     def _calls(self) -> list[Any]:
         """Return what may say of a module that it is compiled, and can be set at any time."""

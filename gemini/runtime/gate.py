@@ -160,6 +160,15 @@ class Gate(ABC):
         self._gather, self._note_written = gather, note_written
 
     @property
+    def is_followed(self) -> bool:
+        """Whether what runs now is part of the order of steps or of evaluations."""
+        return self._following is not None
+
+    def lend_gradients(self, lent: bool) -> None:
+        """Say whether gradients lie in memory that the next call of a compiled block takes back."""
+        self.gradients_are_lent = lent
+
+    @property
     def is_closed(self) -> bool:
         """Whether the model was closed, or is another process's."""
         return "pre_op" in vars(self)

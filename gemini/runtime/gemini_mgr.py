@@ -100,11 +100,6 @@ class GeminiManager(Gate):
     # -- steps -----------------------------------------------------------------------------------
 
     @property
-    def is_followed(self) -> bool:
-        """Whether what runs now is part of the order of steps or of evaluations."""
-        return self._following is not None
-
-    @property
     def is_warmup(self) -> bool:
         """Whether no iteration has been recorded yet."""
         return self.order.trace is None

@@ -16,9 +16,9 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
 from gemini.offload.mapped import MappedTensors
+from gemini.runtime.addresses import span_bytes
 from gemini.runtime.gate import Gate
 from gemini.runtime.living import parameter_at
-from gemini.runtime.saved import span_bytes
 
 # Pinned are at most two chunks, or 1 / so much of DEVICE.
 _DEVICE_SHARE = 2

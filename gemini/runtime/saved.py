@@ -102,11 +102,3 @@ class Weight:
     chunk: Chunk
     tensor: int
     fate: None = None
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes lie between the beginning of the first element and the end of the last one."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize

@@ -16,8 +16,8 @@ from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.mixture import Mixture
 from gemini.runtime.state_piece import MASTER, StatePiece
-from gemini.zero.gradient import ShardedGradient, ShardPlace
-from gemini.zero.share import GroupShard, Share
+from gemini.zero.gradient import GroupShard, ShardedGradient, ShardPlace
+from gemini.zero.share import Share
 
 # Addresses are reserved for so many states of each element; they take no memory.
 _EXPECTED_STATES = ("first", "second")

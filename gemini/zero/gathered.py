@@ -10,8 +10,9 @@ from gemini.chunk import TensorIds
 from gemini.runtime.gate import Gate
 from gemini.runtime.storage import ChunkGroup, ModelStorage
 from gemini.runtime.tensor_mgr import TensorState
+from gemini.zero.gradient import GroupShard
 from gemini.zero.peers import Peers, Transfer
-from gemini.zero.share import GroupShard, stays_whole
+from gemini.zero.share import stays_whole
 from gemini.zero.use_order import UseOrder
 
 

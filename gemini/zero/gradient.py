@@ -1,19 +1,46 @@
-"""The gradient of one parameter over several ranks: whole while backward makes it, then this rank's shard."""
+"""What this rank owns of a chunk group, and gradients over several ranks: whole while backward makes them,
+then this rank's shard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
+from gemini.chunk import Chunk
 from gemini.errors import ConfigError
 from gemini.runtime.gate import Gate, TensorRef
 from gemini.runtime.gradient import SlotGradient
 from gemini.runtime.param import as_managed
 from gemini.runtime.snapshot import NO_SNAPSHOT
 from gemini.runtime.tensor_mgr import TensorState
-from gemini.zero.share import GroupShard
+
+
+@dataclass(frozen=True)
+class GroupShard:
+    """Elements ``[start, stop)`` of a parameter chunk, which this rank owns, and their gradient.
+
+    ``param_tensor`` is the shard of the parameters in the chunk table; each parameter has a tensor of its own
+    on ``grad``, which is None for what is frozen.
+    """
+
+    start: int
+    stop: int
+    param: Chunk
+    param_tensor: int
+    grad: Chunk | None
+
+    def param_flat(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of the parameter chunk, which must be among the shard's."""
+        return self.param.tensor[start - self.start : stop - self.start]
+
+    def clip(self, start: int, stop: int) -> tuple[int, int]:
+        """Return what of ``[start, stop)`` the shard holds; an empty range at a place of the shard's where
+        that is nothing."""
+        low = min(max(start, self.start), self.stop)
+        return low, max(low, min(stop, self.stop))
 
 
 class ShardPlace(NamedTuple):

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from gemini.chunk import Chunk
-
 # Whole chunks stay for a step if they are so many times smaller than the largest: gathering them again would
 # take the time of a message, keeping them takes next to nothing.
 _SMALL_PART = 16
@@ -54,28 +50,3 @@ class Share:
 def stays_whole(nbytes: int, largest: int) -> bool:
     """Say whether a whole chunk is small enough, beside the ``largest``, to stay once it is gathered."""
     return nbytes * _SMALL_PART <= largest
-
-
-@dataclass(frozen=True)
-class GroupShard:
-    """Elements ``[start, stop)`` of a parameter chunk, which this rank owns, and their gradient.
-
-    ``param_tensor`` is the shard of the parameters in the chunk table; each parameter has a tensor of its own
-    on ``grad``, which is None for what is frozen.
-    """
-
-    start: int
-    stop: int
-    param: Chunk
-    param_tensor: int
-    grad: Chunk | None
-
-    def param_flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the parameter chunk, which must be among the shard's."""
-        return self.param.tensor[start - self.start : stop - self.start]
-
-    def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """Return what of ``[start, stop)`` the shard holds; an empty range at a place of the shard's where
-        that is nothing."""
-        low = min(max(start, self.start), self.stop)
-        return low, max(low, min(stop, self.stop))

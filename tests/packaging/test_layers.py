@@ -24,6 +24,7 @@ PYTHON_LAYERS = [
         "wrapper",
         "managed_model",
         "in_place",
+        "preparation",
         "weights",
         "state_loading",
         "state_as_part",
