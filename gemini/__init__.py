@@ -12,7 +12,7 @@ from gemini.errors import (
     OutOfBudgetError,
     StateError,
 )
-from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
+from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
@@ -30,6 +30,7 @@ __all__ = [
     "GeminiOptimizer",
     "HybridAdam",
     "IoError",
+    "Lion",
     "OutOfBudgetError",
     "StateError",
     "__version__",

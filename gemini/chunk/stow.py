@@ -51,6 +51,10 @@ class Stow:
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._stowed
 
+    def holds(self, tensor: int) -> bool:
+        """Say whether the file has what a stowed chunk, with this tensor, was last."""
+        return tensor in self._stowed and self._stowed[tensor].has_place
+
     @property
     def bytes(self) -> int:
         """What the file has of chunks now."""
