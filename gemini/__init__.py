@@ -14,7 +14,7 @@ from gemini.errors import (
 )
 from gemini.in_place import manage
 from gemini.managed_model import ManagedModel, handle_of
-from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam
+from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
@@ -32,6 +32,7 @@ __all__ = [
     "GeminiOptimizer",
     "HybridAdam",
     "IoError",
+    "Lion",
     "ManagedModel",
     "OutOfBudgetError",
     "StateError",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
-from gemini.optim import chunk_update, gradients
+from gemini.optim import chunk_update, gradients, rule
 
 VOCAB, WIDTH = 64, 128
 
@@ -48,7 +48,7 @@ class LateDevice(SimulatedDevice):
     @contextmanager
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Run torch's operators and the kernels late for the block."""
-        make_row, run_rows = chunk_update.make_row, chunk_update.run_rows
+        make_row, run_rows = rule.make_row, rule.run_rows
         sum_of_squares = gradients.sum_of_squares
         update_on_host = chunk_update.update_on_host
         lend = GpuMemory.lend
@@ -62,7 +62,10 @@ class LateDevice(SimulatedDevice):
             used.extend((param, grad))
             return make_row(param, grad, *more, **options)
 
-        def late_rows(rows: Sequence[Any], steps: Sequence[Any], _device: object) -> bool:
+        def late_rows(rows: Sequence[Any], steps: Sequence[Any], device: object, *more: Any) -> bool:
+            if device == "cpu" and isinstance(device, str):  # on HOST, by the CPU
+                used.clear()
+                return run_rows(rows, steps, device, *more)
             self.operators.launch(used.copy(), lambda: run_rows(rows, steps))
             used.clear()
             return True
@@ -77,8 +80,8 @@ class LateDevice(SimulatedDevice):
 
         monkeypatch.setattr(GpuMemory, "lend", noted_loan)
         monkeypatch.setattr(chunk_update, "update_on_host", update_at_once)
-        monkeypatch.setattr(chunk_update, "make_row", noted_row)
-        monkeypatch.setattr(chunk_update, "run_rows", late_rows)
+        monkeypatch.setattr(rule, "make_row", noted_row)
+        monkeypatch.setattr(rule, "run_rows", late_rows)
         monkeypatch.setattr(gradients, "sum_of_squares", awaited_sum)
         try:
             with self.operators:

@@ -15,7 +15,6 @@ from gemini.checkpoint.writer import CheckpointWriter
 from gemini.errors import IoError
 from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import MOMENTS
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values
 
 
@@ -139,7 +138,7 @@ class CheckpointFiles:
                 file = self._weights[slot.name]
                 extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
-                for state in MOMENTS:
+                for state in self._optimizer.state_names:
                     tensors[piece.tensors[state]] = None
                     name = _range_name(slot, state)
                     read = partial(piece.flat, state, start, stop)
@@ -198,7 +197,7 @@ def _state_files(
         for slot in group.slots:
             start, stop = contents.owned(slot)
             if slot in optimizer.steps and start < stop:
-                for state in MOMENTS:
+                for state in optimizer.state_names:
                     specs.append(TensorSpec(_range_name(slot, state), torch.float32, (stop - start,)))
                     owners[specs[-1].name] = (slot, state)
     files: dict[str, TensorFile] = {}
@@ -208,7 +207,7 @@ def _state_files(
         for spec in shard:
             slot, state = owners[spec.name]
             files[spec.name] = file
-            writer.states[state][slot.name] = [(*contents.owned(slot), name, spec.name)]
+            writer.states.setdefault(state, {})[slot.name] = [(*contents.owned(slot), name, spec.name)]
     return files
 
 

@@ -25,7 +25,6 @@ from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.files import io_errors
 from gemini.offload.mapped import MappedTensors
-from gemini.optim.state_exchange import MOMENTS
 from gemini.optim.state_format import step_count
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -187,6 +186,9 @@ FORMS: dict[str, Callable[[CheckpointReader, Path, torch.dtype], None]] = {
 }
 
 
+_OF_ADAM = {"exp_avg", "exp_avg_sq"}  # which counts steps beside them
+
+
 class _Mapped:
     """Whole tensors of a checkpoint, mapped from a file in ``scratch``."""
 
@@ -194,8 +196,9 @@ class _Mapped:
         self._reader = reader
         specs = {name: reader.spec(name) for name in reader.weights}
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in specs.values()]
-        sizes += [2 * 4 * math.prod(specs[name][1]) for name in reader.manifest["optimizer_steps"]]
-        self._file = MappedTensors(str(scratch), sum(sizes), 2 * len(sizes))
+        kept = len(reader.states)
+        sizes += [kept * 4 * math.prod(specs[name][1]) for name in reader.manifest["optimizer_steps"]]
+        self._file = MappedTensors(str(scratch), sum(sizes), max(kept, 1) * len(sizes))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return all weights and buffers; tied ones are one tensor."""
@@ -204,17 +207,18 @@ class _Mapped:
         return found | {alias: found[stored] for alias, stored in aliases.items()}
 
     def state(self, param: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter as torch's Adam names them."""
-        count = self._reader.manifest["optimizer_steps"][param]
-        moments = {state: self._file.copy(self._reader.state(state, param)) for state in MOMENTS}
-        return {"step": step_count(count), **moments}
+        """Return the states of a parameter as torch's optimizer names them."""
+        states = {state: self._file.copy(self._reader.state(state, param)) for state in self._reader.states}
+        if states.keys() != _OF_ADAM:
+            return states
+        return {"step": step_count(self._reader.manifest["optimizer_steps"][param]), **states}
 
 
 def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return settings and members of each parameter group, in terms of torch's AdamW."""
+    """Return settings and members of each parameter group, in terms of torch's optimizer."""
     settings = reader.objects()["param_groups"]
     found = []
     for group, members in zip(settings, reader.manifest["group_members"], strict=True):
-        decoupled = group.get("adamw_mode", True)
-        found.append(({**group, "decoupled_weight_decay": decoupled}, list(members)))
+        decoupled = {"decoupled_weight_decay": group["adamw_mode"]} if "adamw_mode" in group else {}
+        found.append(({**group, **decoupled}, list(members)))
     return found

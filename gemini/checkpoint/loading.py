@@ -19,11 +19,11 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
+from gemini.checkpoint.structure import kept_states
 from gemini.errors import CheckpointError, ConfigError
 from gemini.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.kernels import AdamHyper
-from gemini.optim.state_exchange import MOMENTS, take_counts, write_state, write_state_range
+from gemini.optim.state_exchange import take_counts, write_state, write_state_range
 from gemini.rank import Rank
 from gemini.runtime import write_range, write_values
 from gemini.weights import import_others
@@ -194,7 +194,7 @@ def _load_settings(
 def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
     """Raise ConfigError for settings of groups that no step could be made with."""
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
-        AdamHyper.from_group({**group, **saved})
+        optimizer.rule.hyper({**group, **saved})
 
 
 def _check_model(
@@ -206,6 +206,12 @@ def _check_model(
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
+    kept = kept_states(manifest)
+    if set(kept) != set(optimizer.state_names):
+        raise CheckpointError(
+            f"{checkpoint} has of each parameter the states {list(kept)}, and the optimizer keeps "
+            f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it"
+        )
     slots = model.storage.slots
     frozen = [name for name in manifest["optimizer_steps"] if slots[name].grad is None]
     if frozen:
@@ -283,7 +289,7 @@ def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: Gemi
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
-        for state in MOMENTS:
+        for state in optimizer.state_names:
             if reader.stride(slot.name) == slot.param_view.stride():
                 for first, values in reader.state_pieces(state, slot.name, *contents.owned(slot)):
                     write_state_range(optimizer, slot, state, first, values)

@@ -115,6 +115,7 @@ def _prepared(
         "aliases": contents.aliases(model),
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
         "optimizer_steps": {slot.name: count for slot, count in optimizer.steps.items()},
+        "states": list(optimizer.state_names),
         "group_members": contents.group_members(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict() if optimizer.loss_scale is not None else None,
         "scheduler": scheduler is not None,

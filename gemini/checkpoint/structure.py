@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.checkpoint import contents
-from gemini.optim.state_exchange import MOMENTS
 
 _MAX_DIMS = 64  # as torch
 _STATES = re.compile(r"optimizer-rank-\d{5,}-of-\d{5,}-\d{5,}\.safetensors", re.ASCII)
@@ -61,6 +60,14 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError(f"it has {manifest['ranks']!r:.200} ranks, and not the files of so many")
 
 
+def kept_states(manifest: Mapping[str, Any]) -> list[str]:
+    """Return what the optimizer that was saved keeps of each element; at first that was Adam, always."""
+    names = manifest.get("states", ["exp_avg", "exp_avg_sq"])
+    if type(names) is not list or not all(type(name) is str and name.isidentifier() for name in names):
+        raise ValueError(f"states are {names!r:.200}")
+    return names
+
+
 def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
     """Check that an index has every weight and buffer, and the ranges of every state each element once."""
     parameters, buffers = table(manifest["parameters"]), table(manifest["buffers"])
@@ -82,8 +89,8 @@ def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states
         whole_number(count)
         if name not in parameters:
             raise ValueError(f"{name!r} has optimizer states and is no parameter")
-    if states.keys() != set(MOMENTS):
-        raise ValueError(f"it has states {sorted(states)!r:.200}, not {sorted(MOMENTS)}")
+    if states.keys() != set(kept_states(manifest)):
+        raise ValueError(f"it has states {sorted(states)!r:.200}, not {sorted(kept_states(manifest))!r:.200}")
     for state, ranges in states.items():
         _check_ranges(state, ranges, {name: math.prod(parameters[name]["shape"]) for name in stepped})
 

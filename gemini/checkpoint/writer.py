@@ -18,7 +18,6 @@ from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.structure import Ranges, check_values
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.errors import CheckpointError
-from gemini.optim.state_exchange import MOMENTS
 from gemini.rank import Rank
 
 Range = tuple[int, int, str, str]  # first and last element, file, name of the tensor in it
@@ -38,7 +37,7 @@ class CheckpointWriter:
         self.manifest: Mapping[str, Any] = {}
         self.rng: Mapping[str, Any] = {}
         self.weights: dict[str, str] = {}
-        self.states: dict[str, dict[str, list[Range]]] = {state: {} for state in MOMENTS}
+        self.states: dict[str, dict[str, list[Range]]] = {}
         self._weight_bytes = 0
         self._staging = Staging()
         self._open: dict[str, TensorFile] = {}
@@ -138,7 +137,7 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
     """Put together what the ranks wrote, and publish it."""
     written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
-    states: Ranges = {state: {} for state in MOMENTS}
+    states: Ranges = {state: {} for state in writer.manifest["states"]}
     total = 0
     for index in range(writer.rank.count):
         name = contents.part_file(index, writer.rank.count)

@@ -87,7 +87,8 @@ class DiskFile:
         if self._reserved:
             return None
         taken_bytes = sum(self._places[chunk][1] for chunk in self._taken)
-        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=False)
+        reserve = _reserves(self._budgets, self._file_bytes)
+        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=reserve)
 
     def place(self, nbytes: int, *, expected: bool = False) -> int:
         """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the

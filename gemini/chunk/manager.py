@@ -117,6 +117,11 @@ class ChunkManager:
         tensor: int = self.table.add_tensor(chunk.id)
         return tensor
 
+    def has_content(self, tensor: int) -> bool:
+        """Say whether a tensor was written since it was made or freed, be it stowed now."""
+        held = self.table.tensor_state(tensor) != _C.TensorState.FREE
+        return held or (self.stow is not None and self.stow.holds(tensor))
+
     def lend(self, chunk: Chunk) -> tuple[torch.UntypedStorage, object]:
         """Return a storage over the window of ``chunk``, which keeps it in no place, and an object that lives
         as long as the storage does."""

@@ -67,6 +67,10 @@ class Stow:
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._stowed
 
+    def holds(self, tensor: int) -> bool:
+        """Say whether the file has what a stowed chunk, with this tensor, was last."""
+        return tensor in self._stowed and self._stowed[tensor].has_place
+
     def usage(self) -> dict[str, int]:
         """Return bytes as ``stats()`` does those of a tier."""
         reserved = sum(file.size for file in self._files)

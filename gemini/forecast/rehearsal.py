@@ -37,7 +37,7 @@ from gemini.memstats import Trace
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
-from gemini.optim.kernels import AdamStep, Row
+from gemini.optim.rule import Part
 from gemini.placement import TierCapacity
 from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
 from gemini.runtime.adopt import manage
@@ -47,7 +47,6 @@ from gemini.runtime.gate import TensorRef
 from gemini.runtime.growth import Growth
 
 _UNLIMITED = 2**62
-_NUMEL_COLUMN = 8
 
 # A scalar to differentiate, from what the model returned and the inputs.
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -243,17 +242,19 @@ class _RehearsedModel(GeminiDDP):
 
 
 class _RehearsedUpdate(ChunkUpdate):
-    """An update that counts what the kernel would read and write."""
+    """An update that counts what Adam's kernel would read and write."""
 
     meter: Meter
 
-    def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
+    def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
         dtype = self._group.param.spec.dtype
         masters = dtype.itemsize < 4
         # Parameter (or its master) and two moments, read and written; the gradient; the copy of a master.
         element_bytes = 3 * 8 + dtype.itemsize * (2 if masters else 1)
-        for row in rows:
-            self.meter.count_update(row[_NUMEL_COLUMN], row[_NUMEL_COLUMN] * element_bytes, dtype)
+        for part in parts:
+            numel = part.values.numel()
+            self.meter.count_update(numel, numel * element_bytes, dtype)
+        return lambda: None
 
 
 class _RehearsedOptimizer(GeminiOptimizer):

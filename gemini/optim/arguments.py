@@ -14,6 +14,7 @@ from gemini.managed_model import ManagedModel
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
+from gemini.optim.rule import UpdateRule, rule_of
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 from gemini.runtime.host_states import HostUpdates
@@ -32,12 +33,15 @@ def checked_max_norm(max_norm: float) -> float:
     return max_norm
 
 
-def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> None:
-    """Raise ConfigError where ``optim`` cannot update the chunks of ``model``."""
-    if not isinstance(optim, CPUAdam):
-        raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optim).__name__}")
+def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> UpdateRule:
+    """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
+    rule = rule_of(optim)
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
+    for group in optim.param_groups:
+        rule.hyper(group)
+    if not isinstance(optim, CPUAdam):
+        return rule
     if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
@@ -48,6 +52,7 @@ def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> None:
             "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
             "master_remainders to the optimizer"
         )
+    return rule
 
 
 def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:

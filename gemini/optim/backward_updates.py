@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Any
 from weakref import WeakMethod
 
 from gemini.errors import IoError, OutOfBudgetError, StateError
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
-from gemini.optim.kernels import AdamHyper
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, ModelStorage
 from gemini.runtime.phases import OPTIMIZER
 
@@ -65,7 +65,7 @@ class BackwardUpdates:
         self._arrived: Counter[ManagedSlot] = Counter()
         self._watched: set[ManagedSlot] = set()  # of those that have arrived
         self._missing: Counter[int] = Counter()  # gradients yet to come in this pass, by group
-        self._updated: dict[ManagedSlot, AdamHyper] = {}  # since the last step
+        self._updated: dict[ManagedSlot, Any] = {}  # since the last step
         self._unfinished: list[ChunkUpdate] = []
 
     @property
@@ -108,7 +108,7 @@ class BackwardUpdates:
         elif self._is_complete(group) and self._manager.order.is_early(group.grad.id):
             self._run(group)
 
-    def finish(self, update: Callable[[], None], hypers: Mapping[ManagedSlot, AdamHyper]) -> None:
+    def finish(self, update: Callable[[], None], hypers: Mapping[ManagedSlot, Any]) -> None:
         """End the step: run what is unfinished, then ``update``, which updates what else has a gradient.
 
         Raises:

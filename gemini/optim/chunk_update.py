@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
-from gemini.optim.host_update import Part, update_on_host
-from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
+from gemini.optim.host_update import HostPart, update_on_host
+from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.mixture import HALF_LOADED, Mixture
 
@@ -72,7 +72,7 @@ class Completeness:
 
 
 class ChunkUpdate:
-    """Adam on the parameters of one group that have a gradient, one state piece at a time.
+    """An update rule on the parameters of one group that have a gradient, one state piece at a time.
 
     Everything that the result depends on is captured: hyper-parameters, step numbers, scaling. See
     :class:`gemini.runtime.pending.PendingUpdate` for what may be done with it. Not thread-safe.
@@ -83,11 +83,12 @@ class ChunkUpdate:
         manager: GeminiManager,
         group: ChunkGroup,
         order: int,
-        steps: Mapping[ManagedSlot, AdamStep],
+        steps: Mapping[ManagedSlot, UpdateStep],
         completeness: Completeness,
+        kept: tuple[UpdateRule, tuple[str, ...]],
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
-        has a gradient."""
+        has a gradient. ``kept``: by which rule, and the states that it uses."""
         self.order = order
         self.tensors = _tensors(group)
         chunk_of = manager.chunks.table.chunk_of
@@ -97,10 +98,11 @@ class ChunkUpdate:
         self._group = group
         self.steps = steps
         self._completeness = completeness
+        self._rule, states = kept
         self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
         self._left = [
-            _Piece(group, piece, touched, chunk_of)
+            _Piece(group, piece, touched, states, chunk_of)
             for piece in group.pieces
             if (touched := _touched(piece, steps))
         ]
@@ -142,19 +144,16 @@ class ChunkUpdate:
             return
         with operator(left.written + left.grads, left.written), torch.no_grad():
             self._manager.snapshot.before_update(left.piece)
-            rows: list[Row] = []
-            grads: list[torch.Tensor] = []  # alive until the kernel has read them: some are copies
+            parts: list[Part] = []
             for slot in left.slots:
                 start, stop = slot.overlapping(left.piece)
-                grads.append(slot.trainable_grad.flat(start - slot.start, stop - slot.start))
+                grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
                 param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
-                moments = {
-                    "exp_avg": left.piece.flat("exp_avg", start, stop).data_ptr(),
-                    "exp_avg_sq": left.piece.flat("exp_avg_sq", start, stop).data_ptr(),
-                }
-                rows.append(make_row(param, grads[-1], moments, half_out=half_out, step_index=len(rows)))
+                states = {name: left.piece.flat(name, start, stop) for name in left.states}
+                parts.append(Part(param, grad, states, half_out, self.steps[slot]))
+            run = self._prepare(parts)
             with self._completeness.change():
-                self._run_kernel(rows, [self.steps[slot] for slot in left.slots])
+                run()
                 del self._left[0]
 
     def _belongs_on_host(self, left: _Piece) -> bool:
@@ -169,15 +168,15 @@ class ChunkUpdate:
         )
 
     def _update_on_host(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
-        parts = [Part(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
+        parts = [HostPart(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
         tensors = left.written + left.grads
         with operator(tensors, left.written, on_host=True), torch.no_grad(), self._completeness.change():
-            update_on_host(self._manager.chunks, self._group, left.piece, parts)
+            update_on_host(self._manager.chunks, self._group, left.piece, parts, (self._rule, left.states))
             del self._left[0]
 
-    def _run_kernel(self, rows: Sequence[Row], steps: Sequence[AdamStep]) -> None:
-        """Update the memory of ``rows``, which is pinned."""
-        run_rows(rows, steps, self._group.param.tensor.device)
+    def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
+        """Return what updates the memory of ``parts``, which is pinned."""
+        return self._rule.prepare(parts, self._group.param.tensor.device)
 
 
 class _Piece:
@@ -188,16 +187,19 @@ class _Piece:
         group: ChunkGroup,
         piece: StatePiece,
         slots: Sequence[ManagedSlot],
+        states: tuple[str, ...],
         chunk_of: Callable[[int], int],
     ) -> None:
         self.piece = piece
         self.slots = slots
-        self.written = group.value_tensors(slots) + list(piece.tensors.values())
+        self.states = states
+        kept = [piece.tensors[name] for name in (MASTER, *states) if name in states or piece.has(name)]
+        self.written = group.value_tensors(slots) + kept
         self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
 
 
-def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, AdamStep]) -> list[ManagedSlot]:
+def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, UpdateStep]) -> list[ManagedSlot]:
     return [slot for slot in steps if slot.start < piece.stop and piece.start < slot.stop]
 
 

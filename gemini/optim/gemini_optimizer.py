@@ -1,4 +1,4 @@
-"""GeminiOptimizer: Adam over chunks, one state piece at a time."""
+"""GeminiOptimizer: an optimizer over chunks, one state piece at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from gemini.optim.arguments import (
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.clipping import Clipping
-from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import (
     all_finite,
     scaled,
@@ -36,11 +35,17 @@ from gemini.optim.gradients import (
     visit_gradients,
     whole_gradient,
 )
-from gemini.optim.hybrid_adam import HybridAdam
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
+from gemini.optim.kernels import GradScale
 from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
-from gemini.optim.state_exchange import checked_state, export_state, import_together, take_over_state
+from gemini.optim.rule import UpdateStep
+from gemini.optim.state_exchange import (
+    checked_state,
+    export_state,
+    forget_states,
+    import_together,
+    take_over_state,
+)
 from gemini.optim.state_shards import export_to_first
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.gradient_scale import ScaledLosses
@@ -51,13 +56,14 @@ from gemini.runtime.storage import slot_of
 
 
 class GeminiOptimizer(ManagedGroups):
-    """Run the Adam of ``optim`` on the chunks of ``model``.
+    """Run the updates of ``optim`` on the chunks of ``model``, with the bits that it has by itself.
 
     Shares the parameter groups and hooks of ``optim``, so schedulers may hold either. :meth:`step` consumes
     the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
-        optim: a CPUAdam or HybridAdam over parameters of ``model`` (made before or after wrapping).
+        optim: a CPUAdam, HybridAdam, Lion or torch.optim.SGD over parameters of ``model`` (made before or
+            after wrapping).
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
@@ -82,7 +88,7 @@ class GeminiOptimizer(ManagedGroups):
 
     def __init__(
         self,
-        optim: CPUAdam | HybridAdam,
+        optim: torch.optim.Optimizer,
         model: nn.Module | ManagedModel,
         *,
         max_norm: float = 0.0,
@@ -98,7 +104,7 @@ class GeminiOptimizer(ManagedGroups):
         overlap: Overlap = True,
     ) -> None:
         model = handle_of(model)
-        check_optimizer(optim, model)
+        self.rule = check_optimizer(optim, model)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
@@ -108,6 +114,7 @@ class GeminiOptimizer(ManagedGroups):
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._refuse_others()
         self.make_states(optim)
+        forget_states(self)
         model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
@@ -248,15 +255,17 @@ class GeminiOptimizer(ManagedGroups):
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
-        """Return the state in ``torch.optim.AdamW``'s format, plus the loss scale under fp16.
+        """Return the state in the format of torch's optimizer (AdamW's, SGD's), plus the loss scale under
+        fp16.
 
         Streamed as :meth:`GeminiDDP.state_dict`. ``only_rank_0``: other ranks take part and get ``{}``.
         """
         return self._hooked_state(partial(export_to_first if only_rank_0 else export_state, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in ``torch.optim.AdamW``'s format. After an update or a load that failed half-way
-        the model's weights are to be loaded, too, before or after this. Over ranks all of them call it.
+        """Take over a state in the format of torch's optimizer. After an update or a load that failed
+        half-way the model's weights are to be loaded, too, before or after this. Over ranks all of them call
+        it.
 
         Raises:
             ConfigError: groups or shapes do not match; nothing was changed.
@@ -414,27 +423,29 @@ class GeminiOptimizer(ManagedGroups):
         with torch._C.DisableTorchFunctionSubclass():
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
-    def _hypers(self) -> dict[ManagedSlot, AdamHyper]:
-        found: dict[ManagedSlot, AdamHyper] = {}
+    def _hypers(self) -> dict[ManagedSlot, Any]:
+        self.refuse_new_states()
+        found: dict[ManagedSlot, Any] = {}
         for settings in self.param_groups:
-            hyper = AdamHyper.from_group(settings)
+            hyper = self.rule.hyper(settings)
             found.update((param._slot, hyper) for param in settings["params"])
         return found
 
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale, hypers = self._clipping.scale, self._hypers()
+        kept = self.rule, self.state_names
         updates = []
         for group in groups:
             steps = {
-                slot: AdamStep(hypers[slot], self.steps.get(slot, 0) + 1, scale)
+                slot: UpdateStep(hypers[slot], self.steps.get(slot, 0) + 1, scale)
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }
             if steps:
                 order = self._orders[group]
                 manager = self.model.manager
-                updates.append(self.update_type(manager, group, order, steps, self._completeness))
+                updates.append(self.update_type(manager, group, order, steps, self._completeness, kept))
         return updates
 
 

@@ -1,4 +1,4 @@
-"""Adam by the CPU on chunks where they lie on HOST."""
+"""Updates by the CPU of chunks where they lie on HOST."""
 
 from __future__ import annotations
 
@@ -11,46 +11,52 @@ import torch
 
 from gemini.chunk import ChunkManager, host_tensor
 from gemini.errors import StateError
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, make_row, run_rows
+from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
 
 # Four tensors of 8 MiB, and of 128 MiB: the caches of large servers hold no more.
 _TRIED_ELEMENTS = 2**21, 2**25
 
 
-class Part(NamedTuple):
+class HostPart(NamedTuple):
     """A parameter that has elements in a piece, its step, and whether its master follows it first, for user
     code wrote to it."""
 
     slot: ManagedSlot
-    step: AdamStep
+    step: UpdateStep
     rewritten: bool
 
 
-def update_on_host(chunks: ChunkManager, group: ChunkGroup, piece: StatePiece, parts: Sequence[Part]) -> None:
-    """Update ``parts`` of a piece in place; its chunks and those of parameters and gradients are pinned on
-    HOST. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
+def update_on_host(
+    chunks: ChunkManager,
+    group: ChunkGroup,
+    piece: StatePiece,
+    parts: Sequence[HostPart],
+    kept: tuple[UpdateRule, tuple[str, ...]],
+) -> None:
+    """Update ``parts`` of a piece in place by a rule with these states; its chunks and those of parameters
+    and gradients are pinned on HOST. The same arithmetic as on DEVICE: placement changes no bit
+    (docs/notes/adam.md)."""
     param_chunk, grad_chunk, first = group.updated
     if grad_chunk is None:
         raise StateError("a group of frozen parameters has no update")
     values, grads = host_tensor(chunks, param_chunk), host_tensor(chunks, grad_chunk)
-    states = {kind: host_tensor(chunks, chunk) for kind, chunk in piece.chunks.items()}
-    rows: list[Row] = []
+    rule, names = kept
+    used = [name for name in (MASTER, *names) if name in names or piece.has(name)]
+    states = {name: host_tensor(chunks, piece.chunks[name]) for name in used}
+    found: list[Part] = []
     for part in parts:
         start, stop = part.slot.overlapping(piece)
-        flat = {kind: state[start - piece.start : stop - piece.start] for kind, state in states.items()}
+        flat = {name: state[start - piece.start : stop - piece.start] for name, state in states.items()}
         place = slice(start - first, stop - first)
         param, half_out = values[place], None
         if MASTER in flat:
-            param, half_out = flat[MASTER], param
+            param, half_out = flat.pop(MASTER), param
             if part.rewritten:
                 param.copy_(half_out)
-        moments = {
-            "exp_avg": flat["exp_avg"].data_ptr(),
-            "exp_avg_sq": flat["exp_avg_sq"].data_ptr(),
-        }
-        rows.append(make_row(param, grads[place], moments, half_out=half_out, step_index=len(rows)))
-    run_rows(rows, [part.step for part in parts], "cpu", chunks.device.processors)
+        found.append(Part(param, grads[place], flat, half_out, part.step))
+    rule.prepare(found, "cpu", chunks.device.processors)()
 
 
 @cache

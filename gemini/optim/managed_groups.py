@@ -11,10 +11,9 @@ import torch
 from gemini.errors import ConfigError, StateError
 from gemini.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
-from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.kernels import AdamHyper
 from gemini.optim.managed_states import ManagedStates
-from gemini.optim.state_exchange import MOMENTS, exported_groups
+from gemini.optim.rule import UpdateRule
+from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.wrapped import WrappedOptimizer
@@ -30,35 +29,46 @@ class ManagedGroups(WrappedOptimizer):
     model: ManagedModel
     gpu_margin_mem_ratio: Margin
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
-    _adam: CPUAdam | None = None
+    rule: UpdateRule
+    state_names: tuple[str, ...] = ()  # what is kept of each element, by torch's names
+    _driven_optim: torch.optim.Optimizer | None = None
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """What is kept of each element, by torch's names."""
-        return MOMENTS
+    def refuse_new_states(self) -> None:
+        """Raise ConfigError where settings ask for states that there are none of."""
+        new = set(self.rule.state_names(self.param_groups)).difference(self.state_names)
+        if new:
+            raise ConfigError(
+                f"the groups' settings ask for {', '.join(sorted(new))}, which they did not when the "
+                "optimizer was made (a momentum that was 0); make it with them"
+            )
 
-    def make_states(self, adam: CPUAdam) -> None:
-        """Make the chunks of the states, and stow the share of them that ``adam`` asks for; also for groups
+    def make_states(self, optim: torch.optim.Optimizer) -> None:
+        """Make the chunks of the states, and stow the share of them that ``optim`` asks for; also for groups
         that come later.
 
         Raises:
             OutOfBudgetError: the budgets cannot hold them; ConfigError, IoError: as :func:`stow_share` and
                 :func:`host_updates_of`.
         """
+        before, self.state_names = self.state_names, self.rule.state_names(self.param_groups)
         growth = self.model.manager.growth
-        if growth is not None:
-            growth.provide(self)
-        self._stow_and_place(adam)
-        self._adam = adam
+        try:
+            if growth is not None:
+                growth.provide(self)
+            self._stow_and_place(optim)
+        except BaseException:
+            self.state_names = before
+            raise
+        self._driven_optim = optim
 
     def take_chunks(self) -> None:
         """Treat states that were made for what was frozen as the others. Raises as :meth:`make_states`."""
-        if self._adam is not None:
-            self._stow_and_place(self._adam)
+        if self._driven_optim is not None:
+            self._stow_and_place(self._driven_optim)
 
-    def _stow_and_place(self, adam: CPUAdam) -> None:
+    def _stow_and_place(self, optim: torch.optim.Optimizer) -> None:
         host_updates = host_updates_of(self.model, self.gpu_margin_mem_ratio)
-        self.stowed = stow_share(self, adam)
+        self.stowed = stow_share(self, optim)
         self.model.manager.update_on_host(host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,8 +85,9 @@ class ManagedGroups(WrappedOptimizer):
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
         try:
-            if self._adam is not None:
-                self.make_states(self._adam)
+            self.rule.hyper(self.param_groups[-1])
+            if self._driven_optim is not None:
+                self.make_states(self._driven_optim)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -118,12 +129,12 @@ class ManagedGroups(WrappedOptimizer):
     @property
     def settings(self) -> str:
         """What an update takes besides tensors, by group, as text."""
-        each = (AdamHyper.from_group(group) for group in self.param_groups)
+        each = (self.rule.hyper(group) for group in self.param_groups)
         return ", ".join(f"group {index}: {hyper}" for index, hyper in enumerate(each))
 
     def exported_settings(self) -> list[dict[str, Any]]:
         """Return what :attr:`settings` says, as numbers."""
-        return [asdict(AdamHyper.from_group(group)) for group in self.param_groups]
+        return [asdict(self.rule.hyper(group)) for group in self.param_groups]
 
     def take_settings(self, settings: list[dict[str, Any]]) -> None:
         """Set what another rank's :meth:`exported_settings` says."""

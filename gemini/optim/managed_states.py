@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini.optim.state_exchange import MOMENTS
+from gemini.optim.state_exchange import entries
 from gemini.optim.state_format import step_count
 from gemini.runtime import ManagedSlot, read_state
 
@@ -53,18 +53,18 @@ class ManagedState(Mapping[str, torch.Tensor]):
         self._optimizer, self._slot = optimizer, slot
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in entries(self._optimizer):
+            raise KeyError(name)
         if name == "step":
             return step_count(self._optimizer.steps[self._slot])
-        if name not in MOMENTS:
-            raise KeyError(name)
         self._optimizer.require_complete("state")
         return read_state(self._slot, name, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("step", *MOMENTS))
+        return iter(entries(self._optimizer))
 
     def __len__(self) -> int:
-        return 1 + len(MOMENTS)
+        return len(entries(self._optimizer))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self)})"

@@ -11,8 +11,6 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
-from gemini.optim.kernel_adam import KernelAdam
-from gemini.optim.kernels import AdamHyper
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.optim.wrapped import hooks_set_aside
@@ -21,8 +19,6 @@ from gemini.runtime import ManagedSlot, read_state
 
 if TYPE_CHECKING:
     from gemini.optim.gemini_optimizer import GeminiOptimizer
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, values: torch.Tensor) -> None:
@@ -34,11 +30,24 @@ def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, values
     write_state_range(optimizer, slot, name, 0, torch.as_strided(full, (full.numel(),), (1,)))
 
 
+def forget_states(optimizer: GeminiOptimizer) -> None:
+    """Begin with zeros where an optimizer of before has left states of the same names."""
+    manager = optimizer.model.manager
+    manager.run_pending()
+    zeros = torch.zeros((), dtype=torch.float32, device="cpu")
+    for slot in slots_in_order(optimizer):
+        pieces = [piece for piece in slot.group.pieces if slot.start < piece.stop and piece.start < slot.stop]
+        for name in optimizer.state_names:
+            kept = (piece.tensors[name] for piece in pieces if piece.has(name))
+            if any(manager.chunks.has_content(tensor) for tensor in kept):
+                write_state(optimizer, slot, name, zeros)
+
+
 def take_counts(optimizer: GeminiOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
     anew, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
-        for name in MOMENTS:
+        for name in optimizer.state_names:
             write_state(optimizer, slot, name, torch.zeros((), dtype=torch.float32, device="cpu"))
     optimizer.steps = steps
 
@@ -68,16 +77,17 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     directory = chunks.budgets.disk_dir
     if directory is None and chunks.stow is not None:
         directory = chunks.stow.directory
-    capacity = sum(2 * 4 * slot.param_view.numel() for slot in optimizer.steps)
+    names = optimizer.state_names
+    capacity = sum(len(names) * 4 * slot.param_view.numel() for slot in optimizer.steps)
     place: Place = IN_MEMORY
-    if directory is not None:
-        place = MappedTensors(directory, capacity, 2 * len(optimizer.steps))
+    if directory is not None and capacity:
+        place = MappedTensors(directory, capacity, len(names) * len(optimizer.steps))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, slot in enumerate(slots):
-        if slot not in optimizer.steps:
+        if slot not in optimizer.steps or not entries(optimizer):
             continue
-        state[index] = {"step": step_count(optimizer.steps[slot])}
-        for name in MOMENTS:
+        state[index] = counted_steps(optimizer, slot)
+        for name in names:
             state[index][name] = read_state(slot, name, optimizer.model.manager, place)
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if optimizer.loss_scale is not None:
@@ -90,7 +100,8 @@ def exported_groups(optimizer: GeminiOptimizer) -> list[dict[str, Any]]:
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
-        settings["decoupled_weight_decay"] = settings["adamw_mode"]
+        if "adamw_mode" in settings:
+            settings["decoupled_weight_decay"] = settings["adamw_mode"]
         count = len(group["params"])
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
@@ -120,26 +131,27 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
     states = {
         slot: state_dict["state"][key]
         for slot, key in zip(slots, keys, strict=True)
-        if state_dict["state"].get(key)
+        if any(value is not None for value in state_dict["state"].get(key, {}).values())
     }
     for slot, entry in states.items():
-        _check_entry(slot, entry)
+        _check_entry(optimizer, slot, entry)
     return CheckedState(groups, states, state_dict.get("loss_scale"))
 
 
 def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
     """Take over a state that was checked. Over several ranks each writes what it owns."""
-    steps = {slot: int(entry["step"]) for slot, entry in loaded.states.items()}
+    # Where steps are not counted, all but the first one are alike.
+    steps = {slot: int(entry.get("step", 1)) for slot, entry in loaded.states.items()}
     with torch.no_grad():
         take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
-            for name in MOMENTS:
+            for name in optimizer.state_names:
                 write_state(optimizer, slot, name, entry[name])
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def take_over_state(optimizer: GeminiOptimizer, optim: KernelAdam) -> None:
+def take_over_state(optimizer: GeminiOptimizer, optim: torch.optim.Optimizer) -> None:
     """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
     if not optim.state:
         return
@@ -167,35 +179,52 @@ def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]
     if lengths != [len(group["params"]) for group in optimizer.param_groups]:
         raise ConfigError(f"the state has parameter groups of {lengths} parameters; the optimizer's differ")
     groups = [copy.deepcopy(group) for group in loaded]
+    if "adamw_mode" in optimizer.defaults:
+        for group in groups:
+            refuse_unsupported(group)
+        complete_groups(groups, optimizer.defaults)
     for group in groups:
-        refuse_unsupported(group)
-    complete_groups(groups, optimizer.defaults)
-    for group in groups:
-        AdamHyper.from_group(group)
+        optimizer.rule.hyper({**optimizer.defaults, **group})
     return groups
 
 
-def _check_entry(slot: ManagedSlot, entry: dict[str, Any]) -> None:
+def _check_entry(optimizer: GeminiOptimizer, slot: ManagedSlot, entry: dict[str, Any]) -> None:
     if slot.grad is None:
         raise ConfigError(
             f"the state has an entry of {slot.name!r}, which is frozen here and always was; unfreeze it "
             "before loading: param.requires_grad_(True)"
         )
-    require_complete(entry, repr(slot.name))
-    try:
-        counted = 0 <= int(entry["step"]) < 2**63
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        counted = False
-    if not counted:
-        raise ConfigError(f"the state of {slot.name!r} has step = {entry['step']!r:.200}, which is no number")
-    for name in MOMENTS:
-        if not isinstance(entry[name], torch.Tensor):
-            raise ConfigError(f"{name} of {slot.name!r} is a {type(entry[name]).__name__}, not a tensor")
+    if optimizer.rule.counts_steps:
+        require_complete(entry, repr(slot.name))
+        _check_count(slot, entry["step"])
+    for name in optimizer.state_names:
+        if not isinstance(entry.get(name), torch.Tensor):
+            found = f"a {type(entry[name]).__name__}, not a tensor" if name in entry else "not there"
+            raise ConfigError(f"{name} of {slot.name!r} is {found}")
         if tuple(entry[name].shape) != tuple(slot.param_view.shape):
             raise ConfigError(
                 f"{name} of {slot.name!r} has shape {tuple(entry[name].shape)}, its parameter "
                 f"{tuple(slot.param_view.shape)}"
             )
+
+
+def _check_count(slot: ManagedSlot, count: Any) -> None:
+    try:
+        counted = 0 <= int(count) < 2**63
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        counted = False
+    if not counted:
+        raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is no number")
+
+
+def counted_steps(optimizer: GeminiOptimizer, slot: ManagedSlot) -> dict[str, torch.Tensor]:
+    """Return what a state says of how many steps a parameter has made, where its rule says it."""
+    return {"step": step_count(optimizer.steps[slot])} if optimizer.rule.counts_steps else {}
+
+
+def entries(optimizer: GeminiOptimizer) -> tuple[str, ...]:
+    """Return the names of all that a state dict has of a parameter."""
+    return (*(("step",) if optimizer.rule.counts_steps else ()), *optimizer.state_names)
 
 
 def slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError, StateError
-from gemini.optim.state_exchange import MOMENTS, export_state, slots_in_order
-from gemini.optim.state_format import step_count
+from gemini.optim.state_exchange import counted_steps, entries, export_state, slots_in_order
 from gemini.runtime import read_state
 
 if TYPE_CHECKING:
@@ -59,9 +58,9 @@ def _entries(optimizer: GeminiOptimizer) -> Iterator[tuple[int, dict[str, Any]]]
     manager = optimizer.model.manager
     begun, steps = manager.step, dict(optimizer.steps)
     for number, slot in enumerate(slots_in_order(optimizer)):
-        if slot not in steps:
+        if slot not in steps or not entries(optimizer):
             continue
         if (manager.step, optimizer.steps.get(slot)) != (begun, steps[slot]):
             raise StateError("states were changed while they were read in shards; begin again after the step")
-        moments = {name: read_state(slot, name, manager) for name in MOMENTS}
-        yield number, {"step": step_count(steps[slot]), **moments}
+        states = {name: read_state(slot, name, manager) for name in optimizer.state_names}
+        yield number, {**counted_steps(optimizer, slot), **states}

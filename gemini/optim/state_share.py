@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from gemini.chunk import Chunk
 from gemini.chunk.stow import Stow
 from gemini.optim.cpu_adam import CPUAdam
@@ -25,9 +27,9 @@ def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[t
     return chosen
 
 
-def stow_share(optimizer: ManagedGroups, adam: CPUAdam) -> frozenset[int]:
-    """Have the states of ``optimizer`` be stowed as far as ``adam`` asks for it, and no others but those of
-    the model's other optimizers; return the tensors.
+def stow_share(optimizer: ManagedGroups, optim: torch.optim.Optimizer) -> frozenset[int]:
+    """Have the states of ``optimizer`` be stowed as far as ``optim``, which it drives, asks for it, and no
+    others but those of the model's other optimizers; return the tensors.
 
     Raises:
         ConfigError, IoError: the file cannot be made; OutOfBudgetError: states of an earlier optimizer that
@@ -41,7 +43,8 @@ def stow_share(optimizer: ManagedGroups, adam: CPUAdam) -> frozenset[int]:
         if any(slot in mine and slot.start < piece.stop and piece.start < slot.stop for slot in group.slots)
         for kind, chunk in piece.chunks.items()
     ]
-    chosen = choose_share(states, adam.disk_fraction)
+    adam = optim if isinstance(optim, CPUAdam) else None
+    chosen = choose_share(states, adam.disk_fraction if adam is not None else 0.0)
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model.manager, model.manager.chunks
     if chosen or chunks.stow is not None:  # what was on DEVICE for good may be no longer
@@ -50,7 +53,7 @@ def stow_share(optimizer: ManagedGroups, adam: CPUAdam) -> frozenset[int]:
     if chunks.stow is not None:
         kept = wanted.union(*others)
         chunks.stow.remove([tensor for _, tensor in states if tensor in chunks.stow and tensor not in kept])
-    if chosen:
+    if chosen and adam is not None:
         directory = chunks.budgets.disk_dir
         directories = adam.disk_directories or ([directory] if directory is not None else None)
         chunks.stow = chunks.stow or Stow(chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -24,7 +25,7 @@ from gemini.chunk import (
     search_chunk_size,
 )
 from gemini.device import default_budget_bytes
-from gemini.errors import OutOfBudgetError
+from gemini.errors import IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
@@ -145,6 +146,8 @@ def build_runtime(
             device.block_bytes,
         )
         made.append(storage)
+        if config.optimizer_rule is not None:
+            _refuse_full_disk(storage, STATES_OF_RULES[config.optimizer_rule])
         return storage
 
     try:
@@ -210,6 +213,14 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
             raise
         logger.warning("the model can be evaluated, and not trained with Adam: %s", error)
     return plan if plan is not None else checked(Blueprint.refuse_unheld)
+
+
+def _refuse_full_disk(storage: ModelStorage, num_states: int) -> None:
+    """Raise IoError where the disk has no space for so many states of each element that trains."""
+    names = tuple(map(str, range(num_states)))
+    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), names)))
+    if lack is not None:
+        raise IoError(errno.ENOSPC, lack, storage.chunks.budgets.disk_dir or "")
 
 
 def _least_to_train(

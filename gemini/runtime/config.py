@@ -27,7 +27,7 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 
 
 # What an optimizer keeps of each element, by the name of its rule.
-STATES_OF_RULES = {"adam": 2, "none": 0}
+STATES_OF_RULES = {"adam": 2, "lion": 1, "sgd": 1, "none": 0}
 
 
 @dataclass(frozen=True, kw_only=True)

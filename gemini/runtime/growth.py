@@ -26,11 +26,10 @@ from gemini.runtime.storage import ChunkGroup, ManagedSlot, ModelStorage, slot_o
 class StateOwner(Protocol):
     """An optimizer: what it updates, frozen or not, and what it keeps of each element."""
 
-    @property
-    def slots(self) -> set[ManagedSlot]: ...
+    state_names: tuple[str, ...]
 
     @property
-    def state_names(self) -> tuple[str, ...]: ...
+    def slots(self) -> set[ManagedSlot]: ...
 
     def take_chunks(self) -> None:
         """Chunks were made for some of the slots."""

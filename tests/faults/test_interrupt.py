@@ -37,6 +37,7 @@ CORE = (
         "recorder.py",
         "pending.py",
         "chunk_update.py",
+        "optim/rule.py",
     ),
 )
 REST = ("call", ("param.py", "backward.py", "storage.py", "gemini_optimizer.py", "adopt.py", "ddp.py"))

@@ -27,6 +27,7 @@ WHERE = (
         "pending.py",
         "chunk_update.py",
         "host_update.py",
+        "optim/rule.py",
     ),
 )
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from training_harness import KIB, assert_same_state, assert_within_budgets, seed
 from training_models import Around, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
-from gemini.optim import chunk_update
+from gemini.optim import rule
 from gemini.runtime.pending import PendingUpdate, PendingUpdates
 
 pytestmark = pytest.mark.slow
@@ -119,8 +119,8 @@ def test_an_update_interrupted_in_the_kernel_is_refused_until_a_checkpoint_is_lo
             run_rows(*arguments)
             raise KeyboardInterrupt
 
-        run_rows = chunk_update.run_rows
-        monkeypatch.setattr(chunk_update, "run_rows", interrupted)
+        run_rows = rule.run_rows
+        monkeypatch.setattr(rule, "run_rows", interrupted)
         with pytest.raises(KeyboardInterrupt):
             square_loss(model, 3)
         monkeypatch.undo()

@@ -283,6 +283,7 @@ def test_micro_batches_may_skip_a_part_of_a_chunk(tmp_path: Path) -> None:
 
 def test_what_gradients_leave_behind_is_kept_for_the_next_ones(tmp_path: Path) -> None:
     probe = GeminiDDP(seeded(TinyGPT), **tight(tmp_path, "8MiB"))
+    adam(probe)  # for its states
     total = sum(chunk.spec.nbytes for chunk in probe.manager.chunks.chunks)
     probe.close()
     # Not all of it fits, but what is there at any moment does: nothing moves.

@@ -18,8 +18,7 @@ from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
 from gemini.files import parse_json
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import MOMENTS
-from gemini.optim.state_format import step_count
+from gemini.optim.state_exchange import counted_steps
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
@@ -116,14 +115,16 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
     for slot in optimizer.model.storage.slots.values():  # in an order that all ranks have
         if slot not in optimizer.steps:
             continue
-        # As torch's Adam has it, whose state this can become.
-        values[slot.name] = {"step": step_count(optimizer.steps[slot])}
-        for moment in MOMENTS:
+        # As torch's optimizer has it, whose state this can become.
+        values[slot.name] = dict(counted_steps(optimizer, slot))
+        for moment in optimizer.state_names:
             read = partial(read_state, slot, moment, optimizer.model.manager)
             shape = tuple(slot.param_view.shape)
             sources.append(whole_source(f"{slot.name}/{moment}", torch.float32, shape, read))
     groups = [
         {**_settings(group), "decoupled_weight_decay": group["adamw_mode"]}
+        if "adamw_mode" in group
+        else _settings(group)
         for group in optimizer.param_groups
     ]
     rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}

@@ -1,0 +1,84 @@
+"""Lion: the sign of a moving average, one state per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LionHyper:
+    """What one step of Lion takes besides the tensors. Raises ConfigError for what is out of range."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if not value >= 0.0:
+                raise ConfigError(f"{name} is {value!r}; it must be 0 or more")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas!r}; they must be two numbers in [0, 1)")
+
+    @classmethod
+    def from_group(cls, group: dict[str, Any]) -> LionHyper:
+        """Read an optimizer's parameter group."""
+        return cls(float(group["lr"]), tuple(group["betas"]), float(group["weight_decay"]))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023): ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``, then
+    ``m = beta2 * m + (1 - beta2) * g``.
+
+    A plain optimizer, also of unmanaged parameters; under management ``GeminiOptimizer(Lion(...), model)``
+    gives the same bits. ``state`` has ``exp_avg``, of the parameter's type.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            LionHyper.from_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            hyper = LionHyper.from_group(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                lion_update(param, param.grad, state["exp_avg"], hyper)
+        return loss
+
+
+def lion_update(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, hyper: LionHyper) -> None:
+    """Update ``param`` and ``exp_avg`` in place, element by element. Extra memory: two of the gradient."""
+    first, second = hyper.betas
+    direction = exp_avg.mul(first).add_(grad, alpha=1 - first).sign_()
+    if hyper.weight_decay:
+        param.mul_(1 - hyper.lr * hyper.weight_decay)
+    param.add_(direction, alpha=-hyper.lr)
+    exp_avg.mul_(second).add_(grad, alpha=1 - second)
