@@ -100,7 +100,7 @@ class ManagedTrainee:
         torch.manual_seed(SEED)
         with init_on("meta"):
             module = Llama(config)
-        self.model = device.wrap(module, mixed_precision="bf16", **options)
+        self.model = device.wrap(module, mixed_precision="bf16", optimizer_rule="adam", **options)
         adam = HybridAdam(
             self.model.parameters(),
             lr=HYPER.lr,

@@ -105,7 +105,7 @@ class ManagedTrainee:
         torch.manual_seed(_SEED)
         with init_on("meta"):
             module = GPT(config)
-        self.model = GeminiDDP(module, "cpu", **budgets)
+        self.model = GeminiDDP(module, "cpu", optimizer_rule="adam", **budgets)
         adam = CPUAdam(self.model.parameters(), lr=_LEARNING_RATE)
         self._optimizer = GeminiOptimizer(adam, self.model, overlap=overlap, max_norm=max_norm)
 

@@ -247,6 +247,8 @@ def _evicted_view(model: GeminiDDP) -> np.ndarray[Any, Any]:
     with torch._C.DisableTorchFunctionSubclass():
         view = param.detach().numpy()
     chunk = param._slot.group.param.id
+    if not model.storage.trains:
+        managed_optimizer(model)  # for its states, which push others out
     for _ in range(3):  # least recently used order after steps that followed a plan
         for group in reversed(model.storage.groups):
             for tensors in (
