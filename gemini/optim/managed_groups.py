@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
 from gemini.errors import ConfigError, StateError
 from gemini.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
+from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates
 from gemini.optim.rule import UpdateRule
 from gemini.optim.state_exchange import exported_groups
@@ -18,9 +20,6 @@ from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ManagedSlot
-
-if TYPE_CHECKING:
-    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 
 class ManagedGroups(WrappedOptimizer):
@@ -30,8 +29,14 @@ class ManagedGroups(WrappedOptimizer):
     gpu_margin_mem_ratio: Margin
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     rule: UpdateRule
+    steps: dict[ManagedSlot, int]
+    loss_scale: LossScale | None
     state_names: tuple[str, ...] = ()  # what is kept of each element, by torch's names
     _driven_optim: torch.optim.Optimizer | None = None
+
+    @abstractmethod
+    def require_complete(self, doing: str) -> None:
+        """Raise StateError where an update or a load failed half-way."""
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
@@ -95,7 +100,7 @@ class ManagedGroups(WrappedOptimizer):
     @property  # type: ignore[override]
     def state(self) -> ManagedStates:
         """The state of each parameter, to be read."""
-        return ManagedStates(cast("GeminiOptimizer", self))
+        return ManagedStates(self)
 
     @state.setter
     def state(self, states: Any) -> None:
@@ -110,11 +115,11 @@ class ManagedGroups(WrappedOptimizer):
 
         Over ranks all of them go through it, and with ``only_rank_0`` others get no shard. No hooks run.
         """
-        return export_shards(cast("GeminiOptimizer", self), max_shard_size, only_rank_0)
+        return export_shards(self, max_shard_size, only_rank_0)
 
     def exported_groups(self) -> list[dict[str, Any]]:
         """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
-        return exported_groups(cast("GeminiOptimizer", self))
+        return exported_groups(self)
 
     def slot_of(self, param: torch.Tensor) -> ManagedSlot:
         """Return what the model has of a parameter; raise ConfigError where it is not in a group."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_exchange import entries
 from gemini.optim.state_format import step_count
 from gemini.runtime import ManagedSlot, read_state
-
-if TYPE_CHECKING:
-    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 
 class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
@@ -22,7 +20,7 @@ class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
     one at a time; over ranks all of them read together.
     """
 
-    def __init__(self, optimizer: GeminiOptimizer) -> None:
+    def __init__(self, optimizer: ManagedOptimizer) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, param: Any) -> Mapping[str, torch.Tensor]:
@@ -49,7 +47,7 @@ class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
 class ManagedState(Mapping[str, torch.Tensor]):
     """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for."""
 
-    def __init__(self, optimizer: GeminiOptimizer, slot: ManagedSlot) -> None:
+    def __init__(self, optimizer: ManagedOptimizer, slot: ManagedSlot) -> None:
         self._optimizer, self._slot = optimizer, slot
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
 
-if TYPE_CHECKING:
-    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
-
-def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, values: torch.Tensor) -> None:
+def write_state(optimizer: ManagedOptimizer, slot: ManagedSlot, name: str, values: torch.Tensor) -> None:
     """Copy ``values`` (the parameter's shape) into the state ``name`` of a parameter."""
     full = torch.empty_strided(
         slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
@@ -30,7 +28,7 @@ def write_state(optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, values
     write_state_range(optimizer, slot, name, 0, torch.as_strided(full, (full.numel(),), (1,)))
 
 
-def forget_states(optimizer: GeminiOptimizer) -> None:
+def forget_states(optimizer: ManagedOptimizer) -> None:
     """Begin with zeros where an optimizer of before has left states of the same names."""
     manager = optimizer.model.manager
     manager.run_pending()
@@ -43,7 +41,7 @@ def forget_states(optimizer: GeminiOptimizer) -> None:
                 write_state(optimizer, slot, name, zeros)
 
 
-def take_counts(optimizer: GeminiOptimizer, steps: dict[ManagedSlot, int]) -> None:
+def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
     anew, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
@@ -53,7 +51,7 @@ def take_counts(optimizer: GeminiOptimizer, steps: dict[ManagedSlot, int]) -> No
 
 
 def write_state_range(
-    optimizer: GeminiOptimizer, slot: ManagedSlot, name: str, first: int, values: torch.Tensor
+    optimizer: ManagedOptimizer, slot: ManagedSlot, name: str, first: int, values: torch.Tensor
 ) -> None:
     """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
     parameter's memory."""
@@ -68,7 +66,7 @@ def write_state_range(
                 piece.flat(name, start, stop).copy_(values[start - begin : stop - begin])
 
 
-def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
+def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
     """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does, and the loss
     scale where there is one. Runs pending updates."""
     optimizer.require_complete("state_dict")
@@ -95,7 +93,7 @@ def export_state(optimizer: GeminiOptimizer) -> dict[str, Any]:
     return exported
 
 
-def exported_groups(optimizer: GeminiOptimizer) -> list[dict[str, Any]]:
+def exported_groups(optimizer: ManagedOptimizer) -> list[dict[str, Any]]:
     """Return the groups as a state dict has them, with the numbers of parameters."""
     groups, first = [], 0
     for group in optimizer.param_groups:
@@ -118,7 +116,7 @@ class CheckedState:
     loss_scale: dict[str, float] | None
 
 
-def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> CheckedState:
+def checked_state(optimizer: ManagedOptimizer, state_dict: dict[str, Any]) -> CheckedState:
     """Return what :func:`export_state` or a torch Adam returned. Raises ConfigError; changes nothing."""
     missing = [key for key in ("param_groups", "state") if key not in state_dict]
     if missing:
@@ -138,7 +136,7 @@ def checked_state(optimizer: GeminiOptimizer, state_dict: dict[str, Any]) -> Che
     return CheckedState(groups, states, state_dict.get("loss_scale"))
 
 
-def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
+def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
     """Take over a state that was checked. Over several ranks each writes what it owns."""
     # Where steps are not counted, all but the first one are alike.
     steps = {slot: int(entry.get("step", 1)) for slot, entry in loaded.states.items()}
@@ -151,7 +149,7 @@ def import_state(optimizer: GeminiOptimizer, loaded: CheckedState) -> None:
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def take_over_state(optimizer: GeminiOptimizer, optim: torch.optim.Optimizer) -> None:
+def take_over_state(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> None:
     """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
     if not optim.state:
         return
@@ -161,7 +159,7 @@ def take_over_state(optimizer: GeminiOptimizer, optim: torch.optim.Optimizer) ->
     optim.state.clear()
 
 
-def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank) -> None:
+def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Rank) -> None:
     """Have every rank take over what was checked. Then all have made as many steps, the least of their
     numbers: of an update that failed on some of them nothing is left. Raises as :meth:`Rank.collect`."""
     manager = optimizer.model.manager
@@ -173,7 +171,7 @@ def import_together(optimizer: GeminiOptimizer, loaded: CheckedState, rank: Rank
     manager.step = min(int(step) for step in rank.collect(run))
 
 
-def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of ``loaded`` in our terms; raise ConfigError for what this optimizer cannot do."""
     lengths = [len(group["params"]) for group in loaded]
     if lengths != [len(group["params"]) for group in optimizer.param_groups]:
@@ -188,7 +186,7 @@ def _checked_groups(optimizer: GeminiOptimizer, loaded: Sequence[dict[str, Any]]
     return groups
 
 
-def _check_entry(optimizer: GeminiOptimizer, slot: ManagedSlot, entry: dict[str, Any]) -> None:
+def _check_entry(optimizer: ManagedOptimizer, slot: ManagedSlot, entry: dict[str, Any]) -> None:
     if slot.grad is None:
         raise ConfigError(
             f"the state has an entry of {slot.name!r}, which is frozen here and always was; unfreeze it "
@@ -217,16 +215,16 @@ def _check_count(slot: ManagedSlot, count: Any) -> None:
         raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is no number")
 
 
-def counted_steps(optimizer: GeminiOptimizer, slot: ManagedSlot) -> dict[str, torch.Tensor]:
+def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, torch.Tensor]:
     """Return what a state says of how many steps a parameter has made, where its rule says it."""
     return {"step": step_count(optimizer.steps[slot])} if optimizer.rule.counts_steps else {}
 
 
-def entries(optimizer: GeminiOptimizer) -> tuple[str, ...]:
+def entries(optimizer: ManagedOptimizer) -> tuple[str, ...]:
     """Return the names of all that a state dict has of a parameter."""
     return (*(("step",) if optimizer.rule.counts_steps else ()), *optimizer.state_names)
 
 
-def slots_in_order(optimizer: GeminiOptimizer) -> Sequence[ManagedSlot]:
+def slots_in_order(optimizer: ManagedOptimizer) -> Sequence[ManagedSlot]:
     """Return what the model has of each parameter, in the order of a state dict's numbers."""
     return [param._slot for group in optimizer.param_groups for param in group["params"]]

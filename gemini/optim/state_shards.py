@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemini.config import parse_bytes
 from gemini.errors import ConfigError, StateError
+from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_exchange import counted_steps, entries, export_state, slots_in_order
 from gemini.runtime import read_state
-
-if TYPE_CHECKING:
-    from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 Entries = dict[int, dict[str, Any]]
 
 
-def export_to_first(optimizer: GeminiOptimizer) -> dict[str, Any]:
+def export_to_first(optimizer: ManagedOptimizer) -> dict[str, Any]:
     """Return what :func:`export_state` does on the first rank, nothing on others, which give their part."""
     if optimizer.model.rank().index == 0:
         return export_state(optimizer)
@@ -27,7 +25,7 @@ def export_to_first(optimizer: GeminiOptimizer) -> dict[str, Any]:
 
 
 def export_shards(
-    optimizer: GeminiOptimizer, max_shard_size: int | str, only_rank_0: bool
+    optimizer: ManagedOptimizer, max_shard_size: int | str, only_rank_0: bool
 ) -> Iterator[tuple[Entries, int]]:
     """Yield what :meth:`GeminiOptimizer.state_dict_shard` does."""
     most = parse_bytes(max_shard_size, name="max_shard_size")
@@ -38,7 +36,7 @@ def export_shards(
     return _shards(optimizer, most, keeps)
 
 
-def _shards(optimizer: GeminiOptimizer, most: int, keeps: bool) -> Iterator[tuple[Entries, int]]:
+def _shards(optimizer: ManagedOptimizer, most: int, keeps: bool) -> Iterator[tuple[Entries, int]]:
     shard: Entries = {}
     held = 0
     for number, entry in _entries(optimizer):
@@ -53,7 +51,7 @@ def _shards(optimizer: GeminiOptimizer, most: int, keeps: bool) -> Iterator[tupl
         yield shard, held
 
 
-def _entries(optimizer: GeminiOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+def _entries(optimizer: ManagedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the state of each parameter that has one; over ranks all read them together."""
     manager = optimizer.model.manager
     begun, steps = manager.step, dict(optimizer.steps)

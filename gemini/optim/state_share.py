@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from gemini.chunk import Chunk
 from gemini.chunk.stow import Stow
 from gemini.optim.cpu_adam import CPUAdam
-
-if TYPE_CHECKING:
-    from gemini.optim.managed_groups import ManagedGroups
+from gemini.optim.managed_optimizer import ManagedOptimizer
 
 
 def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[tuple[Chunk, int]]:
@@ -27,7 +24,7 @@ def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[t
     return chosen
 
 
-def stow_share(optimizer: ManagedGroups, optim: torch.optim.Optimizer) -> frozenset[int]:
+def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> frozenset[int]:
     """Have the states of ``optimizer`` be stowed as far as ``optim``, which it drives, asks for it, and no
     others but those of the model's other optimizers; return the tensors.
 

@@ -1,0 +1,36 @@
+"""An optimizer of managed parameters, as state dicts, shards and files know it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gemini.managed_model import ManagedModel
+from gemini.optim.loss_scale import LossScale
+from gemini.optim.rule import UpdateRule
+from gemini.runtime import ManagedSlot
+
+
+class ManagedOptimizer(Protocol):
+    """``steps``: how many each parameter has made; ``state_names``: what is kept of each element, by torch's
+    names; ``stowed``: tensors of states that a file has between updates."""
+
+    model: ManagedModel
+    rule: UpdateRule
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    steps: dict[ManagedSlot, int]
+    state_names: tuple[str, ...]
+    stowed: frozenset[int]
+    loss_scale: LossScale | None
+
+    @property
+    def slots(self) -> set[ManagedSlot]:
+        """The parameters that it updates."""
+        ...
+
+    def require_complete(self, doing: str) -> None:
+        """Raise StateError where an update or a load failed half-way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers do."""
+        ...
