@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gemini.ddp import GeminiDDP
 from gemini.errors import (
     CheckpointError,
     ConfigError,
@@ -12,8 +11,9 @@ from gemini.errors import (
     OutOfBudgetError,
     StateError,
 )
-from gemini.in_place import manage
-from gemini.managed_model import ManagedModel, handle_of
+from gemini.model.ddp import GeminiDDP
+from gemini.model.in_place import manage
+from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.config import keyword_names, refuse_unknown
-from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer, HybridAdam
+from gemini.system.config import keyword_names, refuse_unknown
 
 if TYPE_CHECKING:
     from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.collectives import ProcessGroupPeers, group_of
+from gemini.comm.collectives import ProcessGroupPeers, group_of
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 

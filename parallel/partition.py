@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.zero.model_ranks import ModelRanks
 
 
 @dataclass(frozen=True)

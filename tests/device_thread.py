@@ -17,7 +17,7 @@ import torch
 from torch.autograd import graph
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gemini.runtime.backward import next_node_number
+from gemini.runtime.intercept.backward import next_node_number
 
 # How far backward's numbers begin below the next one of the caller, by turns.
 _BELOW = (1, 7, 19, 2, 40, 3, 11, 5)

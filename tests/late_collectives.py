@@ -21,8 +21,8 @@ from gpu_harness import LateDevice
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C
-from gemini.collectives import ProcessGroupPeers
-from gemini.messages import Messages
+from gemini.comm.collectives import ProcessGroupPeers
+from gemini.comm.messages import Messages
 
 _ASYNCHRONOUS = ("gather", "gather_to", "scatter_all", "swap_copies")
 _OF_THE_CPU = ("broadcast", "sum", "largest")

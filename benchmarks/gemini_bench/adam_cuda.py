@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini import device
 from gemini.errors import ConfigError
 from gemini.optim import FusedAdam
+from gemini.system import device
 from gemini_bench import adam_ours as ours
 from gemini_bench.adam_measure import Settings, require_memory
 from gemini_bench.adam_peers import HYPER, SAMPLE_NUMEL, TORCH, fp32_contender, torch_peer

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError
+from gemini.system.device import free_memory_bytes
 from gemini_bench.paired import AbsentRow, Contender, Timings, require_same_job, run_paired, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

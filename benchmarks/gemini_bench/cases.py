@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import ConfigError, GeminiError
-from gemini.files import io_errors
+from gemini.system.files import io_errors
 from gemini_bench.record import environment
 from gemini_bench.session import CaseResult, Session
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gemini import checkpoint
-from gemini.ddp import GeminiDDP
 from gemini.errors import GeminiError
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import GeminiAdamOptimizer
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gemini import checkpoint
-from gemini.ddp import GeminiDDP
+from gemini.model.ddp import GeminiDDP
 from gemini.offload.direct_memory import direct_memory
 from gemini.optim import GeminiAdamOptimizer
 from gemini.runtime import init_on

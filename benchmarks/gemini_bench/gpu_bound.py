@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.device import free_memory_bytes
 from gemini.jobs.gpt.model import language_loss
 from gemini.optim.host_update import elements_per_second
+from gemini.system.device import free_memory_bytes
 from gemini_bench.adam_peers import HYPER
 from gemini_bench.gpu_copies import bare_rates
 from gemini_bench.gpu_device import SIMULATED, BenchDevice, open_bench_device

@@ -13,8 +13,8 @@ from torch import Tensor
 from gemini.chunk import TierBudgets
 from gemini.chunk.chunk import whole_blocks
 from gemini.chunk.memory import AnyMemory
-from gemini.config import format_bytes
 from gemini.errors import StateError
+from gemini.system.config import format_bytes
 from gemini_bench.gpu_device import BenchDevice, CopyJob, open_bench_device
 from gemini_bench.paired import Contender, Timings, run_paired, spread_row
 from gemini_bench.record import Row

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gemini import device
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, SimulatedDevice
-from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.memstats import MemoryMonitor, ProcessMonitor
+from gemini.model.ddp import GeminiDDP
 from gemini.optim.kernels import has_cuda_kernel
+from gemini.system import device
 from gemini_bench.paired import wall_seconds
 
 CUDA = "cuda"

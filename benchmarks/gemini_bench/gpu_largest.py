@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemini.device import default_budget_bytes, free_memory_bytes
 from gemini.errors import OutOfBudgetError, StateError
+from gemini.system.device import default_budget_bytes, free_memory_bytes
 from gemini_bench.gpu_device import BenchDevice, open_bench_device
 from gemini_bench.gpu_settings import TINY, TINY_CHUNKS, ModelSettings
 from gemini_bench.gpu_trainee import (

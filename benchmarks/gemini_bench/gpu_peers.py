@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gemini.device import free_memory_bytes
 from gemini.errors import StateError
+from gemini.system.device import free_memory_bytes
 from gemini_bench.gpu_device import BenchDevice, open_bench_device
 from gemini_bench.gpu_offloaders import OFFLOADERS, Offloader, OffloaderAbsent, open_offloader
 from gemini_bench.gpu_settings import TINY, TINY_CHUNKS, ModelSettings

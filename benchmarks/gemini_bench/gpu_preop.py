@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gemini.ddp import GeminiDDP
+from gemini.model.ddp import GeminiDDP
 from gemini_bench.gpu_device import open_bench_device
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.preop import OPERATORS, QUICK, ROOM, Settings, time_operators

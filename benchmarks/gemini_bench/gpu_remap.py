@@ -14,7 +14,7 @@ import torch
 
 from gemini.chunk import TierBudgets
 from gemini.chunk.chunk import whole_blocks
-from gemini.config import format_bytes
+from gemini.system.config import format_bytes
 from gemini_bench.gpu_device import BenchDevice, open_bench_device
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.jobs.gpt.model import language_loss
 from gemini.optim import GeminiOptimizer, HybridAdam
 from gemini.optim.arguments import Margin
 from gemini.runtime import init_on
+from gemini.system.device import free_memory_bytes
 from gemini_bench.adam_peers import HYPER
 from gemini_bench.gpu_device import BenchDevice
 from gemini_bench.llama import Llama, LlamaConfig, num_parameters

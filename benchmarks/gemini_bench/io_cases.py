@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError, GeminiError
+from gemini.system.device import free_memory_bytes
 from gemini_bench.cases import require_space
 from gemini_bench.io_fio import INSTALL, Job, engines, fio_mover, shared_by, version
 from gemini_bench.io_own import OwnFile

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from gemini.device import free_memory_bytes
 from gemini.errors import ConfigError
 from gemini.optim import HybridAdam
+from gemini.system.device import free_memory_bytes
 from gemini_bench.nvme_bare import SETTLE_SECONDS, BareDisk
 from gemini_bench.nvme_blocks import held_bytes
 from gemini_bench.nvme_plain import DISK, KINDS, MEMORY, in_order, require_disk

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gemini import _C
 from gemini.chunk import CPU
-from gemini.ddp import GeminiDDP
 from gemini.errors import StateError
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import GeminiOptimizer, HybridAdam
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

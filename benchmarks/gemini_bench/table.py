@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gemini.config import format_bytes
+from gemini.system.config import format_bytes
 
 _VERDICTS = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 _QUICK = {

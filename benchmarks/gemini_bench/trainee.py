@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.arguments import Overlap
 from gemini.runtime import init_on

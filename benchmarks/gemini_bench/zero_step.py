@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gemini.ddp import GeminiDDP
 from gemini.errors import StateError
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini_bench.paired import Spread, in_turn, spread_row
 from gemini_bench.record import Row

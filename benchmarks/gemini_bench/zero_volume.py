@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gemini.ddp import GeminiDDP
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.managed_model import ManagedModel, handle_of
+from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 
 

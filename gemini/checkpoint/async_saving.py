@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini import rng
 from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent, blocks_of_tensors
 from gemini.checkpoint.contents import Scheduler
@@ -27,12 +26,13 @@ from gemini.checkpoint.copy_buffer import BUFFER_BYTES, CopyBuffer
 from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
-from gemini.config import parse_bytes
 from gemini.errors import CheckpointError, ConfigError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import NO_SNAPSHOT, ManagedSlot, StatePiece
-from gemini.threads import start_thread
+from gemini.system import rng
+from gemini.system.config import parse_bytes
+from gemini.system.threads import start_thread
 
 logger = logging.getLogger(__name__)
 

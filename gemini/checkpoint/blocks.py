@@ -13,7 +13,7 @@ from gemini.checkpoint import contents
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
 from gemini.errors import IoError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values
 

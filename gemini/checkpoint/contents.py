@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 
 from gemini.errors import CheckpointError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedParameter, ManagedSlot
-from gemini.runtime.storage import slot_of
+from gemini.runtime.storage.model_storage import slot_of
 
 BUFFERS = "model-buffers.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"

@@ -23,9 +23,9 @@ from gemini.checkpoint.scratch import scratch_directory
 from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
-from gemini.files import io_errors
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.state_format import step_count
+from gemini.system.files import io_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

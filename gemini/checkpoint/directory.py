@@ -29,9 +29,9 @@ from gemini.checkpoint.sealed_file import (
     write_sealed,
 )
 from gemini.checkpoint.structure import check_file_name
-from gemini.directory_lock import DirectoryLock
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.files import parse_json, read_regular
+from gemini.system.directory_lock import DirectoryLock
+from gemini.system.files import parse_json, read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini import rng
 from gemini.checkpoint import contents
 from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.contents import Scheduler
@@ -20,13 +19,14 @@ from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpo
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.checkpoint.structure import kept_states
+from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, ConfigError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
+from gemini.model.weights import import_others
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import take_counts, write_state, write_state_range
-from gemini.rank import Rank
 from gemini.runtime import write_range, write_values
-from gemini.weights import import_others
+from gemini.system import rng
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from gemini.checkpoint.checksum import crc32c
 from gemini.checkpoint.part import BLOCK_BYTES
 from gemini.checkpoint.sealed_file import DamagedError, Seal, reading
 from gemini.checkpoint.workers import Workers
-from gemini.files import open_regular
 from gemini.offload.direct_memory import direct_memory
+from gemini.system.files import open_regular
 
 _NUM_BLOCKS = 4  # the one that is used, and those being read
 _NUM_THREADS = 2

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini import rng
 from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
 from gemini.checkpoint.blocks import CheckpointFiles
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.tensor_file import TensorSpec, require_holdable, require_strided
 from gemini.checkpoint.writer import new_checkpoint
-from gemini.config import parse_bytes
+from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, ConfigError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.rank import Rank
 from gemini.runtime import refresh_master
+from gemini.system import rng
+from gemini.system.config import parse_bytes
 
 SHARD_BYTES = "4GiB"
 

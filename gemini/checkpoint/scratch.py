@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gemini.directory_lock import DirectoryLock
+from gemini.system.directory_lock import DirectoryLock
 
 _RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
 

@@ -20,7 +20,7 @@ from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of, reading
 from gemini.checkpoint.structure import table, whole_number
 from gemini.checkpoint.tensor_file import TYPE_NAMES
-from gemini.files import open_regular, parse_json
+from gemini.system.files import open_regular, parse_json
 
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 10**8  # the format's own limit

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from gemini.threads import start_thread
+from gemini.system.threads import start_thread
 
 _Work = Callable[[], None]
 

@@ -17,8 +17,8 @@ from gemini.checkpoint.sealed_file import sealed, write_sealed
 from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.structure import Ranges, check_values
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
+from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError
-from gemini.rank import Rank
 
 Range = tuple[int, int, str, str]  # first and last element, file, name of the tensor in it
 

@@ -9,7 +9,7 @@ from gemini.chunk.chunk import ChunkKind, ChunkSpec
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.manager import ChunkManager
 from gemini.chunk.search import search_chunk_size
-from gemini.device import default_budget_bytes
+from gemini.system.device import default_budget_bytes
 
 
 def init_chunk_manager(

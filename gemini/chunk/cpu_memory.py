@@ -11,9 +11,9 @@ from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory
-from gemini.device import free_memory_bytes
 from gemini.memstats import MemoryMonitor, ProcessMonitor
 from gemini.offload.async_file import AsyncFile
+from gemini.system.device import free_memory_bytes
 
 
 class CpuMemory:

@@ -9,7 +9,7 @@ import torch
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.gpu_memory import CudaDevice
 from gemini.chunk.memory import ComputeDevice
-from gemini.device import resolve_device
+from gemini.system.device import resolve_device
 
 logger = logging.getLogger(__name__)
 

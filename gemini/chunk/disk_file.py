@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from gemini import _C
 from gemini.chunk.budgets import TierBudgets
-from gemini.config import format_bytes
 from gemini.errors import ConfigError, IoError
 from gemini.offload.async_file import AsyncFile, checked_directory
+from gemini.system.config import format_bytes
 
 
 class DiskFile:

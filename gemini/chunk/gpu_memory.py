@@ -19,7 +19,10 @@ from gemini.chunk.addresses import GrowingSpace
 from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory
-from gemini.device import (
+from gemini.errors import DeviceFullError, OutOfBudgetError
+from gemini.memstats import FakeMonitor, MemoryMonitor
+from gemini.offload.async_file import AsyncFile
+from gemini.system.device import (
     AllocatorMonitor,
     current_stream,
     device_index,
@@ -28,9 +31,6 @@ from gemini.device import (
     reserved_bytes,
     synchronize_stream,
 )
-from gemini.errors import DeviceFullError, OutOfBudgetError
-from gemini.memstats import FakeMonitor, MemoryMonitor
-from gemini.offload.async_file import AsyncFile
 
 logger = logging.getLogger(__name__)
 

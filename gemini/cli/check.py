@@ -15,9 +15,9 @@ from rich.table import Table
 
 from gemini import _C
 from gemini.cli.console import Console, print_json
-from gemini.config import format_bytes
-from gemini.device import free_memory_bytes
-from gemini.threads import usable_processors
+from gemini.system.config import format_bytes
+from gemini.system.device import free_memory_bytes
+from gemini.system.threads import usable_processors
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
 PROBE_BYTES = 1 << 20

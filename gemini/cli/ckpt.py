@@ -9,8 +9,8 @@ from typing import Any
 
 from gemini.cli.ckpt_output import render_checkpoints, render_verdicts
 from gemini.cli.console import print_json
-from gemini.config import format_bytes
 from gemini.errors import GeminiError
+from gemini.system.config import format_bytes
 
 EXIT_DAMAGED = 1
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gemini.cli.console import Console
-from gemini.config import format_bytes
+from gemini.system.config import format_bytes
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _WIDTH = 110  # where nobody says how many columns there are

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gemini.cli.console import Console, print_json
-from gemini.config import format_bytes, parse_bytes
 from gemini.errors import ConfigError
+from gemini.system.config import format_bytes, parse_bytes
 
 EPILOG = """\
 MODEL is one of
@@ -143,13 +143,13 @@ def settings_from(options: argparse.Namespace) -> Any:
     Raises:
         ConfigError: a tier without a place or without measured links.
     """
-    from gemini.device import default_budget_bytes
     from gemini.forecast.forecast import Settings
     from gemini.forecast.machine import MachineSpeeds
     from gemini.forecast.measure import measure_machine
     from gemini.offload.async_file import checked_directory
     from gemini.placement.probe import probe_links
     from gemini.runtime.config import GeminiConfig
+    from gemini.system.device import default_budget_bytes
 
     here = options.machine is None
     config = GeminiConfig.from_options(mixed_precision=None if options.dtype == "fp32" else options.dtype)

@@ -13,9 +13,9 @@ from torch import nn
 
 from gemini.cli.plan_inputs import ModelKind, PositionTable, most_tokens
 from gemini.errors import ConfigError, GeminiError
-from gemini.files import parse_json, read_regular
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.runtime import init_on
+from gemini.system.files import parse_json, read_regular
 
 _LARGEST_CONFIG_BYTES = 1 << 24
 _MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred

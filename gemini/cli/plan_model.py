@@ -19,7 +19,7 @@ from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
-from gemini.runtime.nested import map_tensors
+from gemini.runtime.intercept.nested import map_tensors
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
 PRESETS = {

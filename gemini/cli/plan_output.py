@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gemini.cli.console import Console
-from gemini.config import format_bytes
 from gemini.forecast.forecast import StepTime
 from gemini.forecast.report import Report, Wear
+from gemini.system.config import format_bytes
 
 TIERS = ("device", "host", "disk")
 _WORDS = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini.cli.console import Console, print_json
-from gemini.config import format_bytes, parse_bytes
 from gemini.errors import ConfigError
 from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.system.config import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from gemini.placement.hints import Hints

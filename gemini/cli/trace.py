@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.cli import train
 from gemini.cli.console import Console, print_json
-from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError
-from gemini.files import io_errors
+from gemini.system.config import format_bytes
+from gemini.system.files import io_errors
 
 if TYPE_CHECKING:
     from gemini.jobs.gpt.config import TrainConfig

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gemini.ddp import GeminiDDP
+from gemini.model.ddp import GeminiDDP
 from gemini.timeline import TimelineRecorder
 
 

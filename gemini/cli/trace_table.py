@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from gemini.config import format_bytes
+from gemini.system.config import format_bytes
 from gemini.timeline import StepSummary
 from gemini.timeline.words import LINK_TITLES, PART_TITLES, parts, seconds_text
 

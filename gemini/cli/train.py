@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gemini.config import parse_bytes
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.jobs.gpt.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
 from gemini.jobs.gpt.run_directory import saved_options
+from gemini.system.config import parse_bytes
 
 EPILOG = """\
 examples:

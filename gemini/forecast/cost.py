@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gemini.device import free_memory_bytes
 from gemini.forecast.grouped import GROUPED_MM
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Operation, Period, TensorSpec
+from gemini.system.device import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.chunk.disk_file import lacking_space
-from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.cost import OperationCosts, sample
 from gemini.forecast.machine import MachineSpeeds
@@ -22,7 +21,8 @@ from gemini.placement.machine import Machine
 from gemini.placement.planner import ChosenPlan, choose_plan
 from gemini.runtime.build import Blueprint, draw_blueprint
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.gate.phases import OPTIMIZER
+from gemini.system.config import format_bytes
 
 
 def _say_nothing(_doing: str) -> None:

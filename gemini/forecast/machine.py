@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError
-from gemini.files import parse_json, read_regular
 from gemini.memstats import LinkSpeed
+from gemini.system.files import parse_json, read_regular
 
 _FORMAT = "gemini-machine-1"
 _MAX_BYTES = 2**20

@@ -10,13 +10,13 @@ from statistics import median
 import torch
 from torch import nn
 
-from gemini.ddp import GeminiDDP
 from gemini.forecast.machine import DTYPE_NAMES, MachineSpeeds
 from gemini.memstats import LinkSpeed
+from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.kernels import AdamHyper, adam_update
 from gemini.placement.machine import CPU_TRANSFERS_TAKE
-from gemini.threads import usable_processors
+from gemini.system.threads import usable_processors
 
 _MATMUL_SIZE = 768
 _STREAM_NUMEL = 1 << 23

@@ -28,12 +28,12 @@ from gemini.chunk import (
 from gemini.chunk.cpu_memory import CpuDevice
 from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import AnyMemory
-from gemini.ddp import GeminiDDP
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
-from gemini.managed_model import ManagedModel
 from gemini.memstats import Trace
+from gemini.model.ddp import GeminiDDP
+from gemini.model.managed_model import ManagedModel
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
@@ -43,7 +43,7 @@ from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
 from gemini.runtime.adopt import manage
 from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate import TensorRef
+from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
 
 _UNLIMITED = 2**62

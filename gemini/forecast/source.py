@@ -12,7 +12,7 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.runtime import init_on
-from gemini.runtime.nested import map_tensors
+from gemini.runtime.intercept.nested import map_tensors
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from gemini.threads import start_thread
+from gemini.system.threads import start_thread
 
 _PROC_SELF = Path("/proc/self")
 _STATUS_MAX_BYTES = 1 << 16  # the file is about 1.5 KiB; a long list of groups makes it longer

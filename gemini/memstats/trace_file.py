@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import CheckpointError, IoError
-from gemini.files import parse_json, read_regular
+from gemini.system.files import parse_json, read_regular
 
 FORMAT = "gemini-trace-2"
 _OLDER = ("gemini-trace-1",)

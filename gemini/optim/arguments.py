@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 
 from gemini.errors import ConfigError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.rule import UpdateRule, rule_of
 from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
-from gemini.runtime.host_states import HostUpdates
-from gemini.threads import usable_processors
+from gemini.runtime.storage.host_states import HostUpdates
+from gemini.system.threads import usable_processors
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from weakref import WeakMethod
 from gemini.errors import IoError, OutOfBudgetError, StateError
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, ModelStorage
-from gemini.runtime.phases import OPTIMIZER
+from gemini.runtime.gate.phases import OPTIMIZER
 
 logger = logging.getLogger(__name__)
 

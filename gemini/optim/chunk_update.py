@@ -12,7 +12,7 @@ from torch._C import _DisableFuncTorch as OutsideTransforms
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
-from gemini.runtime.mixture import HALF_LOADED, Mixture
+from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
 
@@ -75,7 +75,7 @@ class ChunkUpdate:
     """An update rule on the parameters of one group that have a gradient, one state piece at a time.
 
     Everything that the result depends on is captured: hyper-parameters, step numbers, scaling. See
-    :class:`gemini.runtime.pending.PendingUpdate` for what may be done with it. Not thread-safe.
+    :class:`gemini.runtime.gate.pending.PendingUpdate` for what may be done with it. Not thread-safe.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemini.errors import StateError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.kernels import GradScale
 from gemini.optim.loss_scale import LossScale
 

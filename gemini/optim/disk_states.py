@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.threads import usable_processors
+from gemini.system.threads import usable_processors
 
 from .kernels import BLOCK_NUMEL, GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
 from .state_file import Batch, Segment, Source, State, StateFile, state_bytes

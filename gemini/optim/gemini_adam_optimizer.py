@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from gemini.config import keyword_names, refuse_unknown
-from gemini.managed_model import ManagedModel, handle_of
+from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.state_import import TORCH_FLAGS
+from gemini.system.config import keyword_names, refuse_unknown
 
 _OWN = keyword_names(GeminiOptimizer) - {"optim", "model"}
 _ADAM = keyword_names(HybridAdam) - {"params"} | TORCH_FLAGS.keys()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils._foreach_utils import _has_foreach_support
 
+from gemini.comm.peers import Peers, Topic
 from gemini.errors import ConfigError
 from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
-from gemini.zero.peers import Peers, Topic
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.device import launching
 from gemini.errors import ConfigError, StateError
+from gemini.system.device import launching
 
 from .dense import is_dense, ordered_like, same_order
 

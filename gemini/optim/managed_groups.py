@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError, StateError
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gemini.managed_model import ManagedModel
+from gemini.model.managed_model import ManagedModel
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.rule import UpdateRule
 from gemini.runtime import ManagedSlot

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from gemini.comm.rank import Rank
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.optim.wrapped import hooks_set_aside
-from gemini.rank import Rank
 from gemini.runtime import ManagedSlot, read_state
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemini.config import parse_bytes
 from gemini.errors import ConfigError, StateError
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_exchange import counted_steps, entries, export_state, slots_in_order
 from gemini.runtime import read_state
+from gemini.system.config import parse_bytes
 
 Entries = dict[int, dict[str, Any]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
+from gemini.system.config import format_bytes
 
 
 @dataclass(frozen=True)

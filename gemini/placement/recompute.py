@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gemini.config import format_bytes
 from gemini.errors import OutOfBudgetError
 from gemini.memstats import Trace
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
 from gemini.placement.recomputed_trace import BlockCall, Span, activation_bytes, recomputed, spans_of
+from gemini.system.config import format_bytes
 
 _WORTH_IT = 0.02  # the share of a step that recomputing has to save: the times it is judged by are measured
 _MOVING = 1e-3  # what a second of a link counts at least, as when plans are compared

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemini.config import format_bytes
 from gemini.placement.hints import KEEP
 from gemini.placement.intervals import Flags, Intervals, find_intervals
 from gemini.placement.iteration import Iteration
@@ -16,6 +15,7 @@ from gemini.placement.plan import PlacementPlan
 from gemini.placement.planner import OPT, ChosenPlan
 from gemini.placement.promise import Pace, Promise
 from gemini.placement.recompute import RecomputeReport
+from gemini.system.config import format_bytes
 
 
 @dataclass(frozen=True)

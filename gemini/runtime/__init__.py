@@ -9,19 +9,19 @@ from gemini.runtime.adopt import (
     write_range,
     write_values,
 )
-from gemini.runtime.data_sizes import GroupSpec
+from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
+from gemini.runtime.gate.state_piece import MASTER, StatePiece
+from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr, TensorState
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.init import init_on
-from gemini.runtime.learned import PlacementContext
-from gemini.runtime.param import ManagedParameter, ManagedTensor
-from gemini.runtime.snapshot import NO_SNAPSHOT, Snapshot
-from gemini.runtime.state_piece import MASTER, StatePiece
-from gemini.runtime.storage import (
+from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
+from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.storage.data_sizes import GroupSpec
+from gemini.runtime.storage.init import init_on
+from gemini.runtime.storage.model_storage import (
     ChunkGroup,
     ManagedSlot,
     ModelStorage,
 )
-from gemini.runtime.tensor_mgr import StatefulTensorMgr, TensorState
 
 __all__ = [
     "MASTER",

@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
-from gemini.runtime.addresses import span_bytes
+from gemini.runtime.gate.addresses import span_bytes
+from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.initialize import Initialization, children_first, is_unwritten
-from gemini.runtime.param import ManagedParameter, make_managed, make_plain
-from gemini.runtime.saved_weights import restore_saved_weights
-from gemini.runtime.state_piece import MASTER, StatePiece
-from gemini.runtime.storage import ManagedSlot, ModelStorage
+from gemini.runtime.intercept.param import ManagedParameter, make_managed, make_plain
+from gemini.runtime.intercept.saved_weights import restore_saved_weights
+from gemini.runtime.storage.initialize import Initialization, children_first, is_unwritten
+from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
 

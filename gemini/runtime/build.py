@@ -24,15 +24,23 @@ from gemini.chunk import (
     TierBudgets,
     search_chunk_size,
 )
-from gemini.device import default_budget_bytes
+from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import Peers, require_equal
+from gemini.comm.share import Share
 from gemini.errors import IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.plan import DeviceTooSmallError
-from gemini.runtime.activations import ActivationOffload, check_offload
+from gemini.runtime.activation.activations import ActivationOffload
+from gemini.runtime.activation.keep_plan import KeepPlan
+from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.adopt import Adopted, adopt_module
-from gemini.runtime.config import STATES_OF_RULES, GeminiConfig
-from gemini.runtime.data_sizes import (
+from gemini.runtime.config import STATES_OF_RULES, GeminiConfig, check_offload
+from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.growth import Growth, with_gathered
+from gemini.runtime.outline import Outline
+from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupSpec,
     Needs,
@@ -41,17 +49,9 @@ from gemini.runtime.data_sizes import (
     needs_of,
     plan_groups,
 )
-from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.growth import Growth, with_gathered
-from gemini.runtime.keep_plan import KeepPlan
-from gemini.runtime.learned import PlacementContext
-from gemini.runtime.outline import Outline
-from gemini.runtime.recompute import Recompute
-from gemini.runtime.storage import ModelStorage
-from gemini.zero.model_ranks import ModelRanks
-from gemini.zero.peers import Peers, require_equal
-from gemini.zero.sharding import Sharding
-from gemini.zero.share import Share
+from gemini.runtime.storage.model_storage import ModelStorage
+from gemini.sharding.sharding import Sharding
+from gemini.system.device import default_budget_bytes
 
 logger = logging.getLogger(__name__)
 

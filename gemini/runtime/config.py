@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from gemini.chunk import ComputeDevice
-from gemini.config import parse_bytes
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
-from gemini.placement import PlacementPolicy
+from gemini.placement import PlacementPolicy, TierCapacity
+from gemini.system.config import parse_bytes
 
 _PRECISIONS: dict[object, torch.dtype | None] = {
     None: None,
@@ -175,3 +175,32 @@ def _check_kinds(config: GeminiConfig) -> None:
             f"memstats is of {type(config.memstats).__name__}; give a gemini.memstats.Trace, for example "
             "Trace.load(path)"
         )
+
+
+def check_offload(config: GeminiConfig, capacity: TierCapacity, *, measured: bool) -> None:
+    """Refuse what ``activation_offload`` and ``activation_recompute`` could not do, all reasons at once;
+    ``measured``: the first step shows non-model memory.
+
+    Raises:
+        ConfigError: there is no tier below DEVICE, what stays there would not be counted, or blocks cannot
+            choose.
+    """
+    offload, reasons = config.activation_offload, []
+    if config.activation_recompute and offload != "auto":
+        reasons.append(
+            "activation_recompute chooses among keeping, offloading and recomputing: it needs "
+            "activation_offload='auto'; to recompute in any case use torch.utils.checkpoint"
+        )
+    has_auto = offload == "auto" or config.activation_recompute
+    if (offload or has_auto) and not (capacity.host_bytes or capacity.disk_bytes):
+        reasons.append(
+            "activation_offload needs a tier below DEVICE but HOST and DISK are absent; "
+            "give disk_dir, or host_bytes"
+        )
+    if has_auto and not measured:
+        reasons.append(
+            "activation_offload='auto' keeps on DEVICE what a recorded step shows to fit there: it needs "
+            "placement_policy='auto' and no non_model_bytes; or choose activation_offload=True"
+        )
+    if reasons:
+        raise ConfigError(". And ".join(reasons))

@@ -6,7 +6,7 @@ from torch import nn
 
 from gemini.errors import StateError
 from gemini.runtime.adopt import second_names
-from gemini.runtime.param import ManagedParameter
+from gemini.runtime.intercept.param import ManagedParameter
 
 _ALL_MANAGED = {ManagedParameter}
 

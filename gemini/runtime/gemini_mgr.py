@@ -9,24 +9,24 @@ from dataclasses import replace
 import torch
 
 from gemini.chunk import ChunkManager
+from gemini.comm.model_ranks import PartOfModel
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlanReport
-from gemini.runtime import living, unusable
-from gemini.runtime.activations import ActivationOffload
-from gemini.runtime.backward import BackwardPins
-from gemini.runtime.eval_order import EvalOrder
-from gemini.runtime.gate import Gate
-from gemini.runtime.host_states import HostUpdates
-from gemini.runtime.learned import PlacementContext
-from gemini.runtime.observer import StepObserver
-from gemini.runtime.phases import FORWARD
-from gemini.runtime.raw_access import RawAccess
-from gemini.runtime.shortage import Shortage
-from gemini.runtime.step_order import StepOrder
-from gemini.runtime.update_operators import UpdateOperators
-from gemini.zero.model_ranks import PartOfModel
-from gemini.zero.sharding import Sharding
+from gemini.runtime.activation.activations import ActivationOffload
+from gemini.runtime.gate import living, unusable
+from gemini.runtime.gate.gate import Gate
+from gemini.runtime.gate.observer import StepObserver
+from gemini.runtime.gate.phases import FORWARD
+from gemini.runtime.intercept.backward import BackwardPins
+from gemini.runtime.intercept.raw_access import RawAccess
+from gemini.runtime.step.eval_order import EvalOrder
+from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.step.shortage import Shortage
+from gemini.runtime.step.step_order import StepOrder
+from gemini.runtime.step.update_operators import UpdateOperators
+from gemini.runtime.storage.host_states import HostUpdates
+from gemini.sharding.sharding import Sharding
 
 
 class GeminiManager(Gate):

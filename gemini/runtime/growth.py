@@ -17,10 +17,10 @@ from gemini.errors import IoError, StateError
 from gemini.placement import ModelDataSize
 from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
-from gemini.runtime.data_sizes import DataSizes
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.param import ManagedParameter
-from gemini.runtime.storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
+from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.storage.data_sizes import DataSizes
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
 
 
 class StateOwner(Protocol):

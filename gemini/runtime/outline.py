@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gemini.runtime.adopt import check_apart, unique_parameters
-from gemini.runtime.blocks import is_compiled
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.precision import compute_types
+from gemini.runtime.intercept.blocks import is_compiled
+from gemini.runtime.intercept.precision import compute_types
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gemini import _C
+from gemini.runtime.gate.loose import LooseBytes
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.loose import LooseBytes
-from gemini.runtime.storage import ModelStorage
+from gemini.runtime.storage.model_storage import ModelStorage
 
 _TIERS = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
 _LINKS = ("h2d", "d2h", "disk_read", "disk_write")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.storage import ModelStorage
+from gemini.runtime.storage.model_storage import ModelStorage
 
 logger = logging.getLogger(__name__)
 

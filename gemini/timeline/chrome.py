@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemini.config import format_bytes
-from gemini.files import replacing
+from gemini.system.config import format_bytes
+from gemini.system.files import replacing
 from gemini.timeline.events import LINKS, Timeline
 from gemini.timeline.lanes import in_turn
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gemini.chunk import ChunkKind
 from gemini.runtime import ChunkGroup
-from gemini.runtime.storage import ModelStorage
+from gemini.runtime.storage.model_storage import ModelStorage
 
 
 @dataclass

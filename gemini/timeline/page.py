@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gemini.files import replacing
+from gemini.system.files import replacing
 from gemini.timeline.computing import computing
 from gemini.timeline.events import LINKS, Timeline
 from gemini.timeline.lanes import in_turn

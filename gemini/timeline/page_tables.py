@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gemini.config import format_bytes
+from gemini.system.config import format_bytes
 from gemini.timeline.events import Timeline
 from gemini.timeline.summary import StepSummary
 from gemini.timeline.words import LINK_TITLES, PART_TITLES, parts, seconds_text

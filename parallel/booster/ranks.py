@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
-from gemini.collectives import join_ranks
-from gemini.device import select_device
-from gemini.rank import Rank
+from gemini.comm.collectives import join_ranks
+from gemini.comm.rank import Rank
+from gemini.system.device import select_device
 
 _Result = TypeVar("_Result")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

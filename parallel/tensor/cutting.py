@@ -11,7 +11,7 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut, Partition
-from gemini.runtime.initialize import Initialization, children_first
+from gemini.runtime.storage.initialize import Initialization, children_first
 
 
 @torch.no_grad()

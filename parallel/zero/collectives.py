@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from gemini.collectives import all_gather
+from gemini.comm.collectives import all_gather
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
-from gemini.runtime.nested import cast_floating, map_tensors
-from gemini.runtime.precision import compute_types, place_buffers
-from gemini.state_as_part import NamedAsWrapped
+from gemini.model.state_as_part import NamedAsWrapped
+from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.runtime.intercept.precision import compute_types, place_buffers
 
 from .collectives import Collectives
 from .one_type import InOneType, mixes_types

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
-from gemini.runtime.nested import map_tensors
-from gemini.runtime.precision import run_in_one_type
+from gemini.runtime.intercept.nested import map_tensors
+from gemini.runtime.intercept.precision import run_in_one_type
 
 
 class InOneType(TorchFunctionMode):

@@ -17,9 +17,9 @@ from fault_training import file_size_limit
 from gemini import _C
 from gemini.chunk import ChunkManager, TierBudgets
 from gemini.chunk.chunk import ChunkKind, ChunkSpec
-from gemini.config import format_bytes
 from gemini.errors import ConfigError, GeminiError, IoError
 from gemini.offload import AsyncFile
+from gemini.system.config import format_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from sharded_harness import WIDTH, Recipe, mlp, wrap
 from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
-from gemini.attendance import PATIENCE_VARIABLE, Sign
+from gemini.comm.attendance import PATIENCE_VARIABLE, Sign
 
 PATIENCE = 2.0
 SOON = 8 * PATIENCE  # on a machine that does other things too

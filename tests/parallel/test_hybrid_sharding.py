@@ -24,9 +24,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini import ConfigError, GeminiDDP
-from gemini.collectives import ProcessGroupPeers
+from gemini.comm.collectives import ProcessGroupPeers
 from gemini.parallel import Booster, GeminiPlugin
-from gemini.zero.copies import take_mean_of_copies
+from gemini.sharding.copies import take_mean_of_copies
 
 RECIPE = Recipe(clip=0.05)
 

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gemini import CheckpointError, IoError, collectives
+from gemini import CheckpointError, IoError
 from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
+from gemini.comm import collectives
 
 RECIPE = Recipe(clip=0.1)
 

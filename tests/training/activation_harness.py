@@ -26,7 +26,7 @@ from training_harness import (
 )
 
 from gemini import GeminiDDP
-from gemini.runtime import activations
+from gemini.runtime.activation import activations
 
 
 @pytest.fixture

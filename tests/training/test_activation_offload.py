@@ -21,7 +21,7 @@ from training_harness import (
 from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
-from gemini.runtime import activations
+from gemini.runtime.activation import activations
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
 

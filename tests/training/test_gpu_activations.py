@@ -19,7 +19,7 @@ from training_harness import assert_same_state, assert_within_budgets, moved_byt
 
 from gemini import ConfigError, HybridAdam, OutOfBudgetError
 from gemini.chunk import ComputeDevice
-from gemini.runtime import activations
+from gemini.runtime.activation import activations
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import _C, GeminiDDP
 from gemini.memstats import Trace
-from gemini.runtime import planned
+from gemini.runtime.step import planned
 
 pytestmark = pytest.mark.slow
 

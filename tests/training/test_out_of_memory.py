@@ -16,7 +16,7 @@ from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import OutOfBudgetError, StateError
 from gemini.chunk import ComputeDevice
-from gemini.runtime import shortage
+from gemini.runtime.step import shortage
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from training_harness import (
 from training_models import Around, square_loss
 
 from gemini import ConfigError, GeminiDDP, OutOfBudgetError, StateError
-from gemini.device import asked_bytes, ran_out_of_memory
+from gemini.system.device import asked_bytes, ran_out_of_memory
 
 HERE = torch.device("cpu")
 NO_MEMORY = "CUDA out of memory. Tried to allocate 64.00 KiB. GPU 0 has a total capacity of 14.75 GiB"

@@ -31,7 +31,7 @@ from gemini.placement.machine import Machine
 from gemini.placement.planner import OPT, ChosenPlan
 from gemini.placement.problem import PlanProblem
 from gemini.placement.simulator import simulate
-from gemini.runtime import planned
+from gemini.runtime.step import planned
 
 # Links so slow that every plan is worth the search, and the one chosen depends on no machine.
 _SLOW = tuple(LinkSpeed(name, 2e6, 1e-5) for name in ("h2d", "d2h", "disk_read", "disk_write"))

@@ -28,7 +28,8 @@ from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.machine import Machine
 from gemini.placement.recompute import RecomputeChoice
 from gemini.placement.recomputed_trace import BlockCall
-from gemini.runtime import learned, recompute
+from gemini.runtime.activation import recompute
+from gemini.runtime.step import learned
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
 

@@ -30,8 +30,9 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.memstats import LinkSpeed
-from gemini.runtime import TensorState, learned
-from gemini.runtime.gradient import SlotGradient
+from gemini.runtime import TensorState
+from gemini.runtime.step import learned
+from gemini.runtime.storage.gradient import SlotGradient
 
 RECIPE = Recipe(steps=8)
 

@@ -120,7 +120,7 @@ def test_trainees_compute_the_same_losses(keep_gradients: bool, tmp_path: Path) 
 
 
 def test_a_gpu_changes_nothing_for_what_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemini.device.current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("gemini.system.device.current_device", lambda: torch.device("cuda", 0))
     managed = ManagedTrainee(TINY)
     assert managed.model.device.type == "cpu"
     managed.close()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from bench_gpu_harness import figures, in_process
 
-from gemini import device as gemini_device
 from gemini.chunk import TierBudgets
 from gemini.cli.main import main
 from gemini.errors import ConfigError, StateError
+from gemini.system import device as gemini_device
 from gemini_bench import (
     gpu,
     gpu_bound,

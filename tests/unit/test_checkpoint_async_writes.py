@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import gemini
 from gemini import checkpoint
 from gemini.errors import CheckpointError
-from gemini.runtime import param as runtime_param
-from gemini.runtime.mutation import possibly_written
+from gemini.runtime.intercept import param as runtime_param
+from gemini.runtime.intercept.mutation import possibly_written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

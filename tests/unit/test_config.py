@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.config import format_bytes, parse_bytes
 from gemini.errors import ConfigError
+from gemini.system.config import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

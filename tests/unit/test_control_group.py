@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini import control_group
-from gemini.device import free_memory_bytes
+from gemini.system import control_group
+from gemini.system.device import free_memory_bytes
 
 GIB = 2**30
 

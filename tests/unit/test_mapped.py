@@ -13,7 +13,7 @@ import torch
 from gemini import HybridAdam
 from gemini.errors import IoError, StateError
 from gemini.offload.mapped import MappedTensors
-from gemini.threads import usable_processors
+from gemini.system.threads import usable_processors
 
 
 def open_files(directory: Path) -> list[os.stat_result]:

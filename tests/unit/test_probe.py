@@ -16,9 +16,9 @@ from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
 from gemini.memstats import LinkSpeed
 from gemini.placement import probe
-from gemini.runtime import link_meter
-from gemini.runtime.link_meter import ENOUGH_BYTES, LinkMeter
-from gemini.runtime.period_timer import PeriodTimer
+from gemini.runtime.step import link_meter
+from gemini.runtime.step.link_meter import ENOUGH_BYTES, LinkMeter
+from gemini.runtime.step.period_timer import PeriodTimer
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_a_device_with_its_own_memory_is_probed_by_its_own_clock(tmp_path: Path)
 def test_a_period_is_what_lies_between_preops_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: Any = UsedChunks(None)
     clock = iter([10.0, 13.0, 20.0, 25.0])
-    monkeypatch.setattr("gemini.runtime.period_timer.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gemini.runtime.step.period_timer.time.perf_counter", lambda: next(clock))
     timer = PeriodTimer(chunks)
     timer.close_period()  # before the first PreOp there is none
     timer.open_period()

@@ -14,9 +14,9 @@ from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
 from gemini.placement.promise import Pace, promise_at
 from gemini.placement.report import PlannedStep
-from gemini.runtime import promised
-from gemini.runtime.promised import PromisedStep
-from gemini.runtime.step_meter import STEPS, StepMeter
+from gemini.runtime.step import promised
+from gemini.runtime.step.promised import PromisedStep
+from gemini.runtime.step.step_meter import STEPS, StepMeter
 
 MIB, GIB = 2**20, 2**30
 

@@ -11,9 +11,9 @@ import pytest
 
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import CheckpointError, ConfigError
-from gemini.files import open_regular, parse_json, read_regular
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats import Trace
+from gemini.system.files import open_regular, parse_json, read_regular
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "memstats": Trace.load,

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from gemini.comm.share import Share
 from gemini.errors import StateError
-from gemini.zero.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
-from gemini.zero.share import Share
-from gemini.zero.use_order import NEVER, UseOrder
+from gemini.sharding.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
+from gemini.sharding.use_order import NEVER, UseOrder
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])

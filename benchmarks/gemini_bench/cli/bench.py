@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gemini.config import parse_bytes
+from gemini.system.config import parse_bytes
 from gemini_bench.cli.checkpoint import add_checkpoint
 from gemini_bench.cli.disk import add_io, add_nvme
 from gemini_bench.cli.gpu import add_gpu

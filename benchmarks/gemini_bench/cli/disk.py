@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gemini.config import parse_bytes
 from gemini.errors import ConfigError
+from gemini.system.config import parse_bytes
 from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
 
 IO_HELP = f"""\

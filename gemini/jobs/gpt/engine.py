@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import checkpoint
-from gemini.device import resolve_device
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.model import GPT
+from gemini.system.device import resolve_device
 from gemini.timeline import TimelineRecorder
 
 BETAS = (0.9, 0.95)

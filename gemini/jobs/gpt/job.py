@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini import checkpoint
-from gemini.device import ran_out_of_memory, repeatable_operators, resolve_device
 from gemini.errors import ConfigError, IoError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
@@ -31,6 +30,7 @@ from gemini.jobs.gpt.schedule import lr_schedule
 from gemini.jobs.gpt.stop import StopRequest
 from gemini.jobs.gpt.training import EngineFactory, Progress, Training, train_step
 from gemini.jobs.gpt.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
+from gemini.system.device import ran_out_of_memory, repeatable_operators, resolve_device
 
 
 @dataclass(frozen=True)

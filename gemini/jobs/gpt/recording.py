@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from gemini.device import repeatable_operators, resolve_device
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
@@ -14,6 +13,7 @@ from gemini.jobs.gpt.engine import ManagedEngine
 from gemini.jobs.gpt.schedule import lr_schedule
 from gemini.jobs.gpt.stop import StopRequest
 from gemini.jobs.gpt.training import train_step
+from gemini.system.device import repeatable_operators, resolve_device
 from gemini.timeline import TimelineRecorder
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gemini.config import format_bytes
 from gemini.jobs.gpt.verify import Verdict
+from gemini.system.config import format_bytes
 
 TIERS = ("device", "host", "disk")
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")

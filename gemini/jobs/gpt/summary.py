@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gemini.config import format_bytes
 from gemini.jobs.gpt.display import duration_text
 from gemini.jobs.gpt.report import LINKS, TIERS, Summary
 from gemini.jobs.gpt.verify import Verdict
+from gemini.system.config import format_bytes
 
 _LINK_NAMES = {
     "h2d": "HOST to DEVICE",

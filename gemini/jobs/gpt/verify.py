@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemini.files import io_errors
+from gemini.system.files import io_errors
 
 _MAX_LISTED = 8
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
-from gemini.ddp import GeminiDDP
 from gemini.errors import CheckpointError, ConfigError
-from gemini.files import parse_json
+from gemini.model.ddp import GeminiDDP
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import (
@@ -32,6 +31,7 @@ from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.system.files import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import torch
 from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
-from gemini.files import parse_json
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import counted_steps
 from gemini.parallel.booster.checkpoint.layout import Layout
@@ -28,6 +27,7 @@ from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.runtime import read_state
+from gemini.system.files import parse_json
 
 _METADATA = OWN_METADATA + "optimizer"
 

@@ -16,7 +16,7 @@ from gemini.checkpoint.directory import complete_checkpoints, latest
 from gemini.checkpoint.sealed_file import reading
 from gemini.checkpoint.structure import is_text
 from gemini.errors import CheckpointError
-from gemini.files import open_regular, parse_json, read_regular
+from gemini.system.files import open_regular, parse_json, read_regular
 
 _ZIP = b"PK"  # what torch.save writes
 _PICKLE = b"\x80"  # what it wrote before 1.6

@@ -9,9 +9,9 @@ from typing import Any
 
 from gemini.checkpoint import Scheduler, plain_data
 from gemini.errors import CheckpointError
-from gemini.files import parse_json, read_regular
 from gemini.parallel.booster.checkpoint.writing import save_text
 from gemini.parallel.booster.ranks import Ranks
+from gemini.system.files import parse_json, read_regular
 
 _FORMAT = "gemini-scheduler-1"
 _MAX_BYTES = 2**26  # the text of a tensor of 16 MiB has 32

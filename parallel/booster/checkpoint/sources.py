@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from gemini.checkpoint import contents, plain_data
-from gemini.ddp import GeminiDDP
+from gemini.model.ddp import GeminiDDP
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
 from gemini.parallel.booster.checkpoint.zero import master_sources
 from gemini.parallel.booster.data_parallel import DataParallel, SingleProcess
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 from gemini.runtime import ManagedParameter, read_values
-from gemini.runtime.storage import slot_of
+from gemini.runtime.storage.model_storage import slot_of
 
 Names = dict[torch.Tensor, str]
 # In the metadata of a file, next to the further names of tied tensors, which are no dotted "gemini." names.

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.collectives import group_of
-from gemini.config import keyword_names, refuse_unknown
-from gemini.ddp import GeminiDDP
+from gemini.comm.collectives import group_of
 from gemini.errors import ConfigError
+from gemini.model.ddp import GeminiDDP
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
 from gemini.placement import PlacementPolicy
+from gemini.system.config import keyword_names, refuse_unknown
 
 _MODEL = keyword_names(GeminiDDP) - {"module"}
 _OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}

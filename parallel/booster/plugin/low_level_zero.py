@@ -10,8 +10,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gemini.config import keyword_names, refuse_unknown
-from gemini.device import current_device
 from gemini.errors import ConfigError
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
@@ -19,6 +17,8 @@ from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import choose_stage, parse_precision
+from gemini.system.config import keyword_names, refuse_unknown
+from gemini.system.device import current_device
 
 _OWN = frozenset(
     (

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gemini.device import current_device
 from gemini.errors import ConfigError
 from gemini.parallel.booster.data_parallel import AutocastCriterion, DataParallel, SingleProcess
 from gemini.parallel.booster.mixed_precision import FP16TorchMixedPrecision, Precision
 from gemini.parallel.booster.optimizer import BoostedOptimizer
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
+from gemini.system.device import current_device
 
 
 class TorchDDPPlugin(Plugin):

@@ -1,0 +1,303 @@
+"""Attendance: what ranks let each other see of themselves, so that one that waits in vain can say for whom.
+
+See docs/notes/zero.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from gemini.comm.program_place import find_place
+from gemini.errors import ConfigError, StateError
+from gemini.system.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_VARIABLE = "GEMINI_RANK_PATIENCE"
+_PATIENCE_SECONDS = 60.0
+_BEATS = 30  # within the patience
+_LONGEST_BEAT_SECONDS = 1.0
+_MISSED_BEATS = 3  # after which a rank is gone, once a connection has broken
+
+_SLOWEST_BYTES_PER_S = 2**20  # of a network that anybody would train over
+
+_SILENT = "has given no sign of life for"
+_BROKEN = "ranks have lost each other"
+_START_AGAIN = "Start all ranks again from the last checkpoint (gemini.checkpoint.load)"
+_UNEVEN = (
+    "All ranks must make the calls that ranks make together as often and in the same order; where one has "
+    "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
+    "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
+)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank lets the others see: ``beat`` grows while its process runs, ``calls`` is how many calls it
+    has begun that ranks make together, ``doing`` says what the last one does, ``waits`` whether it is in it,
+    and ``left`` why it makes no more."""
+
+    beat: int = 0
+    calls: int = 0
+    doing: str = "wraps a model"
+    waits: bool = False
+    place: str = ""
+    waits_elsewhere: bool = False
+    left: str = ""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it waits for other ranks, here or in a collective of the program's own."""
+        return self.waits or self.waits_elsewhere
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What changes when it gets on."""
+        return self.calls, self.waits, self.place, self.waits_elsewhere
+
+    def __str__(self) -> str:
+        if self.left:
+            return f"{self.left} after {self.calls} calls together; the last one {self.doing}"
+        at = f", now at {self.place}" if self.place else ""
+        where = ", in a collective of the program's own" if self.waits_elsewhere else ""
+        return f"last {self.doing} (call {self.calls}{', not over' if self.waits else ''}){at}{where}"
+
+
+@dataclass
+class _Seen:
+    """The last sign of another rank, and since when its beat and its state are what they are."""
+
+    sign: Sign
+    beat_s: float
+    state_s: float
+
+
+class Attendance:
+    """Publishes this rank's signs in a store, beside training, and reads the others' where it waits long.
+
+    A thread of its own talks to the store, which may be out of reach without an error: whoever waits looks at
+    what was read last. A rank that left, or gives no sign for the patience, is named at once. One that is
+    alive elsewhere may take its time, as long as not all ranks wait for each other.
+    """
+
+    def __init__(self, store: Any, place: int, count: int) -> None:
+        self._store, self._place, self._count = store, place, count
+        self.patience_s = patience_seconds()
+        self._beat_s = min(_LONGEST_BEAT_SECONDS, self.patience_s / _BEATS)
+        self._beat = self._calls = 0
+        self._doing, self._left, self._waits = Sign().doing, "", False
+        self._thread = threading.get_ident()
+        self._seen: dict[int, _Seen] = {}
+        self._broke = ""  # what was found when a connection broke
+        self._looks_until = self._since_s = 0.0
+        self._wake, self._told = threading.Event(), threading.Event()
+        self._publish()
+        beats = threading.Thread(
+            target=_give_beats, args=(weakref.ref(self), self._wake, self._beat_s), daemon=True
+        )
+        start_thread(beats, "the signs of a rank")
+        weakref.finalize(self, self._wake.set)
+        gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
+        gone.atexit = False  # at the end there is something to tell
+
+    # -- what this rank does ---------------------------------------------------------------------
+
+    def wait(self, work: Any, doing: str, break_off: Callable[[], None]) -> None:
+        """Wait for the collective ``work``, the next call that ranks make together; ``break_off`` makes it
+        fail where it never ends.
+
+        Raises:
+            StateError: a rank has left, gives no sign, or waits for something else; or a connection broke.
+        """
+        self._calls += 1
+        self._doing, self._waits, self._thread = doing, True, threading.get_ident()
+        try:
+            while not self._is_over(work):
+                trouble = self._find_trouble()
+                if trouble:
+                    self.leave(f"gave up ({trouble})")
+                    break_off()
+                    raise StateError(self._message(trouble))
+        finally:
+            self._waits = False
+
+    def explain(self, error: Exception) -> StateError:
+        """Return what to raise where a connection to another rank has failed with ``error``: who it was is
+        seen a few beats later."""
+        text = str(error).partition("\n")[0]
+        if self._broke:
+            return StateError(self._broke)
+        ends = time.monotonic() + (_MISSED_BEATS + 1) * self._beat_s
+        self._ask_for_signs()
+        found = self._find_gone(math.inf)
+        while not found and time.monotonic() < ends:
+            time.sleep(self._beat_s / 2)
+            found = self._find_gone(_MISSED_BEATS * self._beat_s)
+        self._broke = self._message(f"{found or _BROKEN} ({text})")
+        return StateError(self._broke)
+
+    def longest_transfer(self, nbytes: int) -> timedelta:
+        """Return after how long a transfer counts as lost; all ranks have agreed on it before."""
+        return timedelta(seconds=2 * self.patience_s + nbytes / _SLOWEST_BYTES_PER_S)
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank makes no more calls, and ``why``. Idempotent."""
+        if not self._left:
+            self._left = why
+            self._wake.set()
+            self._told.wait(_MISSED_BEATS * self._beat_s)  # no longer: the store may be out of reach
+
+    def beat(self) -> bool:
+        """Give a sign and, while somebody waits, look at the others'; say whether this rank goes on. For the
+        thread of the signs alone."""
+        left = bool(self._left)
+        self._publish()
+        if time.monotonic() < self._looks_until:
+            self._look()
+        if left:
+            self._told.set()
+        return not left
+
+    # -- what the others do ----------------------------------------------------------------------
+
+    def _is_over(self, work: Any) -> bool:
+        try:
+            work.wait(timedelta(seconds=self._beat_s))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            raise self.explain(error) from error
+        return True
+
+    def _ask_for_signs(self) -> None:
+        """Have the others' signs read from now on for a while, for the first time at once."""
+        now = time.monotonic()
+        if now > self._looks_until:
+            for seen in self._seen.values():  # what was read last is old, and no silence
+                seen.beat_s = seen.state_s = now
+            self._since_s = now
+            self._looks_until = math.inf
+            self._wake.set()
+        self._looks_until = now + (_MISSED_BEATS + 2) * self._beat_s + self.patience_s
+
+    def _find_trouble(self) -> str:
+        self._ask_for_signs()
+        return self._find_gone(self.patience_s) or self._find_apart()
+
+    def _find_gone(self, silence_s: float) -> str:
+        """Return which rank has left before this call, or given no sign for so long; nothing: none."""
+        now = time.monotonic()
+        for rank in range(self._count):
+            if rank == self._place:
+                continue
+            seen = self._seen.get(rank) or _Seen(Sign(), self._since_s, self._since_s)
+            if seen.sign.left and seen.sign.calls < self._calls:
+                return f"rank {rank} will not come: it {seen.sign.left}"
+            if not seen.sign.left and now - seen.beat_s > silence_s:
+                return (
+                    f"rank {rank} {_SILENT} {now - seen.beat_s:.3g} s: its process was "
+                    "stopped or killed, or its machine is gone"
+                )
+        return ""
+
+    def _find_apart(self) -> str:
+        """Return who waits for what if every rank waits, and has for the patience, but not in one call."""
+        now, others = time.monotonic(), list(self._seen.copy().items())
+        if len(others) + 1 < self._count:
+            return ""
+        if not all(seen.sign.is_stuck and now - seen.state_s > self.patience_s for _, seen in others):
+            return ""
+        here = (self._calls, self._doing)
+        apart = [
+            rank for rank, seen in others if not seen.sign.waits or (seen.sign.calls, seen.sign.doing) != here
+        ]
+        return (
+            f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
+        )
+
+    def _look(self) -> None:
+        for rank in range(self._count):
+            if rank == self._place:
+                continue
+            sign, now = self._read(rank), time.monotonic()
+            seen = self._seen.setdefault(rank, _Seen(sign, now, now))
+            if sign.beat != seen.sign.beat:
+                seen.beat_s = now
+            if sign.state != seen.sign.state:
+                seen.state_s = now
+            seen.sign = sign
+
+    def _read(self, rank: int) -> Sign:
+        try:
+            return (
+                Sign(**json.loads(self._store.get(str(rank)))) if self._store.check([str(rank)]) else Sign()
+            )
+        except (RuntimeError, ValueError):  # who keeps the store is gone
+            return self._seen[rank].sign if rank in self._seen else Sign()
+
+    def _message(self, trouble: str) -> str:
+        signs = {self._place: replace(self._sign(), left="")}
+        signs |= {rank: seen.sign for rank, seen in self._seen.copy().items()}
+        each = "; ".join(f"rank {rank} {signs[rank]}" for rank in sorted(signs))
+        is_lost = any(mark in trouble for mark in (_SILENT, _BROKEN))
+        return f"{trouble}. By rank: {each}. {_START_AGAIN if is_lost else _UNEVEN}"
+
+    def _sign(self) -> Sign:
+        place = find_place(self._thread)
+        return Sign(
+            self._beat, self._calls, self._doing, self._waits, place.text, place.in_collective, self._left
+        )
+
+    def _publish(self) -> None:
+        self._beat += 1
+        try:
+            self._store.set(str(self._place), json.dumps(asdict(self._sign())))
+        except RuntimeError as error:  # who keeps the store is gone: they see that nothing comes
+            logger.debug("rank %d cannot give a sign: %s", self._place, error)
+
+
+def patience_seconds() -> float:
+    """Return for how long a rank may give no sign, or all may wait for each other. Raises ConfigError."""
+    said = os.environ.get(PATIENCE_VARIABLE, "")
+    try:
+        seconds = float(said) if said else _PATIENCE_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{PATIENCE_VARIABLE} is {said!r}; give a number of seconds, 60 for example")
+    return seconds
+
+
+def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seconds: float) -> None:
+    goes_on = True
+    while goes_on:
+        wake.wait(seconds)
+        wake.clear()
+        found = attendance()
+        goes_on = found is not None and found.beat()
+        del found
+
+
+def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
+    """See to it that the others hear of the end of this program, and of the exception that ended it; return
+    what was registered for that."""
+
+    def tell() -> None:
+        found = attendance()
+        if found is not None:
+            error = getattr(sys, "last_value", None)
+            found.leave("ended" if error is None else f"ended with {type(error).__name__} ({error})")
+
+    return atexit.register(tell)

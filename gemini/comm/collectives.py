@@ -1,0 +1,353 @@
+"""The ranks that share a model, over torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gemini.comm.attendance import Attendance
+from gemini.comm.messages import Messages
+from gemini.comm.peers import Peers, Topic, Transfer
+from gemini.comm.rank import Rank
+from gemini.comm.share import Share
+from gemini.errors import ConfigError
+
+_Result = TypeVar("_Result")
+
+_STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
+_BREAK_TAG = 0x6E4F  # of a message that nobody sends
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent to others, by what for."""
+
+    gathered: int = 0
+    reduced: int = 0
+    replicated: int = 0
+    rounds: int = 0
+
+
+class ProcessGroupPeers(Peers):
+    """Carries out what the runtime asks for on process groups."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, ranks: list[int]
+    ) -> None:
+        """``group``: the two or more ranks that hold this copy of the model; ``replicas``: those with this
+        part of the others; ``ranks``: all, in order of their places."""
+        self.group = group
+        self.traffic = Traffic()
+        self._replicas = replicas
+        self._share = Share(dist.get_rank(group), dist.get_world_size(group))
+        if replicas is not None:
+            copy, copies = dist.get_rank(replicas), dist.get_world_size(replicas)
+            self._share = replace(self._share, replica=copy, replicas=copies)
+        # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
+        self._ranks = ranks
+        self._timeout = _shortest_timeout(group, replicas)
+        self._among_all = _new_group(ranks, self._timeout)
+        self.attendance = Attendance(_store_of(self._among_all), self._share.place, len(ranks))
+        self._messages = Messages(self._among_all, ranks, self._wait)
+        # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
+        self._on_host = group
+        if not any(device.type == "cpu" for device in _devices(group)):
+            self._on_host = _new_group(dist.get_process_group_ranks(group), self._timeout)
+        self._aside: Messages | None = None
+        self._several_hosts: bool | None = None  # not asked yet
+
+    @property
+    def share(self) -> Share:
+        return self._share
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+        return int(said) if said.isdigit() and int(said) > 0 else self._share.world
+
+    def on_several_hosts(self) -> bool:
+        """Say whether not all ranks run on one machine; all of them call this."""
+        if self._several_hosts is None:
+            self._several_hosts = len(set(self.say(_BOOT_ID.read_text()))) > 1
+        return self._several_hosts
+
+    def exchange(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
+        self.traffic.rounds += 1
+        return self._messages.numbers(topic, mine)
+
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
+        self.traffic.gathered += (self._share.size - 1) * shard.nbytes
+        if shard.device.type != "cpu":
+            return _started(all_gather(whole, shard, group=self.group, async_op=True))
+        # gloo gathers through buffers of its own; messages go from and to where the bytes are.
+        own, parts = self._share.rank, whole.view(self._share.size, -1)
+        works = [self._send(shard, rank) for rank in self._others()]
+        works += [self._receive(parts[rank], rank) for rank in self._others()]
+        parts[own].copy_(shard)
+        return self._as_one(works, shard.nbytes)
+
+    def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
+        if whole is None:
+            self.traffic.gathered += shard.nbytes
+            return self._as_one([self._send(shard, rank)], shard.nbytes)
+        parts = whole.view(self._share.size, -1)
+        parts[rank].copy_(shard)
+        return self._as_one([self._receive(parts[other], other) for other in self._others()], shard.nbytes)
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, each rank beginning behind itself: no one is everybody's first."""
+        size, rank = self._share.size, self._share.rank
+        return [(rank + distance) % size for distance in range(1, size)]
+
+    def _as_one(self, works: Sequence[Any], nbytes: int) -> Transfer:
+        """Return transfers of ``nbytes`` each as one, which does not wait for ever."""
+        limit = self.attendance.longest_transfer(nbytes)
+        if self._timeout is not None:
+            limit = min(limit, self._timeout)
+        return _Works(works, limit, self.attendance)
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> Any:
+        return _started(dist.isend(tensor, group=self.group, group_dst=rank))
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> Any:
+        return _started(dist.irecv(tensor, group=self.group, group_src=rank))
+
+    def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
+        size = self._share.size
+        self.traffic.reduced += whole.nbytes // size * (size - 1)
+        if whole.device.type != "cpu":
+            return _started(dist.all_to_all_single(parts, whole, group=self.group, async_op=True))
+        # As in gather(); nor is this rank's own part copied.
+        mine, theirs = whole.view(size, -1), parts.view(size, -1)
+        works = [self._send(mine[rank], rank) for rank in self._others()]
+        works += [self._receive(theirs[rank], rank) for rank in self._others()]
+        return self._as_one(works, mine[0].nbytes)
+
+    def say(self, text: str) -> list[str]:
+        """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
+        return self._messages.text(text)
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        say = partial(self._messages.text, topic=Topic.SETTINGS)
+        rank = Rank(self._share.place, self._share.world, say, failure=ConfigError)
+        return rank.together(action)
+
+    def say_aside(self) -> Callable[[str], list[str]]:
+        """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
+        if self._aside is None:
+            self._aside = Messages(_new_group(self._ranks, self._timeout), self._ranks)
+        return self._aside.text
+
+    def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        group = self._replicas
+        self.traffic.replicated += sum(sent.nbytes for _copy, sent, _got in messages)
+        ways = [dist.P2POp(dist.isend, sent, group=group, group_peer=copy) for copy, sent, _got in messages]
+        ways += [dist.P2POp(dist.irecv, got, group=group, group_peer=copy) for copy, _sent, got in messages]
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            work = dist.broadcast(tensor, group=self._among_all, src=self._ranks[0], async_op=True)
+            self._wait(work, "takes over weights of the first rank (wrapping)")
+            return
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        if self._replicas is not None:
+            dist.broadcast(tensor, group=self._replicas, group_src=0)
+
+    def sum(self, values: torch.Tensor) -> None:
+        self._reduce(values, dist.ReduceOp.SUM, "adds up a norm (clipping) or weights (state_dict, saving)")
+
+    def largest(self, values: torch.Tensor) -> None:
+        self._reduce(values, dist.ReduceOp.MAX, "looks for overflow (step) or takes a norm (clipping)")
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        self.attendance.leave(why)
+
+    def _reduce(self, values: torch.Tensor, how: Any, doing: str) -> None:
+        group = self._group_for(values)
+        work = dist.all_reduce(values, how, group=group, async_op=True)
+        self._wait(work, doing, group)
+
+    def _wait(self, work: Any, doing: str, group: dist.ProcessGroup | None = None) -> None:
+        """Wait for a collective of ``group``, None: of all ranks. Raises as :meth:`Attendance.wait`."""
+        group = self._among_all if group is None else group
+        if dist.get_backend(group) != "gloo":
+            work.wait()  # on a GPU it only orders streams
+            return
+        self.attendance.wait(work, doing, partial(_break_off, group))
+
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Return the group of this copy whose backend takes the memory of ``tensor``."""
+        return self._on_host if tensor.device.type == "cpu" else self.group
+
+
+def _break_off(group: dist.ProcessGroup) -> None:
+    """Make what is under way in a group of gloo fail: the end of the process would wait for it until the
+    group's timeout. An operation that runs into its own timeout closes the connections of all."""
+    with suppress(RuntimeError):
+        other = 1 if dist.get_rank(group) == 0 else 0
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_BREAK_TAG)
+        work.wait(timedelta(milliseconds=1))
+
+
+class _Works(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Any], limit: timedelta, attendance: Attendance) -> None:
+        """``limit``: what one may take; it ends the connections."""
+        self._works, self._limit, self._attendance = works, limit, attendance
+
+    def wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                raise self._attendance.explain(error) from error
+
+
+# Torch 2.13 has given ``all_gather_into_tensor`` another name, and deprecates the old one.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _started(work: Any) -> Transfer:
+    assert work is not None, "this rank is no member of the process group"
+    started: Transfer = work
+    return started
+
+
+def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
+    """Return the ranks of ``process_group``: a ProcessGroup, a DeviceMesh of one dimension, or of two, the
+    first of which replicates what the second one shards, or None: all ranks, where torch.distributed was
+    initialized. None where that is one rank alone.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(process_group, DeviceMesh):
+        return _peers_on(process_group)
+    if process_group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    elif isinstance(process_group, dist.ProcessGroup):
+        group = process_group
+    else:
+        raise ConfigError(
+            f"process_group is a {type(process_group).__name__}; pass a torch.distributed.ProcessGroup, a "
+            "DeviceMesh, or None for all ranks"
+        )
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return ProcessGroupPeers(group, None, dist.get_process_group_ranks(group))
+
+
+def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"process_group is a DeviceMesh of {mesh.ndim} dimensions; pass the one that shards, for example "
+            "mesh['dp'], or one that replicates and one that shards: mesh['replicate', 'shard']"
+        )
+    if mesh.size() == 1:
+        return None
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ConfigError(
+            f"the ranks of the DeviceMesh {mesh.mesh.tolist()} do not ascend along its dimensions; make it "
+            "with init_device_mesh"
+        )
+    if mesh.size(-1) == 1:
+        raise ConfigError(
+            f"process_group is a DeviceMesh of the shape {tuple(mesh.shape)}: its last dimension shards, and "
+            "one rank alone has nothing to share; replicate with torch's DistributedDataParallel"
+        )
+    replicas = _in_time(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    return ProcessGroupPeers(_in_time(mesh.get_group(-1)), replicas, mesh.mesh.flatten().tolist())
+
+
+def _in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
+    ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
+    timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
+    if dist.get_backend(group) != "gloo" or limit is None or timeout is None or timeout <= limit:
+        return group
+    return _new_group(dist.get_process_group_ranks(group), limit)
+
+
+def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a group over gloo; its ``ranks`` alone call this."""
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return group
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """Return a store of the ranks of ``group``, for nothing else, on a connection of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
+    return dist.PrefixStore(f"gemini-attendance/{group.group_name}", own)  # type: ignore[attr-defined]
+
+
+def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
+    """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
+    return min((found for found in map(_timeout, groups) if found is not None), default=None)
+
+
+def _devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the kinds of devices whose memory a backend of ``group`` takes."""
+    found: list[torch.device] = group._device_types
+    return found
+
+
+def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    if group is None:
+        return None
+    backend: Any = group._get_backend(_devices(group)[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of ``mesh``, which call this together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    timeout = _timeout(dist.group.WORLD)
+    group: dist.ProcessGroup = dist.new_group(
+        mesh.mesh.flatten().tolist(), timeout, use_local_synchronization=True
+    )
+    return group
+
+
+def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> bool:
+    """Initialize torch.distributed among the processes that torchrun has started; say whether there are any.
+    ``backend`` and ``timeout`` as ``init_process_group`` takes them: how long a rank waits for the others,
+    here and in every collective, before it raises; None: torch's default, half an hour over gloo.
+
+    Does nothing where that was done already, or without torchrun. Unlike a plain ``init_process_group`` it is
+    safe after a restart: torchrun keeps its store, in which the addresses of dead ranks would be found.
+    """
+    if dist.is_initialized():
+        return True
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not hosted,
+        timeout=_STORE_TIMEOUT if timeout is None else timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, store=own, rank=rank, world_size=world)
+    return True

@@ -1,0 +1,94 @@
+"""Tensor classes that answer operators themselves: those on managed tensors are the runtime's all the same.
+
+Torch asks the classes of an operator's operands in their order, and the first that answers ends it: that of a
+nested tensor left of a weight answers for the weight. So each such class answers through here. See
+docs/notes/interception.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _EnableTorchFunction as SubclassesAnswer
+
+from gemini.errors import ConfigError
+from gemini.runtime.intercept.metadata import METADATA_FUNCTIONS
+from gemini.runtime.intercept.param import MANAGED, dispatch
+from gemini.runtime.intercept.special import SPECIAL
+
+_NAME = "__torch_function__"
+_REFUSES = "_refuses_managed"  # of a __new__
+
+
+class _Intercepted(classmethod):  # type: ignore[type-arg]
+    """A class's ``__torch_function__`` that leaves managed tensors to the runtime."""
+
+
+def intercept_foreign_classes() -> None:
+    """Have the tensor classes that answer operators leave managed tensors to the runtime. Called before every
+    forward pass: more may have been defined or imported."""
+    classes: list[type] = [torch.Tensor]
+    for cls in classes:  # which grows
+        classes += type.__subclasses__(cls)
+    for cls in classes[1:]:
+        if cls in MANAGED:
+            continue
+        if cls.__name__ == "DTensor":
+            _refuse_within(cls)
+        owner = next(part for part in cls.__mro__ if _NAME in part.__dict__)
+        answer = owner.__dict__[_NAME]
+        # Tensor's own leaves operands of other classes to them. What is no classmethod (Parameter's) answers
+        # nothing.
+        if owner is not torch.Tensor and type(answer) is classmethod:
+            setattr(owner, _NAME, _Intercepted(_intercepting(answer.__func__)))
+
+
+def _refuse_within(wrapper: Any) -> None:
+    """Refuse managed tensors within tensors of the class ``wrapper``, whose operators would take their memory
+    where it may not be."""
+    make = wrapper.__new__
+    if hasattr(make, _REFUSES):
+        return
+
+    @functools.wraps(make)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(type(each) in MANAGED for each in (*args, *kwargs.values())):
+            raise ConfigError(
+                f"a {wrapper.__name__} cannot be made of a managed parameter, or of a view of one: its "
+                "operators would read memory that is there for the runtime's own alone; make it of a copy, "
+                f"{wrapper.__name__}.from_local(param.detach().clone(), mesh)"
+            )
+        return make(cls, *args, **kwargs)
+
+    setattr(new, _REFUSES, True)
+    wrapper.__new__ = new
+
+
+def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:
+    # The compiler traces this, so it lies where that may look (gemini/runtime/intercept/compiled.py).
+    def intercepted(
+        cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if torch.compiler.is_compiling() or MANAGED.isdisjoint(types) or func in METADATA_FUNCTIONS:
+            return answer(cls, func, types, args, kwargs)
+        return _operate(functools.partial(answer, cls, func, types), func, args, kwargs)
+
+    return intercepted
+
+
+def _operate(answer: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on managed tensors and others, whose class does it by ``answer``."""
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **kwargs)
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        with SubclassesAnswer():
+            return answer(args, kwargs)
+
+    answered.__name__ = getattr(func, "__name__", str(func))
+    return dispatch(answered, args, kwargs)

@@ -1,0 +1,176 @@
+"""``gemini.manage``: a module managed in place, which is used, trained and saved as it was."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from gemini.chunk.devices import open_device
+from gemini.comm.collectives import make_peers
+from gemini.comm.model_ranks import ModelRanks
+from gemini.errors import ConfigError, StateError
+from gemini.model.ddp import GeminiDDP
+from gemini.model.managed_model import ManagedModel
+from gemini.model.preparation import prepared
+from gemini.model.state_as_part import refuse_assign
+from gemini.model.weights import import_weights
+from gemini.runtime import ManagedTensor
+from gemini.runtime.build import build_runtime
+from gemini.runtime.config import GeminiConfig
+from gemini.system.config import keyword_names, refuse_unknown
+
+_OPTIONS = keyword_names(GeminiDDP) - {
+    "module",
+    "device",
+    "process_group",
+    "model_ranks",
+    "pin_memory",
+    "config",
+}
+
+
+def manage(
+    module: nn.Module,
+    *,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    process_group: object | None = None,
+    model_ranks: ModelRanks | None = None,
+    config: GeminiConfig | None = None,
+    **options: Any,
+) -> ManagedModel:
+    """Manage ``module`` in place, as ``fully_shard`` does, and return its handle::
+
+        handle = gemini.manage(model, device_bytes="8GiB", disk_dir="/mnt/nvme")
+        optimizer = gemini.GeminiAdamOptimizer(model, lr=1e-4)
+        loss = model(inputs).sum()  # the module itself: recorded, planned, prefetched
+        loss.backward()
+        optimizer.step()
+        print(handle.stats())
+        handle.release()  # an ordinary model again, with its weights
+
+    The module's class becomes a subclass of the same name, so that each call of it is a forward pass of a
+    step, whoever makes it; ``load_state_dict``, ``zero_grad``, ``compile`` and ``to`` are those of a managed
+    model. Copies and pickles of it are of an ordinary module. :func:`gemini.handle_of` finds the handle
+    again.
+
+    Args:
+        device, pin_memory, process_group, model_ranks, config, options: as :class:`gemini.GeminiDDP`.
+
+    Raises:
+        OutOfBudgetError: the model cannot fit the budgets; nothing was changed.
+        ConfigError, IoError: see the message.
+        TypeError: an option that GeminiDDP does not have.
+    """
+    refuse_unknown("manage()", options, _OPTIONS)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"manage() takes an nn.Module, not {type(module).__name__}")
+    if "_gemini" in vars(module):
+        raise ConfigError(
+            f"this {type(module).__name__} is managed already; gemini.handle_of() returns its handle"
+        )
+    peers = make_peers(process_group)
+    computing, chosen = prepared(
+        peers,
+        lambda: open_device(device, pin_memory=pin_memory),
+        lambda: GeminiConfig.choose(config, **options),
+        model_ranks,
+    )
+    built = build_runtime(module, chosen, peers, computing, model_ranks)
+    handle = ManagedModel(module, chosen, computing, peers, built, _make_plain)
+    module.__dict__["_gemini"] = handle
+    module.__class__ = _managed_class(type(module))
+    return handle
+
+
+class ManagedModule(nn.Module):
+    """What a class gets on top while a module of it is managed in place."""
+
+    _gemini: ManagedModel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._gemini.forward(super().__call__, args, kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy weights into the chunks; as :meth:`gemini.GeminiDDP.load_state_dict`."""
+        refuse_assign(assign)
+        with self._gemini.manager.threads.inside("load_state_dict"):
+            return import_weights(self._gemini, state_dict, strict=strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
+        self._gemini.zero_grad(set_to_none)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile each block of the model; as :meth:`gemini.GeminiDDP.compile`."""
+        self._gemini.compiled.compile(*args, **options)
+
+    def extra_repr(self) -> str:
+        """Say what is where, below what the module says of itself."""
+        own = super().extra_repr()
+        return "\n".join(part for part in (own, f"managed: {self._gemini.summary()}") if part)
+
+    def _repr_html_(self) -> str:
+        return self._gemini._repr_html_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ManagedModule:
+        self._gemini.refuse_move(fn)
+        super()._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse
+        )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        module: nn.Module = self
+        managed, handle = type(self), self.__dict__.pop("_gemini")
+        module.__class__ = _plain_class(managed)
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            module.__class__ = managed
+            self.__dict__["_gemini"] = handle
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = _plain_class(type(self))
+        reduced: Any = plain.__reduce_ex__(self, protocol)
+        function, arguments, *rest = reduced
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: value for key, value in rest[0].items() if key != "_gemini"}
+        return (function, arguments, *rest)
+
+
+def _managed_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``plain`` that passes for it by name."""
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (ManagedModule, plain), names)
+
+
+def _plain_class(managed: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a managed class was made of.
+
+    Raises:
+        StateError: somebody has put another class over it since.
+    """
+    if managed.__mro__[1] is not ManagedModule:
+        raise StateError(
+            f"the class of a managed {managed.__name__} was changed after gemini.manage(), as "
+            "parametrizations do; register those of the outermost module before, or take them off again"
+        )
+    return cast("type[nn.Module]", managed.__mro__[2])
+
+
+def _make_plain(module: nn.Module) -> None:
+    """Have ``module`` be of its own class again; managed no more."""
+    managed: type[nn.Module] = type(module)
+    if issubclass(managed, ManagedModule):
+        module.__class__ = _plain_class(managed)
+        del module.__dict__["_gemini"]

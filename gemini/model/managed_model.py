@@ -1,0 +1,358 @@
+"""ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from gemini.chunk import ComputeDevice
+from gemini.comm.collectives import ProcessGroupPeers
+from gemini.comm.rank import Rank
+from gemini.errors import ConfigError
+from gemini.memstats import Trace
+from gemini.memstats.trace import KINDS
+from gemini.model.foreign_classes import intercept_foreign_classes
+from gemini.placement import PlanReport
+from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime.adopt import release_adopted
+from gemini.runtime.build import Built
+from gemini.runtime.config import GeminiConfig
+from gemini.runtime.exchanged import ManagedParameters
+from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.intercept.compiled import CompiledBlocks
+from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.runtime.intercept.precision import place_buffers
+from gemini.runtime.statistics import moments_of_step, usage_and_traffic
+from gemini.runtime.unfollowed import Unfollowed
+from gemini.sharding.joining import Joining
+from gemini.system.config import format_bytes
+from gemini.timeline import TimelineRecorder
+
+TIERS = ("device", "host", "disk")
+_SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
+
+
+class ManagedModel:
+    """A module whose parameters lie in chunks, and all that belongs to it. For one thread at a time.
+
+    ``optimizers``: each GeminiOptimizer of a part of the parameters; ``accumulates``: within
+    :meth:`no_sync`.
+    """
+
+    # What a wrapper shows, too, where its module has none of that name.
+    SHOWN: ClassVar = frozenset(
+        ("device", "storage", "manager", "peers", "managed", "compiled", "optimizers", "accumulates")
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: GeminiConfig,
+        device: ComputeDevice,
+        peers: ProcessGroupPeers | None,
+        built: Built,
+        make_plain: Callable[[nn.Module], None] = lambda _module: None,
+    ) -> None:
+        """Take over ``module``, whose parameters are managed already; place its buffers. ``make_plain`` takes
+        back, at the end of :meth:`release`, what else was done to it."""
+        self.module = module
+        self.config = config
+        self.device = device
+        self.peers = peers
+        self.storage, self.manager, self.search = built.storage, built.manager, built.search
+        self._adopted, self._make_plain = built.adopted, make_plain
+        self.optimizers: WeakSet[Any] = WeakSet()
+        self.accumulates = False
+        self.times_given_up = 0
+        self.manager.take_types(config.precision, list(self.storage.slots.values()))
+        self.managed = ManagedParameters(module)
+        self.compiled = CompiledBlocks(self.manager, module)
+        place_buffers(module, device.torch_device, casts=config.precision is not None)
+        self.unfollowed = Unfollowed(module, self.storage, self.manager)
+        intercept_foreign_classes()
+        self.search.report(printed=config.verbose)
+
+    def shown(self, name: str) -> Any:
+        """Return a part for whoever looks inside; as ``device`` what a module is asked for: where its
+        parameters are."""
+        return self.device.torch_device if name == "device" else getattr(self, name)
+
+    def rank(self, *, aside: bool = False) -> Rank:
+        """Return this process's place among those that share the model; ``aside``: for a thread of its own,
+        beside which training goes on. The ranks call it together."""
+        if self.peers is None:
+            return Rank()
+        say = self.peers.say_aside() if aside else self.peers.say
+        return Rank(self.peers.share.place, self.peers.share.world, say, self.peers.on_several_hosts())
+
+    # -- training --------------------------------------------------------------------------------
+
+    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``call``, the module's own, as a forward pass; floating-point inputs are cast to the compute
+        precision first.
+
+        Raises:
+            StateError: an update or a load failed half-way, so that weights do not belong together, a
+                parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
+                another thread is in a call of this model.
+        """
+        if torch.compiler.is_compiling():
+            return self.compiled.run_uncompiled(self.compiled, self._forward, (call, args, kwargs), {})
+        return self._forward(call, args, kwargs)
+
+    @in_one_thread("forward")
+    def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.manager.lock.refuse_all()
+        self.storage.mixture.refuse("forward")
+        self.managed.refuse_exchanged("forward")
+        self.compiled.refresh()
+        intercept_foreign_classes()
+        precision = self.config.precision
+        if precision is not None:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
+        training = torch.is_grad_enabled()
+        self.compiled.begin_pass(training=training)
+        activations = self.manager.activations if training else None
+        saving = activations.saving(self.module) if activations is not None else nullcontext()
+        manager, watched = self.manager, self.unfollowed.inside(training)
+        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
+            outputs = call(*args, **kwargs)
+        if precision is not None and self.config.force_outputs_fp32:
+            outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
+        return outputs
+
+    @in_one_thread("backward")
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run ``loss.backward()``; gradients end up in chunks."""
+        with self.manager.shortage.watched():
+            loss.backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
+        exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
+        nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
+        sharding = self.manager.sharding
+        before, self.accumulates = self.accumulates, True
+        try:
+            with sharding.local_gradients() if sharding is not None else nullcontext():
+                yield
+        finally:
+            self.accumulates = before
+
+    @contextmanager
+    def join(self, joining: Joining) -> Iterator[None]:
+        """As :meth:`gemini.GeminiDDP.join`; with one process it changes nothing."""
+        sharding = self.manager.sharding
+        if sharding is None:
+            yield
+            return
+        with sharding.join(joining):
+            yield
+            with self.manager.threads.inside("join"):
+                self.leave_passes()
+                sharding.serve(self._give_up_all)
+
+    def gradient_state(self) -> tuple[int, int]:
+        """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
+        return self.times_given_up, self.manager.num_gradients
+
+    @in_one_thread("zero_grad")
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
+        that raised, before repeating it. All ranks call it together: each waits until the others' passes are
+        over, so that no gradient of before comes to those of the next."""
+        self.give_up_passes()
+        self._give_up_all(set_to_none=set_to_none)
+        for param in self.module.parameters():
+            if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
+                param.grad = None if set_to_none else param.grad.zero_()
+
+    def _give_up_all(self, *, set_to_none: bool = True) -> None:
+        self.times_given_up += 1
+        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
+
+    def give_up_passes(self) -> None:
+        """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.
+
+        Raises:
+            StateError: they are used up (overlap="backward"), or other ranks are about to use them.
+        """
+        self.leave_passes()
+        if self.manager.sharding is not None:
+            self.manager.sharding.give_up_passes()
+
+    def leave_passes(self) -> None:
+        """End this rank's forward and backward passes, wherever they raised. Raises StateError as
+        :meth:`give_up_passes`."""
+        self.manager.lock.refuse_all()
+        self.manager.recover()
+
+    def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
+        """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
+        self.manager.recover()
+        if self.manager.sharding is not None:
+            self.manager.sharding.forget_gradients(keep=not set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
+            for param in self.module.parameters():
+                if type(param) is ManagedParameter:
+                    param.grad = None
+        for slot in slots:
+            if set_to_none:
+                slot.free_grad()
+            elif slot.grad is not None:
+                slot.grad.fill_zero()
+        if not any(slot.has_grad for slot in set(self.storage.slots.values()).difference(slots)):
+            self.manager.gradient_scale.forget()
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
+        keys)."""
+        return usage_and_traffic(self.storage, self.manager)
+
+    def plan(self) -> PlanReport:
+        """Return what stays where and why; ``print()`` it."""
+        return self.manager.report()
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
+        what is pending of the update, except in another thread than the one that trains."""
+        return moments_of_step(self.manager)
+
+    def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
+        """Return what records everything that happens while it is entered, or for so many ``steps``::
+
+        with model.record_timeline() as timeline:
+            ...  # some training steps, after the first: that one only records the order
+        timeline.save_html("timeline.html")
+        """
+        return TimelineRecorder(self.storage, self.manager, steps=steps)
+
+    def memstats(self, kind: str = "train") -> Trace | None:
+        """Return the recorded iteration of ``kind`` ``"train"`` or ``"eval"``, or None before the first one
+        has ended.
+
+        Its times and link speeds are final once an iteration has followed it.
+        """
+        if kind not in KINDS:
+            raise ConfigError(f"there is no trace of kind {kind!r}; the kinds are {', '.join(KINDS)}")
+        return self.manager.trace if kind == "train" else self.manager.eval_trace
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent.
+
+        Pending updates run first, and an asynchronous save is finished, so that one that fails is not lost in
+        silence.
+
+        Raises:
+            OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
+            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
+        """
+        with self.manager.threads.inside("close"):
+            if self.peers is not None:
+                self.peers.leave("closed the model")
+            self.compiled.close()
+            self.manager.close()
+
+    @in_one_thread("release")
+    def release(self) -> None:
+        """Make :attr:`module` an ordinary one again, its weights in memory of their own: on the device and in
+        the type that they had before, with the values of fp32 masters. Buffers stay where they are, gradients
+        are given up, its optimizer is at its end. Over ranks all call it; each gets the whole model.
+
+        Raises:
+            StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
+            OutOfBudgetError, IoError: a chunk could not be read, or an update failed. What is managed still
+                stays so, and calling it again goes on.
+        """
+        self.storage.mixture.refuse("release")
+        self.manager.lock.refuse_all()
+        if not self.manager.is_closed:
+            self.manager.run_pending()
+            self.manager.recover()
+            release_adopted(self._adopted, self.manager)
+        self._adopted = []
+        self.managed.release()
+        self.unfollowed.close()
+        self.compiled.release()
+        recompute = self.manager.activations.recompute if self.manager.activations is not None else None
+        for block in recompute.blocks if recompute is not None else ():
+            block.remove()
+        self.close()
+        self._make_plain(self.module)
+
+    def summary(self) -> str:
+        """Return what is on each tier, in one line."""
+        tiers = [(name, self.stats()[name]) for name in TIERS]
+        return ", ".join(
+            f"{name.upper()} {format_bytes(tier['bytes'])} of {format_bytes(tier['budget_bytes'])}"
+            for name, tier in tiers
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, as a table."""
+        stats, kind = self.stats(), html.escape(type(self.module).__name__)
+        rows = "".join(
+            f"<tr><th>{name.upper()}</th>"
+            + "".join(f"<td>{format_bytes(stats[name][key])}</td>" for key in _SHOWN_BYTES)
+            + "</tr>"
+            for name in TIERS
+        )
+        state = "warmup" if stats["warmup"] else f"step {stats['step']}"
+        return (
+            f"<table><caption>{kind}, managed: {format_bytes(stats['model_data_bytes'])} of model data, "
+            f"{state}</caption><tr><th></th><th>now</th><th>peak</th><th>budget</th></tr>{rows}</table>"
+        )
+
+    def __repr__(self) -> str:
+        return f"ManagedModel({type(self.module).__name__}: {self.summary()})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "what manages a module cannot be copied or pickled: its memory is under one budget; the module "
+            "can, and a copy of it is an ordinary one"
+        )
+
+    def leave(self, kind: type[BaseException] | None, error: object) -> None:
+        """Do as :meth:`close` at the end of a block, that an exception of ``kind`` may have ended: nobody
+        wants the weights then, and it is the one to be seen."""
+        if self.peers is not None:
+            self.peers.leave("closed the model" if kind is None else f"ended with {kind.__name__}: {error}")
+        self.manager.close(run_pending=kind is None)
+
+    def refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise ConfigError where ``fn``, of ``double()``, ``to("meta")`` and the like, would change the type
+        or the device of a parameter."""
+        for param in self.module.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+                raise ConfigError(
+                    f"a managed model stays {param.dtype} on {param.device}: its memory is laid out once, "
+                    "when it is wrapped; choose mixed_precision and device there"
+                )
+
+
+def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
+    """Return the handle of a GeminiDDP, or of a module that :func:`gemini.manage` manages; a handle is its
+    own.
+
+    Raises:
+        ConfigError: nobody manages ``model``.
+    """
+    handle = model if isinstance(model, ManagedModel) else getattr(model, "__dict__", {}).get("_gemini")
+    if not isinstance(handle, ManagedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a GeminiDDP, nor managed by gemini.manage(): pass what "
+            "GeminiDDP returned, or the module that was given to gemini.manage()"
+        )
+    return handle

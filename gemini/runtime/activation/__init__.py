@@ -1,0 +1,1 @@
+"""Activations: what autograd saves, in chunks or computed again."""

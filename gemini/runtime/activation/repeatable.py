@@ -1,0 +1,209 @@
+"""Whether the call of a block can be run again in backward, and running it again.
+
+Nothing here runs a block but for backward: what a call was given, changes and draws is looked at before and
+after it. Where a second run differs from the first all the same, it is refused before its gradients are used.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+
+from gemini import _C
+from gemini.errors import StateError
+from gemini.runtime.activation.digest import CannotRepeat, digest_of
+from gemini.runtime.activation.saved import Version
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+class _Place(NamedTuple):
+    """Where a tensor stood among the arguments of a call."""
+
+    number: int
+
+
+class Given:
+    """The arguments of a call: tensors, and what they stand in, which holds none of them.
+
+    Raises:
+        CannotRepeat: something is neither a plain tensor nor a plain value, nor a tuple of such. A call may
+            write to it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._args = tuple(self._place(value) for value in args)
+        self._kwargs = {name: self._place(value) for name, value in kwargs.items()}
+
+    def release(self) -> list[torch.Tensor]:
+        """Return the tensors and hold them no longer."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in their places."""
+        args = tuple(_filled(value, tensors) for value in self._args)
+        return args, {name: _filled(value, tensors) for name, value in self._kwargs.items()}
+
+    def _place(self, value: object) -> object:
+        if isinstance(value, torch.Tensor) and is_ordinary(value):
+            self.tensors.append(value)
+            return _Place(len(self.tensors) - 1)
+        if type(value) is tuple:
+            return tuple(self._place(one) for one in value)
+        if isinstance(value, _PLAIN):
+            return value
+        raise CannotRepeat(f"it is given an object of type {type(value).__name__}")
+
+
+def _filled(value: object, tensors: Sequence[torch.Tensor]) -> object:
+    if isinstance(value, _Place):
+        return tensors[value.number]
+    return tuple(_filled(one, tensors) for one in value) if type(value) is tuple else value
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is strided memory of its own that counts its versions; managed ones are not."""
+    return (
+        type(tensor) is torch.Tensor
+        and not tensor.is_nested
+        and tensor.layout is torch.strided
+        and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
+    )
+
+
+class Look:
+    """What a block has around a call of it: its buffers and attributes, other generators than torch's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Look before the call. Raises CannotRepeat where something cannot be looked at."""
+        self._module = module
+        if any(part._forward_hooks or part._forward_pre_hooks for part in _within(module)):
+            raise CannotRepeat("modules within it have forward hooks, which would run twice")
+        self._digest = digest_of(module)
+        self._parameters = _versions(module.parameters())
+        self._random = _other_random_states()
+
+    def require_unchanged(self, versions: Sequence[Version], out: object) -> None:
+        """Raise CannotRepeat where the call, which returned ``out``, wrote to its arguments, of which
+        ``versions`` are those before, to its module or to generators that are not set back."""
+        if not all(version.is_current for version in versions):
+            raise CannotRepeat("it writes to its arguments")
+        if _versions(self._module.parameters()) != self._parameters:
+            raise CannotRepeat("it writes to its parameters")
+        if _other_random_states() != self._random:
+            raise CannotRepeat("it draws random numbers of Python or numpy")
+        if not self.holds:
+            raise CannotRepeat("it changes its attributes or buffers")
+        strange = next(
+            (one for one in _leaves(out) if not isinstance(one, _PLAIN) and not _is_plain(one)), None
+        )
+        if strange is not None:
+            raise CannotRepeat(f"it returns an object of type {type(strange).__name__}")
+
+    @property
+    def holds(self) -> bool:
+        """Whether buffers and attributes are still what they were."""
+        try:
+            return digest_of(self._module) == self._digest
+        except CannotRepeat:  # of an attribute that came since
+            return False
+
+
+class Repeat:
+    """The function that is checkpointed: a call of a block, which must have the same result each time."""
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], given: Given) -> None:
+        self._name, self._module, self._forward, self._given = name, module, forward, given
+        self._bits: list[object] | None = None
+        self._training: list[bool] = []
+        self._buffers: list[tuple[int, int]] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run the block. Raises StateError where that gives other bits than the first time."""
+        if self._bits is None:
+            args, kwargs = self._given.rebuilt(tensors)
+            out = self._forward(*args, **kwargs)
+            self._training = training_modes(self._module)
+            self._buffers = _versions(self._module.buffers())
+            self._bits = _bits_of(out)
+            return out
+        # Aliases: hooks that the block registers on what it is given must not reach the real graph again.
+        aliases = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        args, kwargs = self._given.rebuilt(aliases)
+        modes = training_modes(self._module)
+        _set_training(self._module, self._training)
+        try:
+            out = self._forward(*args, **kwargs)
+        finally:
+            _set_training(self._module, modes)
+        if _versions(self._module.buffers()) != self._buffers or _bits_of(out) != self._bits:
+            raise StateError(
+                f"block {self._name!r} gave other results when it was run again in backward than in forward, "
+                "or its buffers were written: its gradients would be wrong. What it depends on has changed "
+                "between; leave out activation_recompute, then zero_grad() and repeat the step"
+            )
+        return out
+
+
+def training_modes(module: nn.Module) -> list[bool]:
+    """Return ``training`` of a module and all within it."""
+    return [part.training for part in module.modules()]
+
+
+def _set_training(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, mode in zip(module.modules(), modes, strict=True):
+        part.training = mode
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    with PlainTensors():
+        return [(id(one), 0 if one.is_inference() else one._version) for one in tensors]
+
+
+def _within(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if part is not module)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and is_ordinary(value)
+
+
+def _bits_of(out: object) -> list[object]:
+    """Return what differs where results do: of tensors their checksums."""
+    found: list[object] = []
+    with PlainTensors():
+        for value in _leaves(out):
+            if isinstance(value, torch.Tensor) and is_ordinary(value):
+                dense = value.detach().contiguous()
+                found.append((tuple(value.shape), _C.crc32c(dense.data_ptr(), dense.nbytes)))
+            elif isinstance(value, _PLAIN):
+                found.append(value)
+    return found
+
+
+def _other_random_states() -> list[object]:
+    """Return the states of generators that recomputation does not set back."""
+    numpy = sys.modules.get("numpy")
+    states: list[object] = [random.getstate()]
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states += [kind, keys.tobytes(), *rest]
+    return states

@@ -1,0 +1,1 @@
+"""The gate: every use of managed memory goes through it, and what it asks first."""

@@ -1,0 +1,301 @@
+"""Gate: every use of managed memory goes through it, one operator after another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+
+from gemini import _C
+from gemini.chunk import ChunkManager, TensorIds
+from gemini.runtime.gate import unusable
+from gemini.runtime.gate.addresses import ParametersByAddress
+from gemini.runtime.gate.gradient_scale import GradientScale
+from gemini.runtime.gate.lock import TensorLock
+from gemini.runtime.gate.loose import LooseBytes
+from gemini.runtime.gate.observer import StepObserver
+from gemini.runtime.gate.one_thread import OneThread
+from gemini.runtime.gate.pending import PendingUpdates
+from gemini.runtime.gate.phases import FORWARD, OPTIMIZER
+from gemini.runtime.gate.slot import Slot
+from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
+from gemini.runtime.gate.strays import Strays
+from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.gate.written import WrittenTensors
+
+NodeHooks = tuple[Callable[..., None], Callable[..., None]]
+
+
+class TensorRef:
+    """Which managed memory a tensor views: the gate of its use, and its id in the chunk table."""
+
+    __slots__ = ("manager", "tensors")
+
+    def __init__(self, manager: Gate, tensor: int) -> None:
+        self.manager = manager
+        self.tensors = (tensor,)
+
+
+class Moments(Protocol):
+    """An order of use that operators are moments of: that of steps, or that of evaluations."""
+
+    def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool) -> bool:
+        """Pin ``tensors`` as the next moment; say whether the iteration has become too long to be one."""
+        ...
+
+
+class NodePins(Protocol):
+    """What autograd nodes keep pinned."""
+
+    held: tuple[int, ...] | None
+
+    def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
+        """Return the hooks that run before and after an autograd node that reads ``tensors``."""
+        ...
+
+    def settle(self) -> None:
+        """End the pin of the node that ran last."""
+
+    def forget(self) -> None:
+        """Drop the record of every pin; the caller unpins."""
+
+
+class RawMemory(Protocol):
+    """Memory that was asked for by its address."""
+
+    uses: list[Any]
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a plain tensor whose memory holds ``tensor`` until the next operator. Raises as a PreOp."""
+        ...
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy whose address was given for ``tensor`` since the last operator."""
+        ...
+
+    def settle(self) -> None:
+        """End all uses. Raises as a PreOp."""
+
+
+class Grows(Protocol):
+    """Makes the chunks that come after a model was wrapped."""
+
+    def provide(self, owner: Any) -> None:
+        """Make the states of what ``owner``, an optimizer, updates."""
+
+    def unfreeze(self, param: Any) -> None:
+        """Have ``param``, which never trained, take gradients."""
+
+
+class Gate(ABC):
+    """``pre_op`` and ``post_op`` bracket the operators of one model. For one thread at a time.
+
+    What has to come before an operator is registered once, with :meth:`settle_before`; steps, plans and
+    updates are the subclass's.
+    """
+
+    backward_pins: NodePins
+    raw: RawMemory
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self.chunks = chunks
+        self.tensors = StatefulTensorMgr(chunks)
+        self.parameters = ParametersByAddress()
+        self.phase = FORWARD
+        self.step = 0  # finished ones
+        self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
+        self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
+        self.gradient_scale = GradientScale(self.operator)
+        self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
+        self.num_gradients = 0  # that arrived since the model was wrapped
+        self.loose = LooseBytes(chunks.table)
+        self.growth: Grows | None = None
+        self.threads = OneThread()
+        self.strays = Strays(chunks)
+        self.lock = TensorLock()
+        self.written = WrittenTensors()
+        self.pending = PendingUpdates()
+        self.observer: StepObserver | None = None
+        self.snapshot: Snapshot = NO_SNAPSHOT
+        self._following: Moments | None = None  # what the next PreOp is a moment of
+        self._before: list[tuple[Collection[object], Callable[[], None]]] = []
+        self._gather: Callable[[TensorIds], None] | None = None
+        self._note_written: Callable[[TensorIds], None] | None = None
+        self._locked = self.lock.tensors
+        self._due = self.pending.by_tensor  # one look per PreOp
+        self._first_address, self._end_address = chunks.address_range()
+
+    def take_types(self, precision: torch.dtype | None, slots: Sequence[Slot]) -> None:
+        """Have the parameters of ``slots`` be used in ``precision``; None: each in its own type."""
+        self.mixes_types = precision is not None
+        self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
+
+    def grow_with(self, growth: Grows) -> None:
+        """Have ``growth`` make what comes after wrapping."""
+        self.growth = growth
+
+    # -- what comes before an operator ---------------------------------------------------------------
+
+    def settle_before(self, waiting: Collection[object], settle: Callable[[], None]) -> None:
+        """Have ``settle`` called before every operator while there is anything in ``waiting``, the same
+        object for good. It unpins, and raises nothing."""
+        self._before.append((waiting, settle))
+
+    def settle(self) -> None:
+        """Unpin what the next operator would: what a node was done with, what nobody holds any more."""
+        self.backward_pins.settle()
+        for waiting, settle in self._before:
+            if waiting:
+                settle()
+
+    def gather_before(
+        self, gather: Callable[[TensorIds], None], note_written: Callable[[TensorIds], None]
+    ) -> None:
+        """Have ``gather`` see to it, over ranks, that what an operator uses is whole, and ``note_written``
+        told what one has written."""
+        self._gather, self._note_written = gather, note_written
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether what runs now is part of the order of steps or of evaluations."""
+        return self._following is not None
+
+    def lend_gradients(self, lent: bool) -> None:
+        """Say whether gradients lie in memory that the next call of a compiled block takes back."""
+        self.gradients_are_lent = lent
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model was closed, or is another process's."""
+        return "pre_op" in vars(self)
+
+    def refuse_use(self, refuse: Callable[..., None]) -> None:
+        """Have ``refuse``, which raises, called in the place of every PreOp from now on."""
+        self.resident = False
+        self.pre_op = refuse  # type: ignore[method-assign]
+
+    def leave_to_parent(self) -> None:
+        """This is a forked process: the memory is the parent's."""
+        self.snapshot = NO_SNAPSHOT  # its thread is in the parent
+        self.pending.clear()
+        self.refuse_use(unusable.in_child)
+        self.recover = unusable.in_child  # type: ignore[method-assign]
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Unpin what operators that raised half-way left pinned, as written: they may have been."""
+
+    @abstractmethod
+    def run_pending(self) -> None:
+        """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Go on without recording: what ran so far says nothing of an iteration."""
+
+    # -- operators -------------------------------------------------------------------------------------
+
+    def pre_op(self, tensors: TensorIds, *, on_host: bool = False) -> None:
+        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
+
+        Raises:
+            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked, or another thread
+                is in a call of this model; nothing is pinned.
+            EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
+        """
+        holder = self.threads.holder
+        if holder and holder != get_ident():
+            self.threads.refuse_other()
+        if _C.stray_count() != self.strays.seen:
+            self.strays.refuse()
+        if self.raw.uses:
+            self.raw.settle()
+        if self.backward_pins.held is not None:
+            self.backward_pins.settle()
+        for waiting, settle in self._before:
+            if waiting:
+                settle()
+        if self._locked:
+            self.lock.refuse(tensors)
+        if self._due:
+            self.run_due(tensors)
+        if self._gather is not None:
+            self._gather(tensors)
+        self.next_moment(tensors, on_host=on_host)
+
+    def next_moment(self, tensors: TensorIds, *, on_host: bool = False) -> None:
+        """Pin ``tensors`` as the next moment; nothing is left to be done before. Raises as :meth:`pre_op`."""
+        following = self._following
+        if following is None:
+            self.chunks.acquire(tensors, traced=False, on_host=on_host)
+            return
+        try:
+            too_long = following.pre_op(tensors, self.phase, on_host=on_host)
+        except BaseException:
+            self.abandon()
+            raise
+        if too_long:
+            self.abandon()
+
+    def next_late_moment(self, order: Moments, tensors: TensorIds, *, on_host: bool) -> bool:
+        """Pin ``tensors`` for a pending update, which counts to the step before; say whether that is part of
+        ``order``, that of steps. Raises as :meth:`pre_op`."""
+        self.settle()
+        if self._following is not order:
+            self.chunks.acquire(tensors, traced=False, on_host=on_host)
+            return False
+        try:
+            order.pre_op(tensors, OPTIMIZER, on_host=on_host)
+        except BaseException:
+            self.abandon()
+            raise
+        return True
+
+    def post_op(self, tensors: TensorIds, dirty: bool) -> None:
+        """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
+        if dirty and self._note_written is not None:
+            self._note_written(tensors)
+        self.chunks.release(tensors, dirty=dirty)
+
+    def post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
+        """Unpin ``tensors``, of which those in ``dirty`` were written."""
+        written = set(dirty)
+        self.post_op([tensor for tensor in tensors if tensor in written], True)
+        self.post_op([tensor for tensor in tensors if tensor not in written], False)
+
+    @contextmanager
+    def operator(self, tensors: TensorIds, dirty: TensorIds = ()) -> Iterator[None]:
+        """Pin ``tensors`` for the block; those in ``dirty`` count as written."""
+        self.pre_op(tensors)
+        try:
+            yield
+        finally:
+            self.post_ops(tensors, dirty)
+
+    def run_due(self, tensors: TensorIds) -> None:
+        """Run the pending updates that have to come before any use of ``tensors``.
+
+        Raises:
+            OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
+        """
+        for update in self.pending.needed_by(tensors):
+            if self.observer is None:
+                update.run()
+            else:
+                self.observer.run_update(update)
+            self.pending.remove(update)
+
+    # -- where memory is -------------------------------------------------------------------------------
+
+    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
+        """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
+        address, chunks = tensor.data_ptr(), self.chunks
+        return self.in_windows(address) and chunks.chunk_at(address) == chunks.table.chunk_of(ref.tensors[0])
+
+    def in_windows(self, address: int) -> bool:
+        """Say whether the model data's windows are at ``address``."""
+        return self._first_address <= address < self._end_address

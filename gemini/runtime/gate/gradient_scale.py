@@ -1,0 +1,108 @@
+"""The loss scale that a model's gradients have, and which other models have gradients of the same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakSet
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.runtime.gate.slot import Slot
+
+_KEY = "gemini: the scaled losses of the backward pass under way"
+
+
+class ScaledLosses:
+    """What one optimizer scales from one of its steps to the next, and the models with gradients of it."""
+
+    def __init__(self) -> None:
+        self.overflowed: bool | None = None  # None: no step has used a gradient of them
+        self.reached: WeakSet[GradientScale] = WeakSet()
+
+    @contextmanager
+    def backward_pass(self, scale: float) -> Iterator[None]:
+        """Run the backward pass of a loss times ``scale`` within the block. Passes may be within others."""
+        outer = _pass_under_way()
+        # Not an attribute of a model: the pass reaches others. Autograd takes this along to its own threads.
+        torch._C._stash_obj_in_tls(_KEY, (self, scale))
+        try:
+            yield
+        finally:
+            torch._C._stash_obj_in_tls(_KEY, outer)
+
+
+class GradientScale:
+    """The scale of the gradients that one model has: that of the first loss that has reached it. Gradients of
+    a loss with another scale are brought to this one."""
+
+    def __init__(
+        self,
+        operator: Callable[[tuple[int, ...]], AbstractContextManager[None]],
+        slots: Sequence[Slot] = (),
+        *,
+        is_needed: bool = False,
+    ) -> None:
+        """``operator`` pins tensors of the model for a block; ``is_needed``: gradients are fp16, which those
+        of an unscaled loss underflow."""
+        self.operator = operator
+        self.slots = slots
+        self.value: float | None = None  # None: there is no gradient of a scaled loss
+        self.losses: list[ScaledLosses] = []  # those that have gradients here
+        self._is_needed = is_needed
+
+    def admit(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return what to add to the gradients that are there for ``grad``, which a backward pass has made.
+
+        Raises:
+            ConfigError: its loss was not scaled, and had to be.
+        """
+        found = _pass_under_way()
+        if found is None and self._is_needed:
+            raise ConfigError(
+                "under mixed_precision='fp16' the gradients of an unscaled loss underflow; call "
+                "optimizer.backward(loss) instead of loss.backward(): of this model's optimizer or, where "
+                "the loss goes through several managed models, of one of theirs"
+            )
+        if found is None and self.value is None:
+            return grad
+        losses, scale = found if found is not None else (None, 1.0)
+        if self.value != scale and self._begins():
+            self.forget()
+            self.value = scale if losses is not None else None
+        if losses is not None and losses not in self.losses:
+            self.losses.append(losses)
+            losses.reached.add(self)
+        here = 1.0 if self.value is None else self.value
+        return grad if here == scale else grad * (here / scale)
+
+    def _begins(self) -> bool:
+        """Say whether no gradient is there that has a scale; one that was assigned under fp16 has that which
+        comes."""
+        is_assigned = self.value is None and self._is_needed
+        return is_assigned or not any(slot.has_grad for slot in self.slots)
+
+    def linked(self) -> list[GradientScale]:
+        """Return those of other models with gradients of the same losses, or of losses that share a model."""
+        found, losses = [self], list(self.losses)
+        while losses:
+            for reached in losses.pop().reached:
+                if reached not in found:
+                    found.append(reached)
+                    losses += reached.losses
+        return found[1:]
+
+    def forget(self) -> None:
+        """The gradients were given up."""
+        for losses in self.losses:
+            losses.reached.discard(self)
+        self.losses, self.value = [], None
+
+
+def _pass_under_way() -> tuple[ScaledLosses, float] | None:
+    """Return whose scaled loss is in its backward pass on this thread, and the scale."""
+    if not torch._C._is_key_in_tls(_KEY):
+        return None
+    found: tuple[ScaledLosses, float] | None = torch._C._get_obj_in_tls(_KEY)
+    return found

@@ -1,0 +1,1 @@
+"""Interception: how the runtime sees the operators that use managed memory."""

@@ -1,0 +1,350 @@
+"""Managed parameters: operators that take one are the runtime's PreOp and PostOp.
+
+A parameter keeps its identity when it becomes managed (its class changes, its data moves into a chunk's
+window), so optimizers, tied modules and user code that hold it go on working. Every torch operator that takes
+a managed tensor arrives in ``__torch_function__`` and is run with the chunks of its operands pinned on
+DEVICE.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch._C import _DisableFuncTorch as OutsideTransforms
+from torch._C._functorch import peek_interpreter_stack as in_transform
+
+from gemini.errors import ConfigError
+from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.slot import Slot
+from gemini.runtime.gate.snapshot import NO_SNAPSHOT
+from gemini.runtime.intercept.backward import hook_backward, next_node_number, node_of, nodes_so_far
+from gemini.runtime.intercept.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS, is_view
+from gemini.runtime.intercept.mutation import SilentPlaces, arguments_in, possibly_written
+from gemini.runtime.intercept.nested import map_tensors
+from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.runtime.intercept.special import SPECIAL, set_memory
+
+
+class ManagedTensor(torch.Tensor):
+    """A view into a chunk's window, such as ``param.detach()`` or ``param.grad``: using it fetches the
+    chunk."""
+
+    _ref: TensorRef
+    set_ = set_memory
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain copy that nobody manages."""
+        if id(self) not in memo:
+            memo[id(self)] = plain_copy(self)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return plain_copy(self).__reduce_ex__(proto)
+
+
+class ManagedParameter(torch.nn.Parameter):
+    """A parameter whose data lives in a chunk. Made by wrapping a module, never constructed."""
+
+    _ref: TensorRef
+    _slot: Slot
+    _name_again: Callable[[torch.Tensor], torch.nn.Parameter]
+    set_ = set_memory
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Return a plain parameter with a copy of the data that nobody manages."""
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad)
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad).__reduce_ex__(proto)
+
+
+MANAGED = frozenset((ManagedTensor, ManagedParameter))
+_SILENT_PLACES = SilentPlaces()
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
+_LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a clone of a managed tensor as an ordinary tensor with memory of its own."""
+    with torch.no_grad():
+        return torch.clone(tensor)
+
+
+def make_managed(
+    param: torch.nn.Parameter,
+    ref: TensorRef,
+    slot: Slot,
+    name_again: Callable[[torch.Tensor], torch.nn.Parameter],
+) -> None:
+    """Turn ``param``, whose data already views its chunk's window, into a managed parameter; ``name_again``
+    makes a plain view of the same memory a second one over it."""
+    param.__class__ = ManagedParameter
+    param._ref = ref  # type: ignore[attr-defined]
+    param._slot = slot  # type: ignore[attr-defined]
+    param._name_again = name_again  # type: ignore[attr-defined]
+
+
+def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Turn a managed parameter back into an ordinary one with ``values`` as its data."""
+    param.__class__ = torch.nn.Parameter
+    for name in ("_ref", "_slot", "_name_again"):
+        delattr(param, name)
+    param.data = values
+
+
+def as_managed(view: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Turn a plain view of a window into one whose use fetches its chunk."""
+    view.__class__ = ManagedTensor
+    view._ref = ref  # type: ignore[attr-defined]
+    return view
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that was given managed tensors.
+
+    Raises:
+        ConfigError: it is not possible with these.
+        OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
+    """
+    if func in METADATA_FUNCTIONS:
+        with PlainTensors():
+            return func(*args, **kwargs)
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **kwargs)
+    given: list[Any] | None = [] if torch.is_grad_enabled() else None
+    operands = operands_of(args, kwargs, given)
+    if not operands:
+        raise ConfigError(
+            f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
+            "list, tuple or dict; pass the parameters themselves, or a list of them"
+        )
+    if in_transform() is not None:
+        return _operate_on_copies(func, args, kwargs)
+    if func in ALIASING_FUNCTIONS:
+        with PlainTensors():
+            out = func(*args, **kwargs)
+            if type(args[0]) is ManagedParameter and _for_parameter(func):
+                return args[0]._name_again(out)
+            return adopt(out, operands)
+    return _operate(func, args, kwargs, operands, given)
+
+
+def _for_parameter(func: Callable[..., Any]) -> bool:
+    """Say whether ``nn.Parameter(managed)`` called: what it detaches must have the class of what it is given,
+    and becomes a parameter."""
+    return func is torch.Tensor.detach and sys._getframe(3).f_code is _NEW_PARAMETER
+
+
+def _operate(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: list[Any],
+    given: list[Any] | None,
+) -> Any:
+    """Run one operator with its managed operands pinned; see that its backward nodes do the same, if there
+    will be any. ``given``: the nodes that made its other operands, None without gradients."""
+    ref = operands[0]._ref
+    manager, tensors = ref.manager, ref.tensors
+    for operand in operands[1:]:
+        ref = operand._ref
+        if ref.manager is not manager:
+            return _operate_across(func, args, kwargs, operands)
+        tensors += ref.tensors
+    with PlainTensors():
+        versions = [operand._version for operand in operands]
+        silent = _written_in_silence(func, args, kwargs)
+        pinned = not manager.resident
+        if pinned and manager.raw.uses and is_view(func, args):
+            pinned = False  # a PreOp would take addresses back that are being compared
+        if given is not None and pinned:
+            given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
+        first_node = next_node_number()
+        unsaved: frozenset[int] = frozenset()
+        if manager.snapshot is not NO_SNAPSHOT:
+            _copy_before(func, args, kwargs, operands)
+            unsaved = manager.snapshot.unsaved(tensors)
+        if pinned:
+            manager.pre_op(tensors)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as refusal:
+            if not manager.mixes_types:
+                raise
+            out = run_in_one_type(func, args, kwargs, operands, refusal)
+        finally:
+            written = silent or [operand._version for operand in operands] != versions
+            if written:
+                _note(manager, _written(operands, versions, silent), unsaved)
+                if not pinned:
+                    manager.pre_op(tensors)
+            if pinned or written:
+                manager.post_op(tensors, bool(written))
+        if given is not None and pinned:
+            hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
+        return adopt(out, operands)
+
+
+def _operate_across(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> Any:
+    """Run an operator whose operands belong to several managed models: pin each model's share in turn."""
+    shares: dict[Gate, list[Any]] = {}
+    for operand in operands:
+        shares.setdefault(operand._ref.manager, []).append(operand)
+    with PlainTensors():
+        _copy_before(func, args, kwargs, operands)
+        nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
+        with ExitStack() as stack:
+            for manager, share in shares.items():
+                stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
+            out = func(*args, **kwargs)
+        if nodes is not None:
+            for manager, share in shares.items():
+                pins = tuple([operand._ref.tensors[0] for operand in share])
+                hook_backward(out, nodes, manager, pins, (args, kwargs))
+        return adopt(out, operands)
+
+
+def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator within a transform of ``torch.func``, whose levels each have a graph of their own, on
+    copies of its managed operands: graphs then keep nothing that would have to be brought back.
+
+    Raises:
+        ConfigError: it wrote to a copy, where it meant the parameter.
+    """
+    copies: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in MANAGED:
+            return tensor
+        # Outside the transform, whose levels take the copy for one that they captured.
+        with PlainTensors(), OutsideTransforms(), pinned(tensor._ref.manager, [tensor]):  # type: ignore[attr-defined]
+            copies.append(torch.clone(tensor))
+        return copies[-1]
+
+    args, kwargs = map_tensors((args, kwargs), copied)
+    versions = [copy._version for copy in copies]
+    out = func(*args, **kwargs)
+    if [copy._version for copy in copies] != versions:
+        raise ConfigError(
+            f"{getattr(func, '__name__', func)}() writes to a managed parameter within a transform of "
+            "torch.func; write to it before or after"
+        )
+    return out
+
+
+@contextmanager
+def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
+    """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
+    ``silent`` do."""
+    tensors = [operand._ref.tensors[0] for operand in operands]
+    versions = [operand._version for operand in operands]
+    unsaved = manager.snapshot.unsaved(tensors)
+    manager.pre_op(tensors)
+    try:
+        yield
+    finally:
+        written = _written(operands, versions, silent)
+        _note(manager, written, unsaved)
+        manager.post_op(tensors, bool(written))
+
+
+def _copy_before(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
+) -> None:
+    """Have copied what snapshots still want of the operands that ``func`` may write to."""
+    if any(each._ref.manager.snapshot.unsaved(each._ref.tensors) for each in operands):
+        for each in operands_of(possibly_written(func, args, kwargs), {}):
+            each._ref.manager.snapshot.before_change(each._ref.tensors)
+
+
+def _note(manager: Gate, written: list[int], unsaved: frozenset[int]) -> None:
+    """Remember that user code has written to the tensors, of which those ``unsaved`` were to be copied."""
+    manager.written.note(written)
+    lost = unsaved.intersection(written)
+    if lost:
+        manager.snapshot.spoil(lost)
+
+
+def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) -> list[int]:
+    """Return the ids of the operands whose version is no longer the given one, or that are in ``silent``."""
+    certain = {id(tensor) for tensor in silent}
+    return [
+        o._ref.tensors[0]
+        for o, version in zip(operands, versions, strict=True)
+        if o._version != version or id(o) in certain
+    ]
+
+
+def _written_in_silence(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    """Return the managed operands that ``func`` writes to without moving their versions."""
+    places = _SILENT_PLACES[func]
+    return operands_of(arguments_in(places, args, kwargs), {}) if places else ()
+
+
+def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | None = None) -> list[Any]:
+    """Return the managed tensors among the arguments, also inside lists, tuples and dicts. The autograd nodes
+    that made the others are added to ``given``."""
+    found: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind in MANAGED:
+            found.append(arg)
+        elif kind in _LEAVES:
+            continue
+        elif isinstance(arg, torch.Tensor):
+            if given is not None and (node := node_of(arg)) is not None:
+                given.append(node)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(operands_of(arg, {}, given))
+        elif isinstance(arg, dict):
+            found.extend(operands_of(arg.values(), {}, given))
+    if kwargs:
+        found.extend(operands_of(kwargs.values(), {}, given))
+    return found
+
+
+def adopt(out: Any, operands: list[Any]) -> Any:
+    """Make results that view a window managed, so that their later use fetches the chunk."""
+    kind = type(out)
+    if kind is torch.Tensor:
+        if out.layout is torch.strided:
+            for operand in operands:
+                if operand._ref.manager.views(operand._ref, out):
+                    return as_managed(out, operand._ref)
+    elif kind is list or kind is tuple:
+        return kind([adopt(item, operands) for item in out])
+    return out

@@ -1,0 +1,199 @@
+"""Memory of managed tensors that is asked for by its address: what torch does not see used.
+
+Writers of files, kernels of Triton and C++, numpy arrays read it past every operator. So whoever asks for
+an address is given memory that holds the tensor until the next operator of the model: the chunk's window,
+pinned, or, once half of DEVICE is taken so, a copy. What was written there by then is written to the tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+
+from gemini import _C
+from gemini.offload.mapped import MappedTensors
+from gemini.runtime.gate.addresses import span_bytes
+from gemini.runtime.gate.gate import Gate
+from gemini.runtime.gate.living import parameter_at
+
+# Pinned are at most two chunks, or 1 / so much of DEVICE.
+_DEVICE_SHARE = 2
+
+
+@dataclass(frozen=True)
+class _Use:
+    """An address that was given out: of ``tensor`` itself, ``pinned`` or there for good, or of ``copy``."""
+
+    tensor: torch.Tensor
+    copy: torch.Tensor | None
+    pinned: bool
+    checksum: int | None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """A plain tensor of that memory."""
+        return self.tensor.as_subclass(torch.Tensor) if self.copy is None else self.copy
+
+
+class RawAccess:
+    """The addresses of one model's tensors that were given out since its last operator."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.uses: list[_Use] = []  # the same object for good: every PreOp looks at it
+        self._gate = gate
+
+    def plain(self, tensor: Any) -> torch.Tensor:
+        """Return a plain tensor whose memory holds ``tensor`` until the next operator. Tensors that are parts
+        of one parameter are parts of one memory then, too.
+
+        Raises:
+            OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
+        """
+        gate = self._gate
+        if gate.pending and not self.uses:
+            gate.run_pending()  # which takes more room than uses may leave
+        gate.snapshot.before_change(tensor._ref.tensors)
+        whole = self._whole(tensor)
+        use = self._use_of(whole) or self._begin(whole)
+        with PlainTensors():
+            return _part(tensor, whole, use.copy)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy whose address :meth:`plain` has given for ``tensor`` since the last operator; None:
+        it gave none, or that of its window."""
+        use = self._use_of(self._whole(tensor))
+        return None if use is None else use.copy
+
+    def _whole(self, tensor: Any) -> Any:
+        """Return the parameter that ``tensor`` is a part of; itself where it is of none (a gradient)."""
+        with PlainTensors():
+            param = self._gate.parameters.at(tensor.data_ptr()) if tensor.numel() else None
+        return tensor if param is None or param.dtype != tensor.dtype else param
+
+    def _use_of(self, whole: torch.Tensor) -> _Use | None:
+        with PlainTensors():
+            return next((use for use in self.uses if use.tensor.is_set_to(whole)), None)
+
+    def _begin(self, whole: Any) -> _Use:
+        """Have the memory of ``whole`` hold it, or a copy. Raises as :meth:`plain`."""
+        uses = self._take()  # which a PreOp would end
+        try:
+            copy, pinned = None, False
+            if not self._has_room(uses, whole):
+                copy = self._copy(whole)
+            elif not self._gate.resident:
+                self._gate.pre_op(whole._ref.tensors)
+                pinned = True
+            with PlainTensors():
+                use = _Use(whole, copy, pinned, None)
+                uses.append(replace(use, checksum=_checksum(use.memory)))
+            return uses[-1]
+        finally:
+            self.uses += uses
+
+    def settle(self) -> None:
+        """End all uses. Raises as a PreOp, where a copy was written to and cannot be written back."""
+        gate = self._gate
+        for use in self._take():
+            with PlainTensors():
+                written = use.checksum != _checksum(use.memory)
+            tensors: tuple[int, ...] = use.tensor._ref.tensors  # type: ignore[attr-defined]
+            if written and use.copy is None:
+                gate.written.note(tensors)
+            if use.pinned:
+                gate.post_op(tensors, written)
+            elif written and use.copy is not None:
+                with torch.no_grad():
+                    use.tensor.copy_(use.copy)
+
+    def _take(self) -> list[_Use]:
+        """Return what is used, and forget it."""
+        uses = self.uses.copy()
+        self.uses.clear()
+        return uses
+
+    def _has_room(self, uses: list[_Use], tensor: Any) -> bool:
+        """Say whether ``tensor`` is to be used where it is: its window is pinned, or stays."""
+        gate, chunks = self._gate, self._gate.chunks
+        has_gaps = span_bytes(tensor) != tensor.nbytes
+        if gate.resident or chunks.device.has_own_memory or has_gaps:
+            return True
+        tensors = [*tensor._ref.tensors]
+        for use in uses:
+            if use.pinned:
+                tensors.extend(use.tensor._ref.tensors)  # type: ignore[attr-defined]
+        pinned = {chunks.table.chunk_of(each) for each in tensors}
+        taken = sum(chunks.chunks[chunk].spec.nbytes for chunk in pinned)
+        return len(pinned) <= 2 or taken <= chunks.budgets.device_bytes // _DEVICE_SHARE
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the same layout: in a file where there is a DISK tier, of which the kernel keeps
+        what it can."""
+        with torch.no_grad():
+            copied = torch.clone(tensor)
+        directory = self._gate.chunks.budgets.disk_dir
+        if directory is None:
+            return copied
+        flat = MappedTensors(directory, copied.nbytes, 1).copy(copied.as_strided((copied.numel(),), (1,)))
+        return flat.as_strided(copied.shape, copied.stride())
+
+
+def _part(tensor: torch.Tensor, whole: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    """Return ``tensor``, a part of ``whole``, as a plain tensor; in ``copy`` if there is one."""
+    if copy is None:
+        return tensor.as_subclass(torch.Tensor).detach()
+    offset = (tensor.data_ptr() - whole.data_ptr()) // whole.itemsize
+    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset() + offset)
+
+
+def _checksum(tensor: torch.Tensor) -> int | None:
+    """Return what tells a write to the memory of ``tensor``; None: nothing does, it is a GPU's."""
+    if tensor.device.type != "cpu":
+        return None
+    return _C.crc32c(tensor.data_ptr(), span_bytes(tensor)) if tensor.numel() else 0
+
+
+def data_ptr(tensor: Any) -> int:
+    """``weight.data_ptr()``: the address of memory that holds the weight until the next operator."""
+    return _plain(tensor).data_ptr()
+
+
+def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """``weight.untyped_storage()``: that of the parameter alone, as if it were no part of a chunk, for those
+    who ask which tensors share one. It brings nothing to DEVICE. Of a GPU's memory it is the chunk's.
+
+    Where :func:`data_ptr` has given an address in a copy, it is the copy's.
+    """
+    with PlainTensors():
+        param: Any = parameter_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+        if param is None:
+            return tensor.untyped_storage()
+        copy: torch.Tensor | None = param._ref.manager.raw.copy_of(tensor)
+        if copy is not None:
+            return copy.untyped_storage()
+        span = (ctypes.c_char * span_bytes(param)).from_address(param.data_ptr())
+        alone: torch.Tensor = torch.frombuffer(span, dtype=torch.uint8)
+        return alone.untyped_storage()
+
+
+def numpy(tensor: Any, *, force: bool = False) -> Any:
+    """``weight.numpy()``: an array that holds the weight until the next operator."""
+    with PlainTensors():
+        if tensor.requires_grad and not force:
+            return tensor.numpy()  # torch's refusal
+    return _plain(tensor).numpy(force=force)
+
+
+def array(tensor: Any, dtype: Any = None) -> Any:
+    """``np.asarray(weight)``."""
+    found = numpy(tensor)
+    return found if dtype is None else found.astype(dtype, copy=False)
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor._ref.manager.raw.plain(tensor)
+    return found

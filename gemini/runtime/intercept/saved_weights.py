@@ -1,0 +1,45 @@
+"""What custom autograd functions saved of managed memory, handed back as managed.
+
+Without hooks on saved tensors ``ctx.saved_tensors`` gives the very objects that were saved. With hooks, which
+activation offloading and non-reentrant checkpointing set, autograd makes new tensors of what a hook returns:
+plain ones over a window, so that an operator on one would read a chunk that may be away, and what is added to
+the ``grad`` of one is nobody's gradient. So whoever asks is given the parameter itself, or a managed view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch._C import _FunctionBase
+from torch.autograd.function import BackwardCFunction
+
+from gemini.runtime.gate.living import parameter_at
+from gemini.runtime.intercept.param import as_managed
+
+_NAME = "saved_tensors"
+
+
+def restore_saved_weights() -> None:
+    """Have custom functions that saved managed memory be given it as managed, from now on."""
+    if _NAME not in BackwardCFunction.__dict__:
+        setattr(BackwardCFunction, _NAME, property(_saved_tensors))
+
+
+def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """The tensors that were given to ``save_for_backward()``."""
+    saved: tuple[Any, ...] = getattr(_FunctionBase, _NAME).__get__(ctx)
+    return tuple([_as_it_was(tensor) for tensor in saved])
+
+
+def _as_it_was(tensor: Any) -> Any:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    param = parameter_at(tensor.data_ptr())
+    if param is None:
+        return tensor
+    with PlainTensors():
+        is_whole = tensor.is_leaf and (tensor.shape, tensor.stride()) == (param.shape, param.stride())
+        same = is_whole and (tensor.dtype, tensor.requires_grad) == (param.dtype, param.requires_grad)
+    return param if same else as_managed(tensor, param._ref)  # type: ignore[attr-defined]

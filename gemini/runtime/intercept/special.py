@@ -1,0 +1,177 @@
+"""Torch functions that name a managed tensor rather than read it: its gradient, its data, a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.autograd.graph import get_gradient_edge
+
+from gemini.errors import ConfigError
+from gemini.runtime.gate.slot import Slot
+from gemini.runtime.intercept import raw_access
+
+
+def _slot_of(tensor: Any) -> Slot | None:
+    """Return the slot of a managed parameter; None: it is a view of one."""
+    slot: Slot | None = getattr(tensor, "_slot", None)
+    return slot
+
+
+def _is_managed(tensor: Any) -> bool:
+    return hasattr(tensor, "_ref")
+
+
+def _grad_of(param: Any) -> torch.Tensor | None:
+    slot = _slot_of(param)
+    if slot is not None:
+        return slot.grad.alias() if slot.grad is not None else None
+    with PlainTensors():
+        grad: torch.Tensor | None = param.grad
+        return grad
+
+
+def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
+    slot = _slot_of(param)
+    if slot is None:
+        raise ConfigError(
+            "assigning .grad to a view of a managed parameter has no effect; assign it to the parameter"
+        )
+    if grad is None:
+        slot.free_grad()
+    else:
+        slot.trainable_grad.assign(grad)
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    """``param.data = value`` writes the values into the chunk: a window's address never changes."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(value, what) != getattr(tensor, what):
+            raise ConfigError(
+                f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
+                f"{getattr(value, what)}: its "
+                "memory is laid out once, when the model is wrapped"
+            )
+    with PlainTensors():
+        if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
+            return  # what module.to("cpu") does: nothing was written
+    if _is_managed(value):
+        raise ConfigError(
+            "giving a managed tensor the data of another one would have both share memory, where each has a "
+            "place of its own; copy the values with param.copy_(other) under torch.no_grad(), or tie "
+            "parameters before wrapping: layer.weight = other_layer.weight"
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
+    """``param.set_(other)`` writes the values into the chunk, as :func:`_set_data`. Torch asks no class about
+    ``set_``: the classes have it as a method."""
+    if options or len(source) != 1 or not isinstance(source[0], torch.Tensor):
+        return _refuse("set_")(tensor)
+    _set_data(tensor, source[0])
+    return tensor
+
+
+def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
+    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped gets a place for
+    gradients then."""
+    slot = _slot_of(tensor)
+    growth = tensor._ref.manager.growth if slot is not None else None
+    if requires_grad and growth is not None:
+        growth.unfreeze(tensor)
+        return tensor
+    with PlainTensors():
+        return tensor.requires_grad_(requires_grad)
+
+
+def _set_requires_grad(tensor: Any, requires_grad: bool) -> None:
+    _require_grad(tensor, requires_grad)
+
+
+def _gradients(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    *args: Any,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need no
+    memory."""
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if materialize_grads:
+        options["allow_unused"] = True
+    edges: Any = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(_copied(outputs), edges, *args, **options)
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``tensor.backward()`` on a view of a parameter: no operator either."""
+    torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_pass(
+    tensors: Sequence[Any],
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Any] | None = None,
+) -> None:
+    """``torch.autograd.backward``: its inputs, too, name places in the graph. Run as one operator it would
+    pin them all, and leave what Python does within it to itself."""
+    edges: Any = None
+    if inputs is not None:
+        for tensor in inputs:
+            if _is_managed(tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.retain_grad()  # as torch does with a view that is asked for
+        edges = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
+    torch.autograd.backward(_copied(tensors), grad_tensors, retain_graph, create_graph, inputs=edges)
+
+
+def _copied(tensors: Sequence[Any]) -> Any:
+    """Return the tensors with copies in the places of managed ones: what the graph begins with is read."""
+    return [torch.clone(t) if _is_managed(t) else t for t in tensors]
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
+        raise ConfigError(
+            f"{name}() would take a managed tensor of shape {tuple(tensor.shape)} off its chunk; use it on "
+            f"a copy, for example "
+            "param.detach().clone()"
+        )
+
+    return refuse
+
+
+# Torch functions that take a managed tensor and are no operators, and what is done instead.
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.backward: _backward,
+    torch.autograd.grad: _gradients,
+    torch.autograd.backward: _backward_pass,
+    torch.Tensor.data_ptr: raw_access.data_ptr,
+    torch.Tensor.untyped_storage: raw_access.untyped_storage,
+    torch.Tensor.numpy: raw_access.numpy,
+    torch.Tensor.__array__: raw_access.array,
+    **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
+    # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
+    torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
+}

@@ -1,0 +1,1 @@
+"""Steps: their order, recorded, planned and followed, and what is measured of them."""

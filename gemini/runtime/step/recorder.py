@@ -1,0 +1,140 @@
+"""Recorder: carries out the PreOps of an iteration and remembers what there is to learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gemini.chunk import ChunkManager, TensorIds
+from gemini.memstats import MemoryMonitor, MemStatsCollector
+from gemini.runtime.step.period_timer import PeriodTimer
+
+# Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
+# optimizer).
+_LONGEST_STEP = 2**20
+
+# (phase, DEVICE bytes, HOST bytes, DISK bytes) right after a PreOp
+Moment = tuple[str, int, int, int]
+
+Accesses = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What an iteration did, a moment at a time in the order in which it ran; fields as in
+    :class:`gemini.memstats.Trace`.
+
+    ``seconds`` and ``non_model_bytes`` are zeros where they were not measured.
+    """
+
+    accesses: Accesses
+    modes: tuple[str, ...]
+    frees: Accesses
+    phases: tuple[str, ...]
+    seconds: tuple[float, ...]
+    non_model_bytes: tuple[int, ...]
+
+    def moments(self, chosen: Sequence[int]) -> Recorded:
+        """Return these moments alone, in this order."""
+        return Recorded(
+            accesses=tuple(self.accesses[index] for index in chosen),
+            modes=tuple(self.modes[index] for index in chosen),
+            frees=tuple(self.frees[index] for index in chosen),
+            phases=tuple(self.phases[index] for index in chosen),
+            seconds=tuple(self.seconds[index] for index in chosen),
+            non_model_bytes=tuple(self.non_model_bytes[index] for index in chosen),
+        )
+
+
+class Recorder:
+    """Acquires chunks moment by moment. Not thread-safe; one iteration at a time over one chunk manager."""
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self.log: list[Moment] = []
+        self.first_uses: dict[int, None] = {}  # tensors of the latest warmup
+        self._chunks = chunks
+        self._warmup = False
+        self._timer: PeriodTimer | None = None
+        self._collector: MemStatsCollector | None = None
+        self._monitor: MemoryMonitor | None = None
+
+    def begin(self, *, warmup: bool, timed: bool, sampled: bool) -> None:
+        """Start an iteration. ``warmup``: nothing is known of it, so nothing is prefetched. ``timed``,
+        ``sampled``: measure its periods, its non-model memory."""
+        self.stop()
+        self.log = []
+        self._warmup = warmup
+        if warmup:
+            self.first_uses = {}
+        if timed:
+            self._timer = PeriodTimer(self._chunks)
+        if sampled:
+            device = self._chunks.device
+            self._monitor = device.monitor()
+            self._collector = MemStatsCollector(self._monitor, device.model_data_bytes)
+            self._collector.start()
+
+    def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool = False) -> bool:
+        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``; see to it that what comes after
+        is on its way. Return whether the iteration has become too long to be one."""
+        chunks, timer = self._chunks, self._timer
+        if timer is not None:
+            timer.close_period()
+        if self._warmup:
+            self._acquire_measured(tensors, phase, on_host)
+        else:
+            chunks.acquire(tensors, traced=True, on_host=on_host)
+        if timer is not None:
+            timer.open_period()
+        if not self._warmup:
+            try:
+                chunks.prefetch()
+            except BaseException:  # of another chunk's transfer
+                chunks.release(tensors, dirty=False)
+                raise
+        self.log.append((phase, *(chunks.table.usages() if chunks.stow is None else chunks.usages())))
+        return len(self.log) == _LONGEST_STEP
+
+    def end(self) -> Recorded:
+        """Close the last period; return all of the iteration."""
+        table = self._chunks.table
+        if self._timer is not None:
+            self._timer.close_period()
+        accesses = _tuples(table.record())
+        count = len(accesses)
+        non_model = self._collector.finish() if self._collector is not None else (0,) * count
+        if self._chunks.device.has_own_memory:
+            non_model = (max(non_model, default=0),) * count  # torch gives nothing back within a step
+        recorded = Recorded(
+            accesses=accesses,
+            modes=tuple(table.record_modes()),
+            frees=_tuples(table.record_frees()),
+            phases=tuple(moment[0] for moment in self.log),
+            seconds=tuple(self._timer.seconds) if self._timer is not None else (0.0,) * count,
+            non_model_bytes=non_model,
+        )
+        self.stop()
+        return recorded
+
+    def stop(self) -> None:
+        """End what measures; what was measured is forgotten."""
+        self._warmup = False
+        self._timer = None
+        self._collector = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    def _acquire_measured(self, tensors: TensorIds, phase: str, on_host: bool) -> None:
+        # Sample before the layout changes.
+        if self._collector is not None:
+            self._collector.sample(self._chunks.table.moment(), phase)
+        self._chunks.acquire(tensors, traced=True, on_host=on_host)
+        if self._collector is not None:
+            self._collector.note_model_data()
+        for tensor in tensors:
+            self.first_uses.setdefault(tensor)
+
+
+def _tuples(lists: list[list[int]]) -> Accesses:
+    return tuple(tuple(chunks) for chunks in lists)

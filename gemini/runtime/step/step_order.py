@@ -1,0 +1,356 @@
+"""StepOrder: what a step does at which moment; recorded once, then planned for and followed.
+
+A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
+put off, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
+before the first use of each chunk group the pending update of that group; or, where they run in backward,
+behind the last gradient of each group its update (docs/notes/overlap.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gemini.chunk import ChunkKind, ChunkManager
+from gemini.memstats import Trace
+from gemini.placement.iteration import update_groups
+from gemini.placement.report import PlannedStep
+from gemini.runtime.gate.pending import PendingUpdate
+from gemini.runtime.gate.phases import BACKWARD, OPTIMIZER
+from gemini.runtime.step.learned import Learned, PlacementContext
+from gemini.runtime.step.planned import Place, Planned
+from gemini.runtime.step.promised import PromisedStep
+from gemini.runtime.step.recorder import Accesses, Moment, Recorded
+from gemini.runtime.step.step_meter import StepMeter
+from gemini.runtime.step.trace_order import completed, reordered
+from gemini.runtime.storage.host_states import HostUpdates
+from gemini.system.config import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# Schedules kept: one in steady state, another after an evaluation, a few where updates ran one by one.
+_SCHEDULES_KEPT = 8
+
+
+class EarlyUpdate(NamedTuple):
+    """The moments of an update, and the moment of backward behind which they may run."""
+
+    behind: int
+    moments: tuple[int, ...]
+
+
+class StepOrder(Learned):
+    """Records steps, keeps the trace and the plan made from it, and tells the chunk table what comes next."""
+
+    def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
+        """Start in warmup, or with the plan made from ``memstats`` when that is of a step with this
+        layout."""
+        self._warned = False  # that activations and one update do not fit
+        self.updates_in_backward = False  # as far as they may be moved at all
+        self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
+        self.host_chunks: frozenset[int] = frozenset()  # of states that are updated on HOST
+        self._host_updates: HostUpdates | None = None  # what chooses them
+        self._early: dict[int, EarlyUpdate] = {}  # in the trace, by the chunk of their gradients
+        self._inside: set[int] = set()  # chunks of gradients whose updates do not run early
+        self._late: set[int] = set()  # moments of the log that belong to the step before
+        self._updates_inside = True  # whether steps end with their own update
+        self._schedules: dict[object, Planned] = {}
+        self._planned: PlannedStep | None = None  # the steady step that was planned and followed last
+        self._expected: PlannedStep | None = None  # the plan that the table follows now
+        self._promised = PromisedStep(StepMeter(chunks))
+        super().__init__("train", chunks, context, memstats)
+        self.enforce()
+        self.expect(())
+
+    @property
+    def moves_updates(self) -> bool:
+        """Whether updates need not run at the end of their step: its order is known, there are transfers to
+        hide, and the largest update has room beside the non-model memory of the worst period."""
+        size = self._context.size
+        transfers = self.room_bytes < size.total_bytes or bool(self.host_chunks)
+        return self.trace is not None and transfers and size.working_set_bytes <= self.room_bytes
+
+    @property
+    def host_updates(self) -> HostUpdates | None:
+        """What chooses the states that are updated on HOST; None: none are."""
+        return self._host_updates
+
+    @host_updates.setter
+    def host_updates(self, updates: HostUpdates | None) -> None:
+        self._host_updates = updates
+        self._choose_host_chunks()
+        self._forget_plans()
+        self.resume(())
+
+    def is_on_host(self, chunks: Sequence[int]) -> bool:
+        """Whether the update that needs ``chunks`` at once belongs on HOST."""
+        return not self.host_chunks.isdisjoint(chunks)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the last step left its update to the next one."""
+        return not self._updates_inside
+
+    def is_early(self, gradient: int) -> bool:
+        """Whether the update that uses up chunk ``gradient`` may run in backward, behind its last moment."""
+        return self.updates_in_backward and self.moves_updates and gradient in self._early
+
+    def keep_inside(self, gradient: int) -> None:
+        """Expect the update that uses up chunk ``gradient`` at the end of its step from the next one on."""
+        self._inside.add(gradient)
+        self._early.pop(gradient, None)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def begin(self, pending: Sequence[PendingUpdate]) -> None:
+        """Start to record a step during which ``pending`` will run."""
+        self._late.clear()
+        self.resume(pending)
+        self.start_recording()
+        # On a device of its own operators run on after their calls returned: nothing says when a step ends.
+        self._promised.begin(None if self._chunks.device.has_own_memory else self._expected)
+
+    def expect(self, pending: Sequence[PendingUpdate], *, first: bool = False) -> None:
+        """Tell the table what comes next: a step, its ``pending`` updates before their groups or all
+        ``first``."""
+        found = self._schedule(self.trace, pending, first) if self.trace is not None else None
+        self._expected = found.step if found is not None else None
+        self._chunks.table.set_schedule(found.schedule if found is not None else None)
+        self._chunks.table.begin_step()
+
+    def resume(self, pending: Sequence[PendingUpdate]) -> None:
+        """Put the plan in force and tell the table what comes next; an evaluation may have changed both."""
+        self.enforce()
+        self.expect(pending)
+
+    def note_late(self, *, traced: bool) -> None:
+        """Count the moment that :meth:`pre_op` has just logged, if ``traced``, or this untraced access to
+        the step before, which left its update pending."""
+        if traced:
+            self._late.add(len(self._recorder.log) - 1)
+            self.timeline.append(self._recorder.log[-1])
+        else:
+            self.timeline.append((OPTIMIZER, *self._chunks.usages()))
+
+    def end(self, pending: Sequence[PendingUpdate]) -> None:
+        """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""
+        diverged = self._chunks.table.end_step()
+        self._promised.end(followed=not diverged)
+        log = self._recorder.log
+        own = [index for index in range(len(log)) if index not in self._late]
+        num_updates = sum(1 for index in own if log[index][0] == OPTIMIZER)
+        try:
+            if self.trace is None:
+                self.learn(self._recorder.end())
+            elif diverged or (pending and OPTIMIZER not in self.trace.phases):
+                self._reconsider(self._recorder.end().moments(own), pending, self.grown(self.trace))
+            elif not self.timed:
+                self.complete(completed(self.grown(self.trace), self._recorder.end()))
+        finally:  # a policy may raise
+            self._recorder.stop()
+            self.timeline = [log[index] for index in own]
+            self._recorder.log = []
+            self._late.clear()
+            if pending or num_updates:  # else a skipped step: the next one may be like the one before
+                self._updates_inside = not pending
+            self.resume(pending)
+
+    def record_again(self) -> None:
+        """Forget the trace: the next step is a warmup. Nothing may be pending."""
+        self._forget_plans()
+        self.forget()
+        self.resume(())
+
+    def replan(self, context: PlacementContext) -> None:
+        """Do as :meth:`Learned.replan`. Nothing may be pending."""
+        self._forget_plans()
+        super().replan(context)
+        self._choose_host_chunks()
+
+    def abandon(self) -> None:
+        """Forget the step: what it recorded does not say what an iteration does."""
+        super().abandon()
+        self._promised.end(followed=False)
+        self._late.clear()
+        self._chunks.table.begin_step()
+
+    def planned(self) -> PlannedStep | None:
+        """Return the steady step that was planned and followed last, with what it takes at the pace of the
+        last steps. Simulates it if that has changed."""
+        return self._promised.renewed(self._planned)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _forget_plans(self) -> None:
+        self._schedules.clear()
+        self._planned = None
+        self._promised.forget()
+
+    def _adopt(self, trace: Trace, *, timed: bool) -> None:
+        self._forget_plans()
+        super()._adopt(trace, timed=timed)
+        self._choose_host_chunks()
+        self._early = {
+            chunk: update for chunk, update in early_updates(trace).items() if chunk not in self._inside
+        }
+        context = self._context
+        peak = max(self.plan.reserve_bytes, default=0) - self.withheld_bytes
+        if peak + context.size.working_set_bytes > context.capacity.device_bytes and not self._warned:
+            self._warned = True
+            logger.warning(
+                "activations and temporaries of the recorded step took %s; with the %s that the largest "
+                "update needs this is more than device_bytes=%d (%s): model data is kept to the minimum; "
+                "raise device_bytes, lower the batch size, or use torch.utils.checkpoint and "
+                "activation_offload='auto', as far as they are not in use",
+                format_bytes(peak),
+                format_bytes(context.size.working_set_bytes),
+                context.capacity.device_bytes,
+                format_bytes(context.capacity.device_bytes),
+            )
+
+    def _schedule(self, trace: Trace, pending: Sequence[PendingUpdate], first: bool) -> Planned:
+        early = tuple(self._early.values()) if self.updates_in_backward and self.moves_updates else ()
+        key = (tuple((u.order, u.accesses) for u in pending), first, self._updates_inside, early)
+        found = self._schedules.get(key)
+        if found is None:
+            if len(self._schedules) == _SCHEDULES_KEPT:
+                self._schedules.clear()
+            places = place_updates(trace, pending, first=first, inside=self._updates_inside, early=early)
+            on_host = [index for index, place in enumerate(places) if self._is_on_host(place, trace)]
+            found = self.schedule_of(trace, places, steady=not first, on_host=on_host)
+            self._schedules[key] = found
+        if found.step is not None:
+            self._planned = found.step
+        return found
+
+    def _is_on_host(self, place: Place, trace: Trace) -> bool:
+        is_update = place.moment is None or trace.phases[place.moment] == OPTIMIZER
+        return is_update and self.is_on_host(place.chunks)
+
+    def _choose_host_chunks(self) -> None:
+        updates, trace = self._host_updates, self.trace
+        if updates is None:
+            self.host_chunks = frozenset()
+        elif trace is None:
+            self.host_chunks = updates.on_host(None, ())
+        else:
+            self.host_chunks = updates.on_host(self.room_bytes, trace.links)
+
+    def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
+        """A step left the trace: keep the old plan for a passing change, adopt the new order once it
+        repeats. ``own`` are the moments that belong to the step itself."""
+        recorded = _with_pending(own.moments(_program_order(own, trace)), pending, trace)
+        if recorded.accesses == trace.accesses:
+            return  # only the updates came at another time
+        same = _core(trace.accesses, trace.phases) == _core(recorded.accesses, recorded.phases)
+        if same and OPTIMIZER not in recorded.phases:
+            return  # an update was skipped
+        if same or self.repeats(recorded.accesses):
+            self._adopt(reordered(trace, recorded, keep_reserve=same), timed=False)
+        else:
+            logger.info("a step left the recorded order; it ran with least-recently-used eviction")
+
+
+def place_updates(
+    trace: Trace,
+    pending: Sequence[PendingUpdate],
+    *,
+    first: bool,
+    inside: bool,
+    early: Sequence[EarlyUpdate] = (),
+) -> list[Place]:
+    """Return the moments of a step.
+
+    A pending update comes before the first moment that uses a chunk of its group, all of them at the
+    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with, but for
+    those parts that run ``early``. Before the first moment of the trace lies its last period: the iteration
+    repeats.
+    """
+    core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
+    updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
+    known = {trace.accesses[index]: index for index in updates}
+    places: list[Place] = []
+    waiting = {chunk: update for update in pending for chunk in update.chunks}
+    left = {update.order: update for update in pending}
+    period = len(trace.phases) - 1
+
+    def place(orders: Sequence[int]) -> None:
+        for order in orders:
+            accesses = left.pop(order).accesses
+            places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
+
+    behind: dict[int, list[int]] = {}
+    for update in early if inside else ():
+        behind.setdefault(update.behind, []).extend(update.moments)
+    if first:
+        place(list(left))
+    for moment in core:
+        needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting}
+        place(sorted(needed & left.keys()))
+        places.append(Place(trace.accesses[moment], moment, moment))
+        places += [Place(trace.accesses[index], moment, index) for index in behind.get(moment, ())]
+        period = moment
+    place(list(left))
+    if inside:
+        done = {index for update in early for index in update.moments}
+        places += [Place(trace.accesses[index], index, index) for index in updates if index not in done]
+    return places
+
+
+def early_updates(trace: Trace) -> dict[int, EarlyUpdate]:
+    """Return the updates that may run in backward, by the chunk of their gradients: those of groups whose
+    parameters nothing uses behind the last moment that uses their gradients."""
+    last = {
+        chunk: moment
+        for moment, phase in enumerate(trace.phases)
+        if phase == BACKWARD
+        for chunk in trace.accesses[moment]
+    }
+    found = {}
+    for moments in update_groups(trace):
+        used = {chunk for moment in moments for chunk in trace.accesses[moment]}
+        grads = [chunk for chunk in used if trace.chunk_kinds[chunk] == ChunkKind.GRAD.value]
+        if (
+            len(grads) == 1
+            and grads[0] in last
+            and max(last.get(chunk, -1) for chunk in used) == last[grads[0]]
+        ):
+            found[grads[0]] = EarlyUpdate(last[grads[0]], tuple(moments))
+    return found
+
+
+def _program_order(own: Recorded, trace: Trace) -> list[int]:
+    """Return the moments of a step, those of its updates at the end and as ``trace`` has them."""
+    places = {
+        chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER
+    }
+    updates = [index for index, phase in enumerate(own.phases) if phase == OPTIMIZER]
+    updates.sort(key=lambda index: places.get(own.accesses[index], len(trace.phases)))
+    return [index for index, phase in enumerate(own.phases) if phase != OPTIMIZER] + updates
+
+
+def _core(accesses: Accesses, phases: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the moments that are no updates."""
+    return [chunks for chunks, phase in zip(accesses, phases, strict=True) if phase != OPTIMIZER]
+
+
+def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> Recorded:
+    """Return ``own`` with the updates at its end that have not run yet, as the like of them did in
+    ``trace``."""
+    known = {chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER}
+    left = tuple(chunks for update in pending for chunks in update.accesses)
+    likes = [known.get(chunks) for chunks in left]
+    count = len(left)
+    return Recorded(
+        accesses=own.accesses + left,
+        modes=own.modes
+        + tuple(
+            "m" * len(chunks) if like is None else trace.modes[like]
+            for chunks, like in zip(left, likes, strict=True)
+        ),
+        frees=own.frees + tuple(() if like is None else trace.frees[like] for like in likes),
+        phases=own.phases + (OPTIMIZER,) * count,
+        seconds=own.seconds + (0.0,) * count,
+        non_model_bytes=own.non_model_bytes + (0,) * count,
+    )

@@ -1,0 +1,247 @@
+"""The gradient of one parameter: in a chunk, or where autograd made it while nothing can be evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from gemini.errors import ConfigError, StateError
+from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.snapshot import NO_SNAPSHOT
+from gemini.runtime.gate.tensor_mgr import TensorState
+from gemini.runtime.intercept.param import as_managed
+
+
+class _GivenUp:
+    """Stands in for the gate of every alias of a gradient that was given up: its use raises."""
+
+    resident = False
+    mixes_types = False
+    snapshot = NO_SNAPSHOT
+
+    @property
+    def raw(self) -> NoReturn:
+        self.pre_op()
+
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        raise StateError(
+            "this .grad was given up by step(), zero_grad() or an assignment to param.grad, and its memory "
+            "with it; to keep a gradient, clone it before: param.grad.clone()"
+        )
+
+    views = pre_op
+
+
+_GIVEN_UP = cast("Gate", _GivenUp())
+
+
+class SlotGradient:
+    """Holds the gradient between backward and update.
+
+    ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE for good
+    (``Gate.resident``) gradients are kept as autograd made them instead, which saves the copy;
+    budgets count the chunk's bytes either way. One that a pending update has taken over is there for that
+    update only.
+    """
+
+    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_loose", "_name", "ref", "view")
+
+    def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor) -> None:
+        self.ref = TensorRef(gate, tensor)
+        self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
+        self._name = name
+        self._gate = gate
+        self._in_chunk = False
+        self._loose: torch.Tensor | None = None
+        self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a gradient."""
+        return (self._in_chunk and not self._is_taken) or self._loose is not None
+
+    @property
+    def _is_taken(self) -> bool:
+        """Whether it belongs to a pending update, and to nobody else."""
+        update = self._gate.pending.by_tensor.get(self.ref.tensors[0])
+        return update is not None and self.ref.tensors[0] in update.gradients
+
+    @property
+    def update_tensor(self) -> int:
+        """The tensor of the chunk that an update takes the gradient from."""
+        return self.ref.tensors[0]
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The ids to pin before reading or writing :attr:`value`; none when it is not in a chunk."""
+        return self.ref.tensors if self._in_chunk else ()
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The gradient, in the parameter's shape; valid while pinned, and only if it exists or was taken."""
+        return self.view if self._loose is None else self._loose
+
+    def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield what there is of the gradient here: the ids to pin, and the values."""
+        if self.exists:
+            yield self.tensors, self.value
+
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes held outside the chunk."""
+        return 0 if self._loose is None else self._loose.numel() * self._loose.element_size()
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` in the memory order of the parameter."""
+        value = self.value
+        if value.stride() != self.view.stride():
+            ordered = torch.empty_strided(
+                self.view.shape, self.view.stride(), dtype=value.dtype, device=value.device
+            )
+            value = ordered.copy_(value)
+        return torch.as_strided(value, (stop - start,), (1,), value.storage_offset() + start)
+
+    def collect(self, grad: torch.Tensor) -> None:
+        """Take over a gradient that autograd made, adding to what is there.
+
+        Raises:
+            ConfigError: it is sparse, or belongs to a loss that was not scaled.
+        """
+        self._refuse_sparse(grad)
+        grad = self._gate.gradient_scale.admit(grad)
+        self._gate.num_gradients += 1
+        self._await_update()
+        if self._loose is not None:
+            self._loose.add_(grad)
+        elif self._gate.resident and not self._in_chunk and not self._gate.gradients_are_lent:
+            self._set_loose(grad)
+        else:
+            self._write(grad, add=self._in_chunk)
+
+    def alias(self) -> torch.Tensor | None:
+        """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
+        up. Raises StateError where backward has used it up already."""
+        self._gate.lock.refuse(self.ref.tensors)
+        if self._loose is not None:
+            return self._loose
+        if not self._in_chunk or self._is_taken:
+            return None
+        if self._alias_ref is None:
+            self._alias_ref = TensorRef(self._gate, self.ref.tensors[0])
+        return as_managed(self.view.view_as(self.view), self._alias_ref)
+
+    def assign(self, grad: torch.Tensor | None) -> None:
+        """Do what ``param.grad = grad`` says: keep a copy of it in place of the gradient there was.
+
+        Raises:
+            ConfigError: it is not like the parameter; the gradient is as before.
+            StateError: backward has used it up already.
+        """
+        self._gate.lock.refuse(self.ref.tensors)
+        if grad is None:
+            self.free()
+            return
+        self._refuse_sparse(grad)
+        for what in ("shape", "dtype", "device"):
+            if getattr(grad, what) != getattr(self.view, what):
+                raise ConfigError(
+                    f"parameter {self._name!r} of {what} {getattr(self.view, what)} cannot take a gradient "
+                    f"of {what} {getattr(grad, what)}"
+                )
+        if self._is_own(grad):
+            return
+        source = grad.detach().clone()
+        self._gate.num_gradients += 1
+        self._await_update()
+        if self._loose is not None or (self._gate.resident and not self._in_chunk):
+            self._set_loose(source)
+        else:
+            with torch.no_grad():
+                self._write(source, add=False)
+            self.retire_aliases()
+
+    def fill_zero(self) -> None:
+        """Set the gradient to zeros, if there is one."""
+        if self.exists:
+            with self._gate.operator(self.tensors, self.tensors):
+                self.value.zero_()
+
+    def free(self) -> None:
+        """Give up the gradient's memory; what ``param.grad`` was cannot be used any more. One that a pending
+        update has taken stays.
+
+        Raises:
+            StateError: it is in use; it stays.
+        """
+        self._set_loose(None)
+        if self._in_chunk and not self._is_taken:
+            self.use_up()
+
+    def end_update(self) -> None:
+        """Give up what an update has used, also a gradient that was taken for it.
+
+        Raises:
+            StateError: it is in use; it stays.
+        """
+        self._set_loose(None)
+        self.use_up()
+
+    def use_up(self) -> None:
+        """Give up the memory of a gradient in a chunk, also of one that was taken: its update has run.
+
+        Raises:
+            StateError: it is in use; it stays.
+        """
+        if not self._in_chunk:
+            return
+        self._gate.backward_pins.settle()
+        try:
+            self._gate.chunks.free(self.ref.tensors)
+        finally:
+            self._in_chunk = self._gate.tensors.state(self.ref.tensors[0]) != TensorState.FREE
+            if not self._in_chunk:
+                self.retire_aliases()
+
+    def _await_update(self) -> None:
+        """Run the pending update that has taken the last gradient, before a new one comes to its place."""
+        if self._in_chunk and self._is_taken:
+            self._gate.run_due(self.ref.tensors)
+
+    def _set_loose(self, grad: torch.Tensor | None) -> None:
+        before = self.loose_bytes
+        self._loose = grad
+        self._gate.loose.add(self.loose_bytes - before)
+
+    def _is_own(self, grad: torch.Tensor) -> bool:
+        """Say whether ``grad``, of the same shape, is this very gradient."""
+        ref = getattr(grad, "_ref", None)  # an alias given up may have the address of this one
+        own = self.exists and (ref is None or ref is self._alias_ref)
+        with torch._C.DisableTorchFunctionSubclass():
+            return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
+
+    def retire_aliases(self) -> None:
+        """Make every alias handed out so far, and every view of one, raise when it is used."""
+        if self._alias_ref is not None:
+            self._alias_ref.manager = _GIVEN_UP
+            self._alias_ref = None
+            increment_version(self.view)  # a graph that saved one refuses its backward
+
+    def _refuse_sparse(self, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {self._name!r} has a sparse gradient; build its module with sparse=False"
+            )
+
+    def _write(self, grad: torch.Tensor, add: bool) -> None:
+        self._gate.pre_op(self.ref.tensors)
+        try:
+            if add:
+                self.view.add_(grad)
+            else:
+                self.view.copy_(grad)
+            self._in_chunk = True
+        finally:
+            self._gate.post_op(self.ref.tensors, True)

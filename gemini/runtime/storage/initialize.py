@@ -1,0 +1,138 @@
+"""Giving a module that was built on ``meta`` its first values, one submodule at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.runtime.intercept.param import ManagedParameter
+
+
+class Initialization:
+    """Initializes submodules in the order of :func:`children_first`, right before their parameters are
+    adopted.
+
+    Called are ``reset_parameters()``, or torch's own ``_reset_parameters()``, and, where there is one as in
+    transformers, ``_init_weights(submodule)`` of the model around it. ``unset``: names of parameters and
+    buffers that none of them wrote to.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.unset: list[str] = []
+        self._module = module
+        self._models = [
+            (name, owner) for name, owner in module.named_modules() if hasattr(type(owner), "_init_weights")
+        ]
+        self._fresh: list[str] = []  # names of submodules that were on meta
+
+    def run(self, name: str, owner: nn.Module) -> None:
+        """Give a submodule, whose children have theirs, real parameters and buffers with values.
+
+        Raises:
+            ConfigError: a buffer that no load would bring has none.
+        """
+        if _is_on_meta(owner):
+            self._fresh.append(name)
+            tied = self._materialize(owner)
+            _call(owner, "reset_parameters", "_reset_parameters")
+        elif any(fresh.startswith(f"{name}." if name else "") for fresh in self._fresh):
+            tied = {}
+            _call(owner, "_reset_parameters")  # nn.Transformer: of its parts
+        else:
+            return
+        for around, model in reversed(self._models):
+            if not around or name == around or name.startswith(f"{around}."):
+                model._init_weights(owner)
+                break
+        owner._parameters.update(tied)
+        if name in self._fresh:
+            self._note_unset(name, owner)
+
+    def _materialize(self, owner: nn.Module) -> dict[str, nn.Parameter | None]:
+        """Make what is on meta real, filled with what shows that nobody wrote to it. Parameters that are tied
+        to adopted ones are stood in for, so that they keep their values; return them by name."""
+        tied: dict[str, nn.Parameter | None] = {}
+        for key, param in list(owner.named_parameters(recurse=False)):
+            if isinstance(param, ManagedParameter):
+                tied[key] = param
+                owner._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"))
+            elif param.is_meta:
+                values = _unwritten(param)
+                _replace(param, nn.Parameter(values, requires_grad=param.requires_grad), self._module)
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(owner, key, _unwritten(buffer))
+        return tied
+
+    def _note_unset(self, name: str, owner: nn.Module) -> None:
+        held = {**owner._parameters, **owner._buffers}
+        for key, value in held.items():
+            if value is None or isinstance(value, ManagedParameter) or not is_unwritten(value):
+                continue
+            full = f"{name}.{key}".lstrip(".")
+            if key in owner._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"buffer {full!r} of {type(owner).__name__} was built on 'meta', nothing gives it its "
+                    "values and no state dict has them: set them in its reset_parameters(), or build the "
+                    "model on 'cpu'"
+                )
+            self.unset.append(full)
+
+
+def children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each submodule once, by its first name, in the order in which constructors end: that in which
+    torch initializes."""
+    seen: set[int] = set()
+
+    def visit(name: str, owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        for key, child in owner.named_children():
+            yield from visit(f"{name}.{key}" if name else key, child)
+        yield name, owner
+
+    return visit("", module)
+
+
+def _call(owner: nn.Module, *names: str) -> None:
+    """Call the first of these methods that ``owner`` has."""
+    for name in names:
+        method = getattr(owner, name, None)
+        if callable(method):
+            method()
+            return
+
+
+def _is_on_meta(owner: nn.Module) -> bool:
+    """Say whether a parameter or buffer that the submodule itself holds is on ``meta``."""
+    return any(p.is_meta for p in owner.parameters(recurse=False)) or any(
+        b.is_meta for b in owner.buffers(recurse=False)
+    )
+
+
+def _unwritten(like: torch.Tensor) -> torch.Tensor:
+    real = torch.empty_like(like, device="cpu", requires_grad=False)
+    return real.data.fill_(torch.nan).data if real.is_floating_point() else real.data
+
+
+def is_unwritten(value: torch.Tensor) -> bool:
+    """Say whether nobody wrote to a tensor that began as :class:`Initialization` makes them."""
+    if value.is_floating_point():
+        return value.numel() > 0 and bool(value.isnan().any())
+    return value._version == 0 and value.numel() > 0
+
+
+def _replace(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
+    """Put ``real`` in the place of ``param``, which keeps its identity unless something refers to it weakly
+    (recurrent modules)."""
+    try:
+        torch.utils.swap_tensors(param, real)
+    except RuntimeError:
+        for owner in module.modules():
+            for key, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if held is param:
+                    setattr(owner, key, real)

@@ -1,0 +1,309 @@
+"""ModelStorage: which chunks hold which part of a model's parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.comm.share import Share
+from gemini.errors import ConfigError
+from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.state_piece import MASTER, StatePiece
+from gemini.runtime.storage.data_sizes import DataSizes, GroupPlan, GroupSpec, Needs, data_sizes, plan_groups
+from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.mixture import Mixture
+from gemini.runtime.storage.sharded_gradient import GroupShard, ShardedGradient, ShardPlace
+
+# Addresses are reserved for so many states of each element; they take no memory.
+_EXPECTED_STATES = ("first", "second")
+
+
+class MakeChunks(Protocol):
+    """Gives chunks their memory."""
+
+    def __call__(
+        self, specs: Sequence[ChunkSpec], budgets: TierBudgets, *, expected: Sequence[ChunkSpec]
+    ) -> ChunkManager: ...
+
+
+class GradientWatcher(Protocol):
+    """Is told of each gradient."""
+
+    def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
+        """Backward has made a gradient, which is in its chunk; ``is_watched``: hooks of the user are to see
+        it next."""
+
+
+@dataclass(eq=False)
+class ChunkGroup:
+    """A parameter chunk and the gradient and state chunks that go with it.
+
+    Where nothing of it trains there is no gradient, and there are no pieces. Over several ranks ``param`` and
+    ``grad`` are whole only while they are used; ``shard`` is what this rank owns of them, and ``pieces``
+    cover that part alone.
+    """
+
+    plan: GroupPlan
+    param: Chunk
+    grad: Chunk | None = None
+    pieces: list[StatePiece] = field(default_factory=list)
+    shard: GroupShard | None = None
+    slots: list[ManagedSlot] = field(default_factory=list)
+    watcher: GradientWatcher | None = None  # of the gradients of its parameters
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 masters, be they this rank's or others'."""
+        return any(piece.has(MASTER) for piece in self.pieces)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of what optimizers keep of each element."""
+        names = dict.fromkeys(name for piece in self.pieces for name in piece.chunks)
+        return tuple(name for name in names if name != MASTER)
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` where an update changes them: in the shard if there is one."""
+        if self.shard is not None:
+            return self.shard.param_flat(start, stop)
+        return self.param.tensor[start:stop]
+
+    @property
+    def updated(self) -> tuple[Chunk, Chunk | None, int]:
+        """The chunks of parameters and gradients that an update uses, the latter None for what is frozen, and
+        the element that both begin at: those of the shard if there is one."""
+        if self.shard is not None:
+            return self.shard.param, self.shard.grad, self.shard.start
+        return self.param, self.grad, 0
+
+    def value_tensors(self, slots: Sequence[ManagedSlot]) -> list[int]:
+        """Return the tensors to pin before :meth:`values` of ``slots`` are used."""
+        if self.shard is not None:
+            return [self.shard.param_tensor]
+        return [slot.param_ref.tensors[0] for slot in slots]
+
+
+class ManagedSlot:
+    """One parameter: its place in its group's chunks and its gradient."""
+
+    def __init__(self, gate: Gate, group: ChunkGroup, slot: TensorSlot) -> None:
+        self.name = slot.name
+        self.group = group
+        self.start = slot.offset
+        self.stop = slot.offset + slot.numel
+        add = gate.chunks.add_tensor
+        self.param_ref = TensorRef(gate, add(group.param))
+        self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
+        self.grad: SlotGradient | None = None  # None: it was never to train
+        if group.grad is not None:
+            self.make_grad(group.grad)
+
+    def make_grad(self, chunk: Chunk) -> SlotGradient:
+        """Have a gradient from now on, with its place in ``chunk``, that of the group."""
+        gate, view, shard = self.param_ref.manager, self.param_view, self.group.shard
+        add = gate.chunks.add_tensor
+        place = torch.as_strided(chunk.tensor, view.shape, view.stride(), self.start)
+        if shard is not None and shard.grad is not None:
+            own = shard.clip(self.start, self.stop)
+            part = ShardPlace(add(shard.grad), shard, *own, self.start)
+            self.grad = ShardedGradient(self.name, gate, add(chunk), place, part)
+        else:
+            self.grad = SlotGradient(self.name, gate, add(chunk), place)
+        return self.grad
+
+    def overlapping(self, piece: StatePiece) -> tuple[int, int]:
+        """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
+        >= stop."""
+        return max(self.start, piece.start), min(self.stop, piece.stop)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.grad is not None and self.grad.exists
+
+    @property
+    def trainable_grad(self) -> SlotGradient:
+        """The gradient of a parameter that trains.
+
+        Raises:
+            ConfigError: the parameter is frozen, and always was.
+        """
+        if self.grad is None:
+            raise ConfigError(
+                f"parameter {self.name!r} is frozen and has no place for a gradient; unfreeze it first: "
+                "param.requires_grad_(True)"
+            )
+        return self.grad
+
+    def free_grad(self) -> None:
+        """Give up the gradient's memory."""
+        if self.grad is not None:
+            self.grad.free()
+
+
+def slot_of(param: torch.Tensor) -> ManagedSlot:
+    """Return the slot of a managed parameter."""
+    slot = param._slot  # type: ignore[attr-defined]
+    assert isinstance(slot, ManagedSlot)
+    return slot
+
+
+class ModelStorage:
+    """Every chunk of one model, by group; builds them and answers which tensors share them."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        piece_numel: int,
+        budgets: TierBudgets,
+        make_chunks: MakeChunks = ChunkManager,
+        share: Share | None = None,
+        block_bytes: int = CPU.block_bytes,
+    ) -> None:
+        """Reserve windows and tiers for all groups, also for what may come later: gradients of what is
+        unfrozen, and states. ``piece_numel`` bounds a state chunk, in elements; ``make_chunks`` gives the
+        chunks their memory, in blocks of ``block_bytes``; ``share`` is this rank's part of them, None:
+        all."""
+        plans = plan_groups(groups, piece_numel, share, block_bytes)
+        specs = [chunk for plan in plans for chunk in plan.at_first()]
+        expected = [chunk for plan in plans for chunk in plan.later(_EXPECTED_STATES)]
+        if share is not None and plans:  # one for what trains now, and a larger one some day
+            expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
+        self.chunks = make_chunks(specs, budgets, expected=expected)
+        self.groups = self._build(plans)
+        self.trains = False  # there was an optimizer: gradients count as well
+        self.exchange: Chunk | None = None  # where parts of a gradient arrive from other ranks
+        self.widen_exchange()
+        self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
+        self.slots: dict[str, ManagedSlot] = {}
+        self.mixture = Mixture()
+
+    def register(self, gate: Gate) -> None:
+        """Create a slot per parameter, whose use goes through ``gate``."""
+        for spec, base in self._layouts:
+            for slot in spec.layout.slots:
+                group = self.groups[base + slot.chunk]
+                managed = ManagedSlot(gate, group, slot)
+                group.slots.append(managed)
+                self.slots[slot.name] = managed
+
+    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
+        """Tell ``watcher`` of every gradient from now on; None: nobody."""
+        for group in self.groups:
+            group.watcher = watcher
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return which tensor of the chunk table is which parameter."""
+        return {slot.param_ref.tensors[0]: name for name, slot in self.slots.items()}
+
+    def trainable_groups(self) -> Iterator[ChunkGroup]:
+        """Yield the groups that an optimizer updates, in forward order."""
+        return (group for group in self.groups if group.grad is not None)
+
+    @property
+    def wasted_bytes(self) -> int:
+        """What parameter chunks hold beside parameters, counted as fp32."""
+        used = sum(slot.param_view.numel() for slot in self.slots.copy().values())
+        held = sum(group.param.spec.numel for group in self.groups)
+        return (held - used) * 4
+
+    # -- what comes later ------------------------------------------------------------------------
+
+    def sizes(self, more: Mapping[ChunkGroup, Collection[str]] = MappingProxyType({})) -> DataSizes:
+        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, each
+        with states of these names."""
+        trains = self.trains or bool(more)
+        return data_sizes(
+            (
+                group.plan,
+                Needs(
+                    group.has_master,
+                    trains and (group.grad is not None or group in more),
+                    len({*group.states, *more.get(group, ())}),
+                ),
+            )
+            for group in self.groups
+        )
+
+    def missing(self, more: Mapping[ChunkGroup, Collection[str]]) -> list[ChunkSpec]:
+        """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
+        found: list[ChunkSpec] = []
+        for group, names in more.items():
+            if group.grad is None:
+                found += [*group.plan.gradients(), *group.plan.masters()]
+            found += group.plan.states(_new(names, group.states))
+        return found
+
+    def add(self, more: Mapping[ChunkGroup, Collection[str]]) -> None:
+        """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
+        for group, names in more.items():
+            if group.grad is None:
+                self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
+                self._add_states(group, (MASTER,) if group.plan.master else ())
+            self._add_states(group, _new(names, group.states))
+        self.trains = True
+
+    def widen_exchange(self) -> bool:
+        """See to it that parts of each gradient have room; say whether there is a new chunk for them."""
+        plans = [group.plan for group in self.trainable_groups()]
+        if not plans or plans[0].share is None:
+            return False
+        largest = max(plans, key=lambda plan: plan.numel)
+        if self.exchange is not None and self.exchange.spec.numel >= largest.numel:
+            return False
+        self.exchange = self.chunks.add_chunk(_exchange(largest))
+        return True
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _build(self, plans: Sequence[GroupPlan]) -> list[ChunkGroup]:
+        chunks = iter(self.chunks.chunks)
+        groups = []
+        for plan in plans:
+            group = ChunkGroup(plan, next(chunks))
+            if plan.share is not None:
+                param = next(chunks)
+                group.shard = GroupShard(*plan.owned, param, self.chunks.add_tensor(param), None)
+            if plan.trainable:
+                self._add_gradients(group, chunks)
+                for piece in group.pieces if plan.master else ():
+                    self._add_state(piece, MASTER, next(chunks))
+            groups.append(group)
+        return groups
+
+    def _add_gradients(self, group: ChunkGroup, chunks: Iterator[Chunk]) -> None:
+        group.grad = next(chunks)
+        if group.shard is not None:
+            group.shard = replace(group.shard, grad=next(chunks))
+        group.pieces = [StatePiece(start, stop) for start, stop in group.plan.pieces]
+
+    def _add_states(self, group: ChunkGroup, names: Sequence[str]) -> None:
+        specs = group.plan.masters() if names == (MASTER,) else group.plan.states(names)
+        for piece in group.pieces:
+            for name in names:
+                self._add_state(piece, name, self.chunks.add_chunk(next(specs)))
+
+    def _add_state(self, piece: StatePiece, name: str, chunk: Chunk) -> None:
+        piece.chunks[name] = chunk
+        piece.tensors[name] = self.chunks.add_tensor(chunk)
+
+
+def _exchange(plan: GroupPlan) -> ChunkSpec:
+    return ChunkSpec(ChunkKind.EXCHANGE, plan.numel, torch.float32, plan.block_bytes)
+
+
+def _new(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in known]
+
+
+def _bases(groups: Sequence[GroupSpec]) -> list[int]:
+    bases, base = [], 0
+    for spec in groups:
+        bases.append(base)
+        base += len(spec.layout.chunk_numels)
+    return bases

@@ -1,0 +1,1 @@
+"""Sharding: chunks cut among ranks (ZeRO-3), whole while they are used."""

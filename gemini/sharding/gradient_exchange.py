@@ -1,0 +1,268 @@
+"""GradientExchange: takes the mean of gradients over the ranks, each keeping its shard of it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from gemini.chunk import Chunk
+from gemini.comm.peers import Peers, Topic, Transfer, digest_of
+from gemini.errors import StateError
+from gemini.runtime.gate.gate import Gate
+from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
+from gemini.runtime.storage.sharded_gradient import ShardedGradient
+from gemini.sharding.copies import take_mean_of_copies
+from gemini.sharding.parts import FullParts, NarrowParts, Parts
+from gemini.sharding.rounds import from_bits, to_bits
+
+_SCALE, _DOUBLE = struct.Struct("=q"), struct.Struct("=d")
+_NO_SCALE = 0
+
+
+class GradientExchange:
+    """Exchanges the gradients of a chunk group once all of its parameters have theirs on every rank; the rest
+    at the end of the step, zeros standing for what a rank does not have.
+
+    Parts of the same elements are added in the order of the ranks, so how parameters are laid out in chunks
+    does not change a bit of the result.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        storage: ModelStorage,
+        peers: Peers,
+        enter_round: Callable[[], None],
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.is_held = False  # gradients accumulate here, without an exchange
+        self.count = peers.share.size  # by which their sums are divided
+        self._gate = gate
+        self._peers = peers
+        self._enter_round = enter_round
+        self._groups = storage.groups
+        self._had: set[int] = set()  # places in _gradients of what had one here since they were given up
+        self._arrived: list[set[int]] = [set() for _ in storage.groups]
+        self._complete: set[int] = set()
+        self._under_way: tuple[int, Transfer] | None = None
+        self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
+        self._reduce_dtype = reduce_dtype
+        self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._room_tensor = -1
+        self._take_room(storage.exchange)
+        self._gradients: list[ShardedGradient] = []
+        for index, group in enumerate(storage.groups):
+            for grad in _gradients(group):
+                self._add(index, grad)
+
+    def add(self, storage: ModelStorage, grad: SlotGradient) -> None:
+        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        self.settle()
+        if storage.widen_exchange():
+            self._take_room(storage.exchange)
+        (index,) = (i for i, group in enumerate(self._groups) if grad in _gradients(group))
+        assert isinstance(grad, ShardedGradient)
+        self._add(index, grad)
+
+    def _add(self, index: int, grad: ShardedGradient) -> None:
+        grad.events = _Events(self, index, len(self._gradients))
+        self._gradients.append(grad)
+
+    def _take_room(self, exchange: Chunk | None) -> None:
+        """Have parts of gradients arrive in ``exchange``; None: there are none."""
+        if exchange is not None:
+            self._room = exchange.tensor
+            self._room_tensor = self._gate.chunks.add_tensor(exchange)
+        self._parts: Parts = FullParts(self._peers, self._room)
+        if self._reduce_dtype is not None:
+            self._parts = NarrowParts(self._peers, self._room, self._reduce_dtype)
+
+    def complete(self) -> list[int]:
+        """Return the groups whose gradients are all here and wait for those of the other ranks."""
+        return sorted(self._complete)
+
+    def exchange(self, index: int) -> None:
+        """Exchange what there is of a group's gradients, all ranks together; ends the exchange before it."""
+        self.settle()
+        self._complete.discard(index)
+        self._arrived[index].clear()
+        group, gate = self._groups[index], self._gate
+        assert group.grad is not None
+        whole = [grad.ref.tensors[0] for grad in _gradients(group)]
+        gate.next_moment((*whole, self._room_tensor))
+        for grad in _gradients(group):
+            if not grad.is_local:
+                grad.view.zero_()
+        self._under_way = index, self._parts.send(group.grad.tensor, self.count)
+
+    def wait(self) -> None:
+        """Wait for the exchange under way, if there is one; what it brought is void."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way[1].wait()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the exchange under way, if there is one, and add its mean to the shard."""
+        if self._under_way is None:
+            return
+        index = self._under_way[0]
+        self.wait()
+        group, gate = self._groups[index], self._gate
+        assert group.grad is not None
+        mean = self._parts.mean(group.grad.tensor)
+        whole = [grad.ref.tensors[0] for grad in _gradients(group)]
+        gate.chunks.release(whole, dirty=True)
+        for grad in _gradients(group):
+            grad.give_up_whole()
+        shard = group.shard
+        assert shard is not None
+        assert shard.grad is not None
+        own = [grad.update_tensor for grad in _gradients(group)]
+        gate.run_due(own)  # of the step before: it reads the shard
+        gate.next_moment(own)
+        if any(grad.is_shared for grad in _gradients(group)):
+            for grad in _gradients(group):
+                if not grad.is_shared:  # what was given up since is not zero by itself
+                    grad.value.zero_()
+            shard.grad.tensor.add_(mean)
+        else:
+            shard.grad.tensor.copy_(mean)
+        gate.chunks.release(own, dirty=True)
+        for grad in _gradients(group):
+            grad.is_shared = True
+        if self._peers.share.replicas > 1:
+            self._unequal.add(index)
+        gate.chunks.release((self._room_tensor,), dirty=False)
+        gate.chunks.free((self._room_tensor,))
+
+    @torch.no_grad()
+    def _average_replicas(self) -> None:
+        """Take the mean of all shards over the copies of the model; one that was equal stays the same, up to
+        rounding."""
+        gate = self._gate
+        for index in sorted(self._unequal):
+            group = self._groups[index]
+            assert group.shard is not None
+            assert group.shard.grad is not None
+            own = [grad.update_tensor for grad in _gradients(group)]
+            gate.next_moment((*own, self._room_tensor))
+            for grad in _gradients(group):
+                if not grad.is_shared:
+                    grad.value.zero_()
+                grad.is_shared = True
+            take_mean_of_copies(self._peers, group.shard.grad.tensor, self._room, self._reduce_dtype)
+            gate.chunks.release(own, dirty=True)
+            gate.chunks.release((self._room_tensor,), dirty=False)
+            gate.chunks.free((self._room_tensor,))
+        self._unequal.clear()
+
+    def finish(self, doing: str = "") -> None:
+        """Exchange what is left; then a gradient is there on all ranks if it was on one. ``doing``: what for.
+        Raises StateError, on all ranks, where that differs; nothing was exchanged."""
+        self.settle()
+        left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
+        words = to_bits(left, len(self._groups))
+        had_here = to_bits(sorted(self._had), len(self._gradients))
+        scale = _bits_of(self._gate.gradient_scale.value)
+        doing = f"{doing}, {len(self._gradients)} parameters that train"
+        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), scale, *words, *had_here])
+        scales = {message[1] for message in said} - {_NO_SCALE}
+        if any(message[0] != said[0][0] for message in said) or len(scales) > 1:
+            _refuse_different(self._peers.say(f"{doing}, gradients scaled by {_scale_of(scale)}"))
+        self._gate.gradient_scale.value = _scale_of(max(scales, default=_NO_SCALE))
+        said = [message[2:] for message in said]
+        for index in _union(message[: len(words)] for message in said):
+            self.exchange(index)
+        self.settle()
+        self._average_replicas()
+        self._complete.clear()
+        had = set(_union(message[len(words) :] for message in said))
+        for place, grad in enumerate(self._gradients):
+            if place not in had and grad.exists:
+                grad.give_up_shard()
+
+    def forget(self, *, keep: bool) -> None:
+        """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
+        self.settle()
+        if not keep:
+            self._had.clear()
+            self._unequal.clear()
+        self._complete.clear()
+        for arrived in self._arrived:
+            arrived.clear()
+
+    def settle_group(self, index: int) -> None:
+        """Do as :meth:`settle` if the exchange under way is that of a group."""
+        if self._under_way is not None and self._under_way[0] == index:
+            self.settle()
+
+    def note_presence(self, place: int, *, present: bool) -> None:
+        """A gradient is there, or none any more."""
+        if present:
+            self._had.add(place)
+        else:
+            self._had.discard(place)
+
+    def note_arrival(self, index: int, place: int) -> bool:
+        """Backward has made a gradient of a group; say whether it is exchanged from now on."""
+        self._had.add(place)
+        if self.is_held:
+            return False
+        arrived = self._arrived[index]
+        arrived.add(place)
+        if len(arrived) == len(_gradients(self._groups[index])):
+            self._complete.add(index)
+            self._enter_round()
+        return True
+
+
+class _Events:
+    """Tells the exchange what happens to one gradient of a group."""
+
+    __slots__ = ("_exchange", "_index", "_place")
+
+    def __init__(self, exchange: GradientExchange, index: int, place: int) -> None:
+        self._exchange = exchange
+        self._index = index
+        self._place = place
+
+    def arrived(self) -> bool:
+        return self._exchange.note_arrival(self._index, self._place)
+
+    def assigned(self) -> None:
+        self._exchange.note_presence(self._place, present=True)
+
+    def given_up(self) -> None:
+        self._exchange.note_presence(self._place, present=False)
+
+    def settle(self) -> None:
+        self._exchange.settle_group(self._index)
+
+
+def _gradients(group: ChunkGroup) -> list[ShardedGradient]:
+    return [slot.grad for slot in group.slots if isinstance(slot.grad, ShardedGradient)]
+
+
+def _refuse_different(doing: Sequence[str]) -> None:
+    each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(doing))
+    raise StateError(
+        f"ranks use gradients differently, so that parts of one weight would not belong together: {each}; "
+        "give all of them the same"
+    )
+
+
+def _bits_of(scale: float | None) -> int:
+    return _NO_SCALE if scale is None else int(_SCALE.unpack(_DOUBLE.pack(scale))[0])
+
+
+def _scale_of(bits: int) -> float | None:
+    return None if bits == _NO_SCALE else float(_DOUBLE.unpack(_SCALE.pack(bits))[0])
+
+
+def _union(sets: Iterable[Sequence[int]]) -> list[int]:
+    """Return the numbers that are in any of some sets of bits, ascending."""
+    return sorted({number for words in sets for number in from_bits(words)})

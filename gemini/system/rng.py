@@ -1,0 +1,71 @@
+"""The state of every random number generator that training may draw from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gemini.errors import CheckpointError
+from gemini.system.device import gpu_generator_states, set_gpu_generator_states
+
+_NUMPY_WORDS = 624  # of a Mersenne Twister
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's global generators as JSON data."""
+    version, internal, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    assert isinstance(legacy, dict)
+    state = legacy["state"]
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": {**legacy, "state": {"key": [int(k) for k in state["key"]], "pos": int(state["pos"])}},
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.hex() for state in gpu_generator_states()],
+    }
+
+
+class States(NamedTuple):
+    """What :func:`capture` returned, as the generators take it."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: torch.Tensor
+    gpus: list[bytes]
+
+
+def parse(document: dict[str, Any]) -> States:
+    """Return what :func:`capture` returned. Raises CheckpointError for anything else; sets nothing."""
+    try:
+        version, internal, gauss = document["python"]
+        legacy = document["numpy"]
+        key = np.array(legacy["state"]["key"], dtype=np.uint32)
+        states = States(
+            (version, tuple(internal), gauss),
+            {**legacy, "state": {"key": key, "pos": legacy["state"]["pos"]}},
+            torch.frombuffer(bytearray(bytes.fromhex(document["torch"])), dtype=torch.uint8),
+            [bytes.fromhex(state) for state in document.get("cuda", [])],
+        )
+        if key.shape != (_NUMPY_WORDS,) or not 0 <= legacy["state"]["pos"] <= _NUMPY_WORDS:
+            raise ValueError("numpy's has another size")  # it would read past its end
+        # Only the generators know what they take: others than those of the program.
+        random.Random().setstate(states.python)
+        np.random.RandomState().set_state(states.numpy)
+        torch.Generator().set_state(states.torch)
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
+        raise CheckpointError(f"the random number generators' states are damaged: {error}") from error
+    return states
+
+
+def restore(states: States) -> None:
+    """Set the generators to what :func:`parse` returned. Raises CheckpointError for a damaged GPU's."""
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.torch)
+    try:
+        set_gpu_generator_states(states.gpus)
+    except RuntimeError as error:
+        raise CheckpointError(f"the state of a GPU's generator is damaged: {error}") from error
