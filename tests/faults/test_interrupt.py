@@ -30,6 +30,7 @@ CORE = (
     "line",
     (
         "chunk/manager.py",
+        "gate/gate.py",
         "gemini_mgr.py",
         "step_order.py",
         "learned.py",

@@ -20,6 +20,7 @@ WHERE = (
     (
         "chunk/manager.py",
         "host_tensor.py",
+        "gate/gate.py",
         "gemini_mgr.py",
         "update_operators.py",
         "step_order.py",

@@ -196,6 +196,7 @@ def test_a_share_is_halved_until_there_is_nothing_to_give() -> None:
 
 def test_more_than_half_is_given_where_more_is_asked_for() -> None:
     with managed(network, simulated(), (40, 64)) as model:
+        optimizer_of(model)  # whose states are the larger part of model data
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB.")
         share = model.manager.shortage.share_bytes
         with pytest.raises(torch.OutOfMemoryError), model.manager.shortage.watched():
