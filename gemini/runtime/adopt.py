@@ -53,8 +53,9 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             raise ConfigError(
-                f"parameter {name!r} is managed already; build a new model, or wrap copy.deepcopy(module) of "
-                "this one, made before its GeminiDDP is closed"
+                f"parameter {name!r} is managed already; give it back first "
+                "(gemini.handle_of(model).release()), build a new model, or wrap copy.deepcopy(module) of this "
+                "one, made before it is closed"
             )
         if is_lazy(param):
             raise ConfigError(
