@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
-from gemini.optim import chunk_update, gradients, rule
+from gemini.optim import chunk_update, gradients, rule, step_rows
 
 VOCAB, WIDTH = 64, 128
 
@@ -49,7 +49,7 @@ class LateDevice(SimulatedDevice):
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Run torch's operators and the kernels late for the block."""
         make_row, run_rows = rule.make_row, rule.run_rows
-        sum_of_squares = gradients.sum_of_squares
+        run_table, sum_of_squares = step_rows.run_table, gradients.sum_of_squares
         update_on_host = chunk_update.update_on_host
         lend = GpuMemory.lend
         used: list[Tensor] = []
@@ -74,6 +74,10 @@ class LateDevice(SimulatedDevice):
             self.operators.synchronize()
             return sum_of_squares(tensor)
 
+        def awaited_table(*arguments: Any) -> bool:
+            self.operators.synchronize()  # an unmanaged Adam's kernel, which is not late
+            return run_table(*arguments)
+
         def update_at_once(*arguments: Any) -> None:
             with _disable_current_modes():  # what the CPU does is done when the call returns
                 update_on_host(*arguments)
@@ -82,6 +86,7 @@ class LateDevice(SimulatedDevice):
         monkeypatch.setattr(chunk_update, "update_on_host", update_at_once)
         monkeypatch.setattr(rule, "make_row", noted_row)
         monkeypatch.setattr(rule, "run_rows", late_rows)
+        monkeypatch.setattr(step_rows, "run_table", awaited_table)
         monkeypatch.setattr(gradients, "sum_of_squares", awaited_sum)
         try:
             with self.operators:

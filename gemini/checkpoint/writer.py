@@ -15,7 +15,7 @@ from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint,
 from gemini.checkpoint.part import Part, parts_of
 from gemini.checkpoint.sealed_file import sealed, write_sealed
 from gemini.checkpoint.staging import Staging
-from gemini.checkpoint.structure import Ranges, check_values
+from gemini.checkpoint.structure import Ranges, check_values, kept_states
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError
@@ -137,7 +137,7 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
     """Put together what the ranks wrote, and publish it."""
     written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
-    states: Ranges = {state: {} for state in writer.manifest["states"]}
+    states: Ranges = {state: {} for state in kept_states(writer.manifest)}
     total = 0
     for index in range(writer.rank.count):
         name = contents.part_file(index, writer.rank.count)

@@ -54,8 +54,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if isinstance(param, ManagedParameter):
             raise ConfigError(
                 f"parameter {name!r} is managed already; give it back first "
-                "(gemini.handle_of(model).release()), build a new model, or wrap copy.deepcopy(module) of this "
-                "one, made before it is closed"
+                "(gemini.handle_of(model).release()), build a new model, or wrap copy.deepcopy(module) of "
+                "this one, made before it is closed"
             )
         if is_lazy(param):
             raise ConfigError(

@@ -52,7 +52,10 @@ def _save_alone(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
 WAYS: dict[str, tuple[Callable[[GeminiDDP, GeminiOptimizer], None], str]] = {
     "one more zero_grad": (_one_more_zero_grad, r"ranks \[0\] give gradients up .* ranks \[1\] are about to"),
     "zero_grad for step": (_zero_grad_for_step, r"ranks \[0\] give gradients up .* ranks \[1\] are about to"),
-    "clip alone": (_clip_alone, r"rank 0: clip_grad_by_value\(1.0\); rank 1: step with group 0: .*lr=0.01"),
+    "clip alone": (
+        _clip_alone,
+        r"rank 0: clip_grad_by_value\(clip_value=1.0\).*; rank 1: step with group 0: .*lr=0.01",
+    ),
     "save alone": (_save_alone, "rank 0 saves or loads, rank 1 runs operators"),
 }
 

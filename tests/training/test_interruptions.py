@@ -231,7 +231,7 @@ def test_a_budget_too_small_for_one_update_is_refused_before_anything_changes(tm
     with pytest.raises(
         OutOfBudgetError, match=r"needs 49152 bytes on DEVICE .* device_bytes is 32768 .* at least 49152"
     ):
-        GeminiDDP(module, **tight(tmp_path, 32 * KIB))
+        GeminiDDP(module, **tight(tmp_path, 32 * KIB), optimizer_rule="adam")
     for name, param in module.named_parameters():
         identity, kind, address, value = before[name]
         assert (id(param), type(param), param.data_ptr()) == (identity, kind, address)
@@ -255,5 +255,5 @@ def test_budgets_that_cannot_hold_the_model_are_refused_with_numbers(
 ) -> None:
     module = seeded(TinyGPT)
     with pytest.raises(OutOfBudgetError, match=message):
-        GeminiDDP(module, **{**tight(tmp_path), **options})
+        GeminiDDP(module, **{**tight(tmp_path), **options}, optimizer_rule="adam")
     assert all(type(param) is nn.Parameter for param in module.parameters())

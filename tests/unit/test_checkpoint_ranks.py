@@ -67,7 +67,7 @@ def write_part(writer: CheckpointWriter) -> None:
         half = len(values) // 2
         file.write(spec.name, half, values[half:])  # in any order
         file.write(spec.name, 0, values[:half])
-        writer.states[state].setdefault(name, []).append((start, stop, file_name, spec.name))
+        writer.states.setdefault(state, {}).setdefault(name, []).append((start, stop, file_name, spec.name))
     for number, (name, weight) in enumerate(WEIGHTS.items()):
         if number % rank.count == rank.index:
             spec = TensorSpec(name, torch.float32, SHAPES[name])

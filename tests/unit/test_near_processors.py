@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
 
-from gemini import _C, GeminiDDP
+from gemini import _C, ManagedModel
 from gemini.optim import arguments
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -72,9 +72,8 @@ def test_one_thread_where_ranks_have_processors_for_more_is_told(
     sharding = SimpleNamespace(peers=SimpleNamespace(ranks_on_this_host=ranks))
     device = SimpleNamespace(processors=tuple(ALLOWED))
     parts = SimpleNamespace(manager=SimpleNamespace(sharding=sharding), device=device)
-    model = cast(GeminiDDP, SimpleNamespace(_gemini=parts))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    arguments._warn_of_one_thread(model)
+    arguments._warn_of_one_thread(cast(ManagedModel, parts))
     assert [f"OMP_NUM_THREADS={len(ALLOWED)}" in each.getMessage() for each in caplog.records] == [
         True
     ] * warns

@@ -60,7 +60,7 @@ def test_what_is_no_module_and_no_managed_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"wraps an nn\.Module, not list"):
         GeminiDDP([nn.Linear(4, 4)])  # type: ignore[arg-type]
     plain = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="not Linear; wrap the model"):
+    with pytest.raises(ConfigError, match="model is a Linear, not a GeminiDDP"):
         GeminiOptimizer(CPUAdam(plain.parameters()), plain)  # type: ignore[arg-type]
 
 
