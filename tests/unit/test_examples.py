@@ -66,7 +66,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def readme_programs() -> list[str]:
-    """Return the README's Python blocks: the runtime, an optimizer alone."""
+    """Return the README's Python blocks: the runtime, a module managed in place, an optimizer alone."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -124,8 +124,15 @@ def test_readme_program_runs_with_falling_loss(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_readme_module_is_managed_in_place_as_it_stands(tmp_path: Path) -> None:
+    _runtime, program, _optimizer = readme_programs()
+    output = run(["-c", program], tmp_path)
+    assert "ManagedModel(Sequential: DEVICE" in output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_readme_optimizer_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> None:
-    _runtime, program = readme_programs()
+    _runtime, _in_place, program = readme_programs()
     losses = losses_of(run(["-c", program], tmp_path))
     assert len(losses) == 5
     assert losses[-1] < losses[0]
