@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -26,7 +26,6 @@ from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.one_thread import in_one_thread
-from gemini.sharding.joining import Joining
 from gemini.timeline import TimelineRecorder
 
 T = TypeVar("T")
@@ -234,8 +233,11 @@ class GeminiDDP(LoadsAsPart):
         those that still train. ``throw_on_early_termination``: all raise StateError as soon as one has come
         to the end. What ranks save or load together comes after the block (docs/notes/zero.md).
         """
-        joining = Joining(divide_by_initial_world_size, throw_on_early_termination)
-        return self._gemini.join(joining) if enable else nullcontext()
+        return self._gemini.join(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,12 +17,16 @@ from gemini.errors import ConfigError, StateError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel
 from gemini.model.preparation import prepared
+from gemini.model.retry import retry_step
 from gemini.model.state_as_part import refuse_assign
-from gemini.model.weights import import_weights
+from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.gate.one_thread import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
+
+T = TypeVar("T")
 
 _OPTIONS = keyword_names(GeminiDDP) - {
     "module",
@@ -43,7 +47,7 @@ def manage(
     model_ranks: ModelRanks | None = None,
     config: GeminiConfig | None = None,
     **options: Any,
-) -> ManagedModel:
+) -> InPlace:
     """Manage ``module`` in place, as ``fully_shard`` does, and return its handle::
 
         handle = gemini.manage(model, device_bytes="8GiB", disk_dir="/mnt/nvme")
@@ -82,16 +86,52 @@ def manage(
         model_ranks,
     )
     built = build_runtime(module, chosen, peers, computing, model_ranks)
-    handle = ManagedModel(module, chosen, computing, peers, built, _make_plain)
+    handle = InPlace(module, chosen, computing, peers, built)
     module.__dict__["_gemini"] = handle
     module.__class__ = _managed_class(type(module))
     return handle
 
 
+class InPlace(ManagedModel):
+    """The handle of a module that is managed in place; it has what a GeminiDDP has beside its module."""
+
+    @in_one_thread("state_dict")
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return full tensors, fp32 for managed weights; as :meth:`gemini.GeminiDDP.state_dict`. That of the
+        module itself has the managed tensors, in the type that they compute in."""
+        return export_weights(self, *args, **kwargs)
+
+    def state_dict_shard(
+        self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
+    ) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield :meth:`state_dict` in shards; as :meth:`gemini.GeminiDDP.state_dict_shard`."""
+        return export_shards(self, max_shard_size, only_rank_0)
+
+    @in_one_thread("load_state_dict")
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy weights into the chunks; as :meth:`gemini.GeminiDDP.load_state_dict`."""
+        refuse_assign(assign)
+        return import_weights(self, state_dict, strict=strict)
+
+    def retry_step(self, step: Callable[[], T]) -> T:
+        """Call ``step``, once more where memory runs out; as :meth:`gemini.GeminiDDP.retry_step`."""
+        return retry_step(self, step)
+
+    def release(self) -> None:
+        """Make the module an ordinary one of its own class; else as :meth:`ManagedModel.release`."""
+        super().release()
+        managed: type[nn.Module] = type(self.module)
+        if issubclass(managed, ManagedModule):
+            self.module.__class__ = _plain_class(managed)
+            del self.module.__dict__["_gemini"]
+
+
 class ManagedModule(nn.Module):
     """What a class gets on top while a module of it is managed in place."""
 
-    _gemini: ManagedModel
+    _gemini: InPlace
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._gemini.forward(super().__call__, args, kwargs)
@@ -100,9 +140,7 @@ class ManagedModule(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Copy weights into the chunks; as :meth:`gemini.GeminiDDP.load_state_dict`."""
-        refuse_assign(assign)
-        with self._gemini.manager.threads.inside("load_state_dict"):
-            return import_weights(self._gemini, state_dict, strict=strict)
+        return self._gemini.load_state_dict(state_dict, strict, assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
@@ -166,11 +204,3 @@ def _plain_class(managed: type[nn.Module]) -> type[nn.Module]:
             "parametrizations do; register those of the outermost module before, or take them off again"
         )
     return cast("type[nn.Module]", managed.__mro__[2])
-
-
-def _make_plain(module: nn.Module) -> None:
-    """Have ``module`` be of its own class again; managed no more."""
-    managed: type[nn.Module] = type(module)
-    if issubclass(managed, ManagedModule):
-        module.__class__ = _plain_class(managed)
-        del module.__dict__["_gemini"]

@@ -57,16 +57,14 @@ class ManagedModel:
         device: ComputeDevice,
         peers: ProcessGroupPeers | None,
         built: Built,
-        make_plain: Callable[[nn.Module], None] = lambda _module: None,
     ) -> None:
-        """Take over ``module``, whose parameters are managed already; place its buffers. ``make_plain`` takes
-        back, at the end of :meth:`release`, what else was done to it."""
+        """Take over ``module``, whose parameters are managed already; place its buffers."""
         self.module = module
         self.config = config
         self.device = device
         self.peers = peers
         self.storage, self.manager, self.search = built.storage, built.manager, built.search
-        self._adopted, self._make_plain = built.adopted, make_plain
+        self._adopted = built.adopted
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
         self.times_given_up = 0
@@ -147,13 +145,19 @@ class ManagedModel:
             self.accumulates = before
 
     @contextmanager
-    def join(self, joining: Joining) -> Iterator[None]:
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
         """As :meth:`gemini.GeminiDDP.join`; with one process it changes nothing."""
         sharding = self.manager.sharding
-        if sharding is None:
+        if sharding is None or not enable:
             yield
             return
-        with sharding.join(joining):
+        with sharding.join(Joining(divide_by_initial_world_size, throw_on_early_termination)):
             yield
             with self.manager.threads.inside("join"):
                 self.leave_passes()
@@ -271,7 +275,7 @@ class ManagedModel:
         are given up, its optimizer is at its end. Over ranks all call it; each gets the whole model.
 
         Raises:
-            StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
+            StateError: a failed load or update left weights a mixture.
             OutOfBudgetError, IoError: a chunk could not be read, or an update failed. What is managed still
                 stays so, and calling it again goes on.
         """
@@ -289,15 +293,12 @@ class ManagedModel:
         for block in recompute.blocks if recompute is not None else ():
             block.remove()
         self.close()
-        self._make_plain(self.module)
 
     def summary(self) -> str:
         """Return what is on each tier, in one line."""
-        tiers = [(name, self.stats()[name]) for name in TIERS]
-        return ", ".join(
-            f"{name.upper()} {format_bytes(tier['bytes'])} of {format_bytes(tier['budget_bytes'])}"
-            for name, tier in tiers
-        )
+        stats = self.stats()
+        tiers = [(name.upper(), stats[name]["bytes"], stats[name]["budget_bytes"]) for name in TIERS]
+        return ", ".join(f"{name} {format_bytes(now)} of {format_bytes(most)}" for name, now, most in tiers)
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook, as a table."""

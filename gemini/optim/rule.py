@@ -6,6 +6,7 @@ alone, so a parameter may be updated a piece at a time, with the same bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +87,7 @@ class AdamRule:
         return partial(run_rows, rows, steps, device, processors)
 
 
-class _TorchRule:
+class _TorchRule(ABC):
     """Operators of torch on each part. Values of 16 bits without a master are updated in their own type, and
     so are their states, as torch does it: fp32 holds what comes of that."""
 
@@ -110,9 +111,9 @@ class _TorchRule:
                 if part.half_out is not None:
                     part.half_out.copy_(part.values)
 
+    @abstractmethod
     def update(self, part: Part, grad: torch.Tensor) -> None:
         """Update a part by its gradient, which may be the one in its chunk: it is not written to."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
@@ -299,7 +298,6 @@ class Adopted:
     slot: ManagedSlot
     dtype: torch.dtype
     device: torch.device
-    hook: RemovableHandle | None
     rounded: bool  # nobody has its values any more
 
 
@@ -313,7 +311,8 @@ def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> Ad
         kept.copy_(values)
         rounded = not slot.group.has_master and _differs(kept, values)
     _write_master(slot, slot.start, values, manager)
-    return Adopted(param, slot, dtype, device, manage(param, slot), rounded)
+    manage(param, slot)
+    return Adopted(param, slot, dtype, device, rounded)
 
 
 def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
@@ -333,36 +332,47 @@ def name_again(slot: ManagedSlot, tensor: torch.Tensor) -> nn.Parameter:
     return param
 
 
-def manage(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle | None:
-    """Make ``param`` a managed view of its chunk, with whatever the chunk holds; return the hook that
-    collects its gradient, None where it is frozen."""
-    hook = None
+def manage(param: nn.Parameter, slot: ManagedSlot) -> None:
+    """Make ``param`` a managed view of its chunk, with whatever the chunk holds, whose gradients are
+    collected if it trains."""
     param.grad = None
     param.data = slot.param_view
     if slot.grad is not None:
-        hook = watch(param, slot)
+        watch(param, slot)
     make_managed(param, slot.param_ref, slot, partial(name_again, slot))
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
-    return hook
 
 
-def watch(param: nn.Parameter, slot: ManagedSlot) -> RemovableHandle:
-    """Have the gradients of ``param``, which takes some, collected; return the hook that does it."""
+def watch(param: nn.Parameter, slot: ManagedSlot) -> None:
+    """Have the gradients of ``param``, which takes some, collected."""
     with PlainTensors():
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
+        hook = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
         # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
         hooks = param._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)
-    return hook
 
 
 def is_watched(param: nn.Parameter) -> bool:
     """Say whether :func:`watch` was called for it."""
+    return bool(_our_hooks(param))
+
+
+def _our_hooks(param: nn.Parameter) -> list[int]:
+    """Return the keys of the hooks that :func:`watch` has registered: one, or none."""
     with PlainTensors():
         hooks = param._post_accumulate_grad_hooks or {}
-    return any(isinstance(hook, partial) and hook.func is _on_grad for hook in hooks.values())
+    return [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _on_grad]
+
+
+def _release(entry: Adopted, manager: GeminiManager) -> None:
+    """Make one parameter an ordinary one again. Raises as :func:`read_values`; it stays managed then."""
+    param = entry.param
+    values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
+    make_plain(param, values)
+    for key in _our_hooks(param):
+        del param._post_accumulate_grad_hooks[key]
 
 
 @torch.no_grad()
@@ -375,12 +385,8 @@ def release_adopted(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
             ordinary ones, the others stay managed; calling it again goes on.
     """
     for entry in adopted:
-        if type(entry.param) is not ManagedParameter:
-            continue
-        values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
-        if entry.hook is not None:
-            entry.hook.remove()
-        make_plain(entry.param, values)
+        if type(entry.param) is ManagedParameter:
+            _release(entry, manager)
 
 
 @torch.no_grad()
@@ -391,16 +397,12 @@ def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
     all_read = True
     for entry in adopted:
         try:
-            values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
+            _release(entry, manager)
         except (GeminiError, torch.OutOfMemoryError) as error:
             logger.warning(
                 "parameter %r stays in its chunk, which cannot be read: %s", entry.slot.name, error
             )
             all_read = False
-            continue
-        if entry.hook is not None:
-            entry.hook.remove()
-        make_plain(entry.param, values)
     if all_read:
         with suppress(GeminiError):  # of a transfer that nobody needs any more
             manager.close()
@@ -411,11 +413,11 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
     with PlainTensors():
         grad = param.grad
         param.grad = None
-        is_watched = len(param._post_accumulate_grad_hooks or ()) > 1
+        others_see_it = len(param._post_accumulate_grad_hooks or ()) > 1
     if grad is not None:
         # A backward pass has gradients off by itself, unless it is to be differentiated.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             slot.trainable_grad.collect(grad)
             del grad
             if slot.group.watcher is not None:
-                slot.group.watcher.note(slot, is_watched=is_watched)
+                slot.group.watcher.note(slot, is_watched=others_see_it)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gemini.comm.share import Share
 from gemini.errors import ConfigError, StateError
-
-if TYPE_CHECKING:
-    from gemini.comm.share import Share
-    from gemini.sharding.rounds import Round
+from gemini.sharding.rounds import Round
 
 Follow = Callable[[str], None]  # makes the call that other ranks make with gradients, as they describe it
 

@@ -130,6 +130,108 @@ def test_a_released_module_is_managed_anew_and_goes_on(tmp_path: Path) -> None:
     assert train(model, optimizer, range(3, 6)) == train(plain, plain_optimizer, range(3, 6))
 
 
+def test_what_was_unfrozen_is_an_ordinary_parameter_after_release(tmp_path: Path) -> None:
+    plain, model = build(), build()
+    for module in (plain, model):
+        module.body.requires_grad_(False)
+    handle = gemini.manage(model, **small(tmp_path))
+    optimizer, plain_optimizer = GeminiAdamOptimizer(model, lr=1e-2), CPUAdam(plain.parameters(), lr=1e-2)
+    assert train(model, optimizer, range(2)) == train(plain, plain_optimizer, range(2))
+    for module in (plain, model):
+        module.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    assert train(model, optimizer, range(2, 4)) == train(plain, plain_optimizer, range(2, 4))
+    handle.release()
+    assert_same_weights(model, plain)
+    fresh = [CPUAdam(module.parameters(), lr=1e-2) for module in (model, plain)]
+    assert train(model, fresh[0], range(4, 6)) == train(plain, fresh[1], range(4, 6))
+
+
+def test_release_finishes_a_save_that_is_under_way(tmp_path: Path) -> None:
+    plain, losses, plain_optimizer = trained_plain(range(2))
+    model = build()
+    handle = gemini.manage(model, **small(tmp_path))
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+    assert train(model, optimizer, range(2)) == losses
+    saving = checkpoint.save_async(tmp_path / "run", model, optimizer)
+    handle.release()
+    saving.wait()
+    assert checkpoint.is_complete(tmp_path / "run")
+    again = build()
+    gemini.manage(again, **small(tmp_path))
+    optimizer = GeminiAdamOptimizer(again, lr=1e-2)
+    checkpoint.load(tmp_path / "run", again, optimizer)
+    assert train(again, optimizer, range(2, 4)) == train(plain, plain_optimizer, range(2, 4))
+
+
+def test_the_handle_has_what_a_wrapper_has(tmp_path: Path) -> None:
+    model = build()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = gemini.manage(model, **small(tmp_path), mixed_precision="bf16")
+    assert model.state_dict()["embed.weight"].dtype is torch.bfloat16
+    whole, shards = handle.state_dict(), list(handle.state_dict_shard("8KiB"))
+    assert len(shards) > 1
+    sharded = {name: value for shard, _ in shards for name, value in shard.items()}
+    for name, value in want.items():
+        assert torch.equal(whole[name], value)
+        assert torch.equal(sharded[name], value)
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+    assert len(handle.retry_step(lambda: train(model, optimizer, range(1)))) == 1
+    handle.load_state_dict(want)
+    with handle.no_sync(), handle.join(enable=False):
+        assert model(tokens(0)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [gemini.Lion, torch.optim.SGD])
+def test_other_rules_update_it(tmp_path: Path, kind: Any) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
+    plain, model = build(), build()
+    handle = gemini.manage(model, **small(tmp_path))
+    optimizer = GeminiOptimizer(kind(model.parameters(), **options), model)
+    assert train(model, optimizer, range(5)) == train(plain, kind(plain.parameters(), **options), range(5))
+    assert handle.stats()["device"]["peak_bytes"] <= handle.stats()["device"]["budget_bytes"]
+
+
+def test_ctrl_c_within_a_forward_pass_leaves_the_model_usable(tmp_path: Path) -> None:
+    plain, model = build(), build()
+    gemini.manage(model, **small(tmp_path))
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+
+    def interrupt(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    for part in (model.body[1], model.head):
+        hook = part.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens(0))
+        hook.remove()
+    model.seen.zero_()
+    assert train(model, optimizer, range(3)) == train(plain, CPUAdam(plain.parameters(), lr=1e-2), range(3))
+
+
+def test_one_fp16_loss_goes_through_two_managed_modules(tmp_path: Path) -> None:
+    whole, halves = build(), build()
+    gemini.manage(whole, **small(tmp_path), mixed_precision="fp16")
+    for half in (halves.embed, halves.body):
+        gemini.manage(half, **small(tmp_path), mixed_precision="fp16")
+
+    def loss_of(net: Net) -> Tensor:
+        return net.body(net.embed(tokens(0))).float().square().mean()
+
+    optimizers = [GeminiAdamOptimizer(half, lr=1e-2) for half in (halves.embed, halves.body)]
+    optimizers[0].backward(loss_of(halves.eval()))
+    for optimizer in optimizers:
+        optimizer.step()
+    one = GeminiAdamOptimizer(whole, lr=1e-2)
+    one.backward(loss_of(whole.eval()))
+    one.step()
+    handle = gemini.handle_of(whole)
+    want = handle.state_dict()
+    for name in ("embed", "body"):
+        for key, value in gemini.handle_of(getattr(halves, name)).state_dict().items():
+            assert torch.equal(value, want[f"{name}.{key}"]), (name, key)
+
+
 def test_copies_and_pickles_are_ordinary(tmp_path: Path) -> None:
     model = build()
     handle = gemini.manage(model, **small(tmp_path))

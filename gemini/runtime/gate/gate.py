@@ -121,6 +121,7 @@ class Gate(ABC):
         self.pending = PendingUpdates()
         self.observer: StepObserver | None = None
         self.snapshot: Snapshot = NO_SNAPSHOT
+        self._is_over = False
         self._following: Moments | None = None  # what the next PreOp is a moment of
         self._before: list[tuple[Collection[object], Callable[[], None]]] = []
         self._gather: Callable[[TensorIds], None] | None = None
@@ -171,11 +172,11 @@ class Gate(ABC):
     @property
     def is_closed(self) -> bool:
         """Whether the model was closed, or is another process's."""
-        return "pre_op" in vars(self)
+        return self._is_over
 
     def refuse_use(self, refuse: Callable[..., None]) -> None:
         """Have ``refuse``, which raises, called in the place of every PreOp from now on."""
-        self.resident = False
+        self.resident, self._is_over = False, True
         self.pre_op = refuse  # type: ignore[method-assign]
 
     def leave_to_parent(self) -> None:
