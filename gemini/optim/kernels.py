@@ -17,6 +17,7 @@ import torch
 
 from gemini import _C
 from gemini.errors import ConfigError, StateError
+from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching
 
 from .dense import is_dense, ordered_like, same_order
@@ -61,26 +62,15 @@ class AdamHyper:
     adamw_mode: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0.0:
-                raise ConfigError(f"{name} is {value!r}; it must be 0 or more")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas!r}; they must be two numbers in [0, 1)")
+        require_non_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        require_betas(self.betas)
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamHyper:
         """Read an optimizer's parameter group; one-element tensors count as numbers."""
-        try:
-            numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-            betas = tuple(float(beta) for beta in group["betas"])
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ConfigError(f"lr, eps, weight_decay and two betas must be numbers: {error}") from None
-        if len(betas) != 2:
-            raise ConfigError(f"betas are {betas!r}; they must be two numbers in [0, 1)")
         return cls(
-            **numbers,
-            betas=(betas[0], betas[1]),
+            **numbers_of(group, "lr", "eps", "weight_decay"),
+            betas=betas_of(group),
             bias_correction=bool(group["bias_correction"]),
             adamw_mode=bool(group["adamw_mode"]),
         )

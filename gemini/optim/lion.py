@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gemini.errors import ConfigError
+from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,13 @@ class LionHyper:
     weight_decay: float
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0.0:
-                raise ConfigError(f"{name} is {value!r}; it must be 0 or more")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas!r}; they must be two numbers in [0, 1)")
+        require_non_negative(lr=self.lr, weight_decay=self.weight_decay)
+        require_betas(self.betas)
 
     @classmethod
-    def from_group(cls, group: dict[str, Any]) -> LionHyper:
-        """Read an optimizer's parameter group."""
-        return cls(float(group["lr"]), tuple(group["betas"]), float(group["weight_decay"]))
+    def from_group(cls, group: Mapping[str, Any]) -> LionHyper:
+        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        return cls(**numbers_of(group, "lr", "weight_decay"), betas=betas_of(group))
 
 
 class Lion(torch.optim.Optimizer):

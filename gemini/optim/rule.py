@@ -19,6 +19,7 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import scaled
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
 from gemini.optim.lion import Lion, LionHyper, lion_update
+from gemini.optim.settings import numbers_of, require_non_negative
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,12 @@ class SgdRule(_TorchRule):
     """torch.optim.SGD, operator by operator."""
 
     def hyper(self, group: Mapping[str, Any]) -> SgdHyper:
-        numbers = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-        bad = [name for name in ("lr", "momentum", "weight_decay") if not numbers[name] >= 0]
-        if bad:
-            raise ConfigError(f"{bad[0]} is {numbers[bad[0]]}; it must be 0 or more")
-        return SgdHyper(**numbers, nesterov=bool(group["nesterov"]), maximize=bool(group["maximize"]))
+        numbers = numbers_of(group, "lr", "momentum", "weight_decay")
+        require_non_negative(**numbers)
+        dampening = numbers_of(group, "dampening")
+        return SgdHyper(
+            **numbers, **dampening, nesterov=bool(group["nesterov"]), maximize=bool(group["maximize"])
+        )
 
     def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return ("momentum_buffer",) if any(float(group["momentum"]) for group in groups) else ()
@@ -161,7 +163,7 @@ class LionRule(_TorchRule):
     """:class:`gemini.optim.Lion`."""
 
     def hyper(self, group: Mapping[str, Any]) -> LionHyper:
-        return LionHyper.from_group(dict(group))
+        return LionHyper.from_group(group)
 
     def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return ("exp_avg",)
