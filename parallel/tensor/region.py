@@ -17,8 +17,10 @@ _MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
 
 @dataclass
 class _Forward:
-    """What a thread remembers of the forward pass it is in."""
+    """What a thread remembers of the forward pass it is in; ``under_way``: of the model, not of a block that
+    is recomputed."""
 
+    under_way: bool = False
     source: torch.Tensor | None = None
     version: int = 0
     copied: torch.Tensor | None = None
@@ -105,8 +107,11 @@ class Region:
             _set_generator_states(device, states)
 
     def open(self) -> None:
-        """Begin a forward pass. What recomputing in backward has left is void."""
-        self._threads.now = _Forward()
+        """Begin a forward pass. One that Ctrl-C ended, of which nobody was told, has left the generators
+        inside; what recomputing in backward has left is void, since that restores them."""
+        if self._now().under_way:
+            self.end_masks()
+        self._threads.now = _Forward(under_way=True)
 
     def close(self) -> None:
         """Forget the forward pass, which is over or has raised."""

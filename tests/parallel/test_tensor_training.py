@@ -273,6 +273,30 @@ def test_masks_differ_between_ranks_where_they_are_of_parts_alone(recompute: boo
         assert 0.4 < inside.float().mean() < 0.6
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def draw_masks_after_ctrl_c() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    model = Dropping()
+    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"})
+    hook = model.down.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(16, 8))
+    hook.remove()
+    model(torch.ones(16, 8))
+    _interrupted, inside, outside = model.kept
+    return inside, outside, torch.get_rng_state()
+
+
+def test_ctrl_c_between_the_layers_leaves_masks_as_they_have_to_be() -> None:
+    (inside, outside, state), (other, same, other_state) = run_on_ranks(draw_masks_after_ctrl_c, 2)
+    assert torch.equal(outside, same)
+    assert torch.equal(state, other_state)
+    assert not torch.equal(inside, other)
+
+
 def fail(*_: object) -> None:
     raise ValueError("a batch is missing")
 
