@@ -413,11 +413,12 @@ def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
     with PlainTensors():
         grad = param.grad
         param.grad = None
-        others_see_it = len(param._post_accumulate_grad_hooks or ()) > 1
     if grad is not None:
         # A backward pass has gradients off by itself, unless it is to be differentiated.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             slot.trainable_grad.collect(grad)
             del grad
             if slot.group.watcher is not None:
+                with PlainTensors():
+                    others_see_it = len(param._post_accumulate_grad_hooks or ()) > 1
                 slot.group.watcher.note(slot, is_watched=others_see_it)

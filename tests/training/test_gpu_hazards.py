@@ -228,5 +228,5 @@ def test_recurrent_weights_stay_in_their_chunks(tmp_path: Path) -> None:
         before = [weight.clone() for weight in weights]
         # What nn.LSTM.flatten_parameters() calls on a GPU.
         assert torch._cudnn_rnn_flatten_weight(weights, 4, 8, 2, 8, 0, 1, False, False) is None
-        assert all(model.manager.in_windows(weight.data_ptr()) for weight in weights)
+        assert all(weight.data_ptr() in model.manager.windows for weight in weights)
         assert all(map(torch.equal, weights, before))

@@ -242,7 +242,7 @@ class ActivationOffload:
             and span_bytes(tensor) >= self._smallest_bytes
             and (address := tensor.data_ptr()) != 0  # one that was resized away, say
             and address % tensor.itemsize == 0
-            and not self._gate.in_windows(address)
+            and address not in self._gate.windows
             and tensor.untyped_storage()._cdata not in self._buffers
         )
 

@@ -67,8 +67,6 @@ class NodePins(Protocol):
 class RawMemory(Protocol):
     """Memory that was asked for by its address."""
 
-    uses: list[Any]
-
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor whose memory holds ``tensor`` until the next operator. Raises as a PreOp."""
         ...
@@ -121,6 +119,8 @@ class Gate(ABC):
         self.pending = PendingUpdates()
         self.observer: StepObserver | None = None
         self.snapshot: Snapshot = NO_SNAPSHOT
+        self.raw_uses: list[Any] = []  # of ``raw``; the same object for good, one look per PreOp
+        self.windows = range(*chunks.address_range())  # the addresses of model data
         self._is_over = False
         self._following: Moments | None = None  # what the next PreOp is a moment of
         self._before: list[tuple[Collection[object], Callable[[], None]]] = []
@@ -128,7 +128,6 @@ class Gate(ABC):
         self._note_written: Callable[[TensorIds], None] | None = None
         self._locked = self.lock.tensors
         self._due = self.pending.by_tensor  # one look per PreOp
-        self._first_address, self._end_address = chunks.address_range()
 
     def take_types(self, precision: torch.dtype | None, slots: Sequence[Slot]) -> None:
         """Have the parameters of ``slots`` be used in ``precision``; None: each in its own type."""
@@ -213,7 +212,7 @@ class Gate(ABC):
             self.threads.refuse_other()
         if _C.stray_count() != self.strays.seen:
             self.strays.refuse()
-        if self.raw.uses:
+        if self.raw_uses:
             self.raw.settle()
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
@@ -292,11 +291,6 @@ class Gate(ABC):
 
     # -- where memory is -------------------------------------------------------------------------------
 
-    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor`` begins in the window that the tensor of ``ref`` lies in."""
-        address, chunks = tensor.data_ptr(), self.chunks
-        return self.in_windows(address) and chunks.chunk_at(address) == chunks.table.chunk_of(ref.tensors[0])
-
-    def in_windows(self, address: int) -> bool:
-        """Say whether the model data's windows are at ``address``."""
-        return self._first_address <= address < self._end_address
+    def views(self, ref: TensorRef, address: int) -> bool:
+        """Say whether ``address``, one of ``windows``, is in that which the tensor of ``ref`` lies in."""
+        return self.chunks.chunk_at(address) == self.chunks.table.chunk_of(ref.tensors[0])

@@ -25,7 +25,7 @@ def others(gate: Gate) -> list[Gate]:
 def parameter_at(address: int) -> torch.nn.Parameter | None:
     """Return the managed parameter, of a model that is not closed, in whose memory ``address`` lies."""
     for gate in list(_living):
-        if gate.in_windows(address) and not gate.is_closed:
+        if address in gate.windows and not gate.is_closed:
             return gate.parameters.at(address)
     return None
 

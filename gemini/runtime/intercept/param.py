@@ -183,13 +183,15 @@ def _operate(
         tensors += ref.tensors
     with PlainTensors():
         versions = [operand._version for operand in operands]
-        silent = _written_in_silence(func, args, kwargs)
+        places = _SILENT_PLACES[func]
+        silent = operands_of(arguments_in(places, args, kwargs), {}) if places else ()
         pinned = not manager.resident
-        if pinned and manager.raw.uses and is_view(func, args):
+        if pinned and manager.raw_uses and is_view(func, args):
             pinned = False  # a PreOp would take addresses back that are being compared
-        if given is not None and pinned:
+        hooked = given is not None and pinned
+        if hooked:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
-        first_node = next_node_number()
+            first_node = next_node_number()
         unsaved: frozenset[int] = frozenset()
         if manager.snapshot is not NO_SNAPSHOT:
             _copy_before(func, args, kwargs, operands)
@@ -210,7 +212,7 @@ def _operate(
                     manager.pre_op(tensors)
             if pinned or written:
                 manager.post_op(tensors, bool(written))
-        if given is not None and pinned:
+        if hooked:
             hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
         return adopt(out, operands)
 
@@ -342,9 +344,11 @@ def adopt(out: Any, operands: list[Any]) -> Any:
     kind = type(out)
     if kind is torch.Tensor:
         if out.layout is torch.strided:
+            address = out.data_ptr()
             for operand in operands:
-                if operand._ref.manager.views(operand._ref, out):
-                    return as_managed(out, operand._ref)
+                ref = operand._ref
+                if address in ref.manager.windows and ref.manager.views(ref, address):
+                    return as_managed(out, ref)
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
     return out

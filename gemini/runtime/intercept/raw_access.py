@@ -43,7 +43,7 @@ class RawAccess:
     """The addresses of one model's tensors that were given out since its last operator."""
 
     def __init__(self, gate: Gate) -> None:
-        self.uses: list[_Use] = []  # the same object for good: every PreOp looks at it
+        self.uses: list[_Use] = gate.raw_uses
         self._gate = gate
 
     def plain(self, tensor: Any) -> torch.Tensor:

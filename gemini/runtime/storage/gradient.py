@@ -22,17 +22,14 @@ class _GivenUp:
     mixes_types = False
     snapshot = NO_SNAPSHOT
 
-    @property
-    def raw(self) -> NoReturn:
-        self.pre_op()
-
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise StateError(
             "this .grad was given up by step(), zero_grad() or an assignment to param.grad, and its memory "
             "with it; to keep a gradient, clone it before: param.grad.clone()"
         )
 
-    views = pre_op
+    raw_uses = property(pre_op)
+    windows = property(pre_op)
 
 
 _GIVEN_UP = cast("Gate", _GivenUp())
@@ -92,7 +89,7 @@ class SlotGradient:
     @property
     def loose_bytes(self) -> int:
         """Bytes held outside the chunk."""
-        return 0 if self._loose is None else self._loose.numel() * self._loose.element_size()
+        return 0 if self._loose is None else self._loose.nbytes
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``[start, stop)`` in the memory order of the parameter."""
@@ -110,10 +107,12 @@ class SlotGradient:
         Raises:
             ConfigError: it is sparse, or belongs to a loss that was not scaled.
         """
-        self._refuse_sparse(grad)
+        if grad.layout is not torch.strided:
+            self._refuse_sparse()
         grad = self._gate.gradient_scale.admit(grad)
         self._gate.num_gradients += 1
-        self._await_update()
+        if self._in_chunk:
+            self._await_update()
         if self._loose is not None:
             self._loose.add_(grad)
         elif self._gate.resident and not self._in_chunk and not self._gate.gradients_are_lent:
@@ -144,7 +143,8 @@ class SlotGradient:
         if grad is None:
             self.free()
             return
-        self._refuse_sparse(grad)
+        if grad.layout is not torch.strided:
+            self._refuse_sparse()
         for what in ("shape", "dtype", "device"):
             if getattr(grad, what) != getattr(self.view, what):
                 raise ConfigError(
@@ -155,7 +155,8 @@ class SlotGradient:
             return
         source = grad.detach().clone()
         self._gate.num_gradients += 1
-        self._await_update()
+        if self._in_chunk:
+            self._await_update()
         if self._loose is not None or (self._gate.resident and not self._in_chunk):
             self._set_loose(source)
         else:
@@ -207,13 +208,14 @@ class SlotGradient:
 
     def _await_update(self) -> None:
         """Run the pending update that has taken the last gradient, before a new one comes to its place."""
-        if self._in_chunk and self._is_taken:
+        if self._is_taken:
             self._gate.run_due(self.ref.tensors)
 
     def _set_loose(self, grad: torch.Tensor | None) -> None:
-        before = self.loose_bytes
-        self._loose = grad
-        self._gate.loose.add(self.loose_bytes - before)
+        before, self._loose = self._loose, grad
+        more, fewer = 0 if grad is None else grad.nbytes, 0 if before is None else before.nbytes
+        if more != fewer:
+            self._gate.loose.add(more - fewer)
 
     def _is_own(self, grad: torch.Tensor) -> bool:
         """Say whether ``grad``, of the same shape, is this very gradient."""
@@ -229,11 +231,10 @@ class SlotGradient:
             self._alias_ref = None
             increment_version(self.view)  # a graph that saved one refuses its backward
 
-    def _refuse_sparse(self, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
-            raise ConfigError(
-                f"parameter {self._name!r} has a sparse gradient; build its module with sparse=False"
-            )
+    def _refuse_sparse(self) -> NoReturn:
+        raise ConfigError(
+            f"parameter {self._name!r} has a sparse gradient; build its module with sparse=False"
+        )
 
     def _write(self, grad: torch.Tensor, add: bool) -> None:
         self._gate.pre_op(self.ref.tensors)
