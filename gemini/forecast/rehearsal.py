@@ -137,7 +137,7 @@ class _Nowhere:
         return 0.0
 
     def address_range(self) -> tuple[int, int]:
-        return 0, 0
+        return 0, 1  # where all of ``meta`` is
 
 
 class _MetaDevice(CpuDevice):

@@ -15,9 +15,9 @@ class ParametersByAddress:
         self._params: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
 
     def add(self, param: torch.nn.Parameter) -> None:
-        """Know ``param``, for as long as it is managed."""
+        """Know ``param``, for as long as it is managed, if it has memory: on ``meta`` all are at 0."""
         with PlainTensors():
-            if param.numel():
+            if param.numel() and param.data_ptr():
                 self._params.setdefault(param.data_ptr(), param)
 
     def at(self, address: int) -> torch.nn.Parameter | None:

@@ -291,6 +291,6 @@ class Gate(ABC):
 
     # -- where memory is -------------------------------------------------------------------------------
 
-    def views(self, ref: TensorRef, address: int) -> bool:
-        """Say whether ``address``, one of ``windows``, is in that which the tensor of ``ref`` lies in."""
-        return self.chunks.chunk_at(address) == self.chunks.table.chunk_of(ref.tensors[0])
+    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
+        """Say whether ``tensor``, which begins in one of ``windows``, does in that of the tensor of ``ref``."""
+        return self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])

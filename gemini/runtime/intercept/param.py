@@ -188,8 +188,7 @@ def _operate(
         pinned = not manager.resident
         if pinned and manager.raw_uses and is_view(func, args):
             pinned = False  # a PreOp would take addresses back that are being compared
-        hooked = given is not None and pinned
-        if hooked:
+        if given is not None and pinned:
             given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
             first_node = next_node_number()
         unsaved: frozenset[int] = frozenset()
@@ -212,7 +211,7 @@ def _operate(
                     manager.pre_op(tensors)
             if pinned or written:
                 manager.post_op(tensors, bool(written))
-        if hooked:
+        if given is not None and pinned:
             hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
         return adopt(out, operands)
 
@@ -347,7 +346,7 @@ def adopt(out: Any, operands: list[Any]) -> Any:
             address = out.data_ptr()
             for operand in operands:
                 ref = operand._ref
-                if address in ref.manager.windows and ref.manager.views(ref, address):
+                if address in ref.manager.windows and ref.manager.views(ref, out):
                     return as_managed(out, ref)
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
