@@ -10,7 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("dev", max_examples=10)  # of `make check`; else hypothesis' own, 100
+# No deadline: how long an example takes says how busy the machine is.
+settings.register_profile("gemini", deadline=None)
+settings.register_profile("dev", settings.get_profile("gemini"), max_examples=10)  # of `make check`
+settings.load_profile("gemini")
 
 
 def pytest_configure(config: pytest.Config) -> None:

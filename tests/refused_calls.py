@@ -7,6 +7,7 @@ import platform
 import struct
 
 IO_URING_ENTER = (426,)
+FALLOCATE = {"x86_64": (285,), "aarch64": (47,)}.get(platform.machine(), ())
 NEW_THREAD = {"x86_64": (56, 435), "aarch64": (220, 435)}.get(platform.machine(), ())  # clone, clone3
 
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06

@@ -9,13 +9,17 @@
 #include <sys/vfs.h>
 #endif
 
+#include <algorithm>
 #include <cerrno>
+#include <vector>
 
 #include "common/bytes.h"
 #include "common/error.h"
 
 namespace gemini {
 namespace {
+
+constexpr int64_t kZerosBytes = 1 << 20;
 
 // Opens a file that never had a name. Returns the descriptor or a negated errno.
 int open_nameless(const std::string& dir) {
@@ -72,19 +76,28 @@ bool has_room(int fd, int64_t nbytes) {
   return static_cast<uint64_t>(nbytes) / found.f_frsize <= found.f_bavail;
 }
 
-// Reserves disk space for the first `nbytes` of the file. Returns 0 or an errno.
+// Reserves disk space by writing zeros, where there is no other way to. Returns 0 or an errno.
+int fill_with_zeros(int fd, int64_t nbytes) {
+  const std::vector<char> zeros(static_cast<size_t>(std::min(nbytes, kZerosBytes)));
+  for (int64_t done = 0; done < nbytes;) {
+    const auto part = static_cast<size_t>(std::min(nbytes - done, kZerosBytes));
+    const ssize_t written = ::pwrite(fd, zeros.data(), part, done);
+    if (written < 0 && errno != EINTR) return errno;
+    if (written > 0) done += written;
+  }
+  return 0;
+}
+
+// Reserves disk space for the first `nbytes` of an empty file. Returns 0 or an errno.
 int allocate(int fd, int64_t nbytes) {
 #ifdef __linux__
   int code = 0;
   do {
     code = ::fallocate(fd, 0, 0, nbytes) == 0 ? 0 : errno;
   } while (code == EINTR);
-  if (code != EOPNOTSUPP && code != ENOSYS) return code;
-  // The file system cannot reserve extents: glibc writes into every block instead.
-  do {
-    code = ::posix_fallocate(fd, 0, nbytes);
-  } while (code == EINTR);
-  return code;
+  // glibc's posix_fallocate writes for EOPNOTSUPP alone; a sandbox says ENOSYS.
+  const bool unsupported = code == EOPNOTSUPP || code == ENOSYS;
+  return unsupported ? fill_with_zeros(fd, nbytes) : code;
 #else
   return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
 #endif

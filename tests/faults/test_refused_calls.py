@@ -68,6 +68,25 @@ def test_threads_serve_the_disk_where_a_ring_can_be_set_up_and_not_used(tmp_path
         assert f"io_uring_enter: {os.strerror(code)}" in refusal
 
 
+RESERVE_WITHOUT_FALLOCATE = """
+import sys
+from refused_calls import FALLOCATE, refuse
+refuse(FALLOCATE, int(sys.argv[2]))
+from fault_training import adam, managed, train_step
+model = managed(sys.argv[1])
+optimizer = adam(model)
+print([train_step(model, optimizer, step) for step in range(3)])
+"""
+
+
+@needs_seccomp
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_space_is_reserved_where_a_sandbox_refuses_the_call_for_it(tmp_path: Path, code: int) -> None:
+    done = run(RESERVE_WITHOUT_FALLOCATE, tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(undisturbed(3)[0])
+
+
 WITHOUT_THREADS = """
 import sys
 from refused_calls import NEW_THREAD, refuse

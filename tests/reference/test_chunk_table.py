@@ -354,7 +354,6 @@ def test_table_agrees_with_the_reference_model() -> None:
         settings=settings(
             max_examples=num_examples(250),
             stateful_step_count=40,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

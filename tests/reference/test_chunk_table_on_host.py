@@ -122,7 +122,6 @@ def test_table_agrees_with_the_reference_model_of_uses_on_host() -> None:
         settings=settings(
             max_examples=num_examples(300),
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=checks,
         ),
     )

@@ -124,7 +124,6 @@ def test_placement_never_changes_the_numbers(case: Case, tmp_path: Path) -> None
 
 @settings(
     max_examples=num_examples(12),
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -149,7 +149,6 @@ def test_parameters_that_the_next_step_does_not_use_are_updated_all_the_same(
 
 @settings(
     max_examples=num_examples(25),
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -155,7 +155,6 @@ USES: tuple[Use, ...] = (
 
 @settings(
     max_examples=num_examples(30),
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

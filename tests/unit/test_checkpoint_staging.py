@@ -66,7 +66,7 @@ def aligned(num_bytes: int, seed: int) -> memoryview:
     return memory.data
 
 
-@settings(max_examples=num_examples(40), deadline=None)
+@settings(max_examples=num_examples(40))
 @given(sizes=st.lists(st.integers(1, 9 * MIB), min_size=1, max_size=7), seed=st.integers(0, 2**16))
 def test_any_runs_in_any_order_of_any_files_are_written(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int

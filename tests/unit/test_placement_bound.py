@@ -66,7 +66,7 @@ def long_run(iteration: Iteration, machine: Machine, hints: Hints | None) -> flo
     return Simulator(iteration, machine).seconds(hints, after=12, steps=24)
 
 
-@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(200), derandomize=True)
 @given(iterations(), machines(), st.randoms(use_true_random=False))
 def test_no_plan_is_faster_than_the_bound(iteration, machine, chance):
     them = find_intervals(iteration)
@@ -81,14 +81,14 @@ def test_no_plan_is_faster_than_the_bound(iteration, machine, chance):
         assert long_run(iteration, machine, plan) >= bound - 1e-6
 
 
-@settings(max_examples=num_examples(60), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(60), derandomize=True)
 @given(iterations())
 def test_where_everything_fits_the_bound_is_computing(iteration):
     machine = Machine(2 * _UNIT * _CHUNKS, 4 * _UNIT * _CHUNKS, 0, links(0.1, 0.1))
     assert lower_bound(iteration, machine) == sum(iteration.seconds)
 
 
-@settings(max_examples=num_examples(60), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(60), derandomize=True)
 @given(iterations(), machines())
 def test_the_bound_does_not_fall_with_faster_links(iteration, machine):
     faster = Machine(*machine.budgets, links(8.0, 8.0), machine.disk_shared)

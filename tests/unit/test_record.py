@@ -53,7 +53,7 @@ class Program:
         return {chunk for chunk in range(NUM_CHUNKS) if self.table.valid_tiers(chunk)}
 
 
-@settings(deadline=None, derandomize=True, max_examples=num_examples(300))
+@settings(derandomize=True, max_examples=num_examples(300))
 @given(st.integers(3, NUM_CHUNKS), CALLS, CALLS)
 def test_replaying_modes_and_frees_gives_the_content_of_every_period(
     device_bytes: int, before: list, calls: list
@@ -74,7 +74,7 @@ def test_replaying_modes_and_frees_gives_the_content_of_every_period(
         assert content == want
 
 
-@settings(deadline=None, derandomize=True, max_examples=num_examples(200))
+@settings(derandomize=True, max_examples=num_examples(200))
 @given(st.integers(3, NUM_CHUNKS), CALLS)
 def test_modified_are_the_chunks_with_content_that_a_use_wrote_to(device_bytes: int, calls: list) -> None:
     program = Program(device_bytes)

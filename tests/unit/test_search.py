@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.chunk.layout import ChunkLayout
@@ -22,7 +22,6 @@ def layout_of(numels: list[int], chunk_numel: int, itemsize: int) -> ChunkLayout
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 30000), min_size=1, max_size=30),
     st.integers(1, 64),
