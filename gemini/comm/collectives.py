@@ -58,7 +58,7 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._timeout = _shortest_timeout(group, replicas)
         self._among_all = _new_group(ranks, self._timeout)
-        self.attendance = Attendance(_store_of(self._among_all), self._share.place, len(ranks))
+        self.attendance = Attendance(store_of(self._among_all), self._share.place, len(ranks))
         self._messages = Messages(self._among_all, ranks, self._wait)
         # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
         self._on_host = group
@@ -187,14 +187,14 @@ class ProcessGroupPeers(Peers):
         if dist.get_backend(group) != "gloo":
             work.wait()  # on a GPU it only orders streams
             return
-        self.attendance.wait(work, doing, partial(_break_off, group))
+        self.attendance.wait(work, doing, partial(break_off, group))
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return the group of this copy whose backend takes the memory of ``tensor``."""
         return self._on_host if tensor.device.type == "cpu" else self.group
 
 
-def _break_off(group: dist.ProcessGroup) -> None:
+def break_off(group: dist.ProcessGroup) -> None:
     """Make what is under way in a group of gloo fail: the end of the process would wait for it until the
     group's timeout. An operation that runs into its own timeout closes the connections of all."""
     with suppress(RuntimeError):
@@ -290,11 +290,13 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
     return group
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """Return a store of the ranks of ``group``, for nothing else, on a connection of its own."""
+def store_of(group: dist.ProcessGroup, name: str = "") -> Any:
+    """Return a store of the ranks of ``group``, for nothing else, on a connection of its own. ``name`` tells
+    it from others of the group."""
     store: Any = dist.distributed_c10d._get_default_store()
     own = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
-    return dist.PrefixStore(f"gemini-attendance/{group.group_name}", own)  # type: ignore[attr-defined]
+    prefix = f"gemini-attendance/{group.group_name}/{name}"
+    return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
 
 
 def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import distributed as dist
 
-from gemini.comm.collectives import all_gather
+from gemini.comm.attendance import Attendance
+from gemini.comm.collectives import all_gather, break_off, store_of
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8
+_EXCHANGES = "exchanges gradients (backward, step)"
+_GATHERS = "gathers updated weights (step)"
 
 
 @dataclass
@@ -29,13 +36,16 @@ class Traffic:
 class Flight:
     """A collective under way; keeps its tensors alive."""
 
-    def __init__(self, result: torch.Tensor, source: torch.Tensor, work: dist.Work | None) -> None:
-        self._result, self._source, self._work = result, source, work
+    def __init__(
+        self, result: torch.Tensor, source: torch.Tensor, arrive: Callable[[], object] = lambda: None
+    ) -> None:
+        """``arrive`` waits for it."""
+        self._result, self._source, self._arrive = result, source, arrive
 
     def wait(self) -> torch.Tensor:
-        """Return the result once it is there (on a GPU: once the current stream will wait for it)."""
-        if self._work is not None:
-            self._work.wait()
+        """Return the result once it is there (on a GPU: once the current stream will wait for it). Raises
+        StateError where a rank will not come."""
+        self._arrive()
         return self._result
 
 
@@ -54,8 +64,29 @@ class Collectives:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.traffic = Traffic()
+        self._attendance: Attendance | None = None
         if self.rank < 0:
             raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
+
+    def attend(self) -> None:
+        """From now on name the rank that others wait for in vain, over gloo; nccl has a watchdog."""
+        if self.size > 1 and dist.get_backend(self._group) == "gloo":
+            assert self._group is not None
+            store = store_of(self._group, self.first(uuid4().hex))
+            self._attendance = Attendance(store, self.rank, self.size)
+            weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        if self._attendance is not None:
+            self._attendance.leave(why)
+
+    def _wait(self, work: Any, doing: str) -> None:
+        if self._attendance is None:
+            work.wait()
+        else:
+            assert self._group is not None
+            self._attendance.wait(work, doing, partial(break_off, self._group))
 
     def exchange(self, rows: torch.Tensor) -> Flight:
         """Send row i of ``rows`` (ranks, width) to rank i; the result's row i comes from rank i.
@@ -64,22 +95,22 @@ class Collectives:
         type of the sum.
         """
         if self.size == 1:
-            return Flight(rows, rows, None)
+            return Flight(rows, rows)
         self.traffic.reduce_bytes += rows[1:].nbytes
         self.traffic.num_reduces += 1
         result = torch.empty_like(rows)
         work = dist.all_to_all_single(result.view(-1), rows.view(-1), group=self._group, async_op=True)
-        return Flight(result, rows, work)
+        return Flight(result, rows, partial(self._wait, work, _EXCHANGES))
 
     def gather(self, own: torch.Tensor) -> Flight:
         """Send ``own`` (width) to all; the result (ranks, width) has rank i's in row i."""
         if self.size == 1:
-            return Flight(own.unsqueeze(0), own, None)
+            return Flight(own.unsqueeze(0), own)
         self.traffic.gather_bytes += own.nbytes * (self.size - 1)
         self.traffic.num_gathers += 1
         result = own.new_empty(self.size, own.numel())
         work = all_gather(result.view(-1), own, group=self._group, async_op=True)
-        return Flight(result, own, work)
+        return Flight(result, own, partial(self._wait, work, _GATHERS))
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
         """Do as :meth:`gather`, at once, for a tensor that may lie where the group cannot send from."""
@@ -88,7 +119,8 @@ class Collectives:
         self.traffic.other_bytes += own.nbytes * (self.size - 1)
         sent = own.to(self._device)
         result = sent.new_empty(self.size, sent.numel())
-        all_gather(result.view(-1), sent, group=self._group)
+        work = all_gather(result.view(-1), sent, group=self._group, async_op=True)
+        self._wait(work, "gathers norms (clipping) or states (state_dict, saving)")
         return result.to(own.device)
 
     def maximum(self, flags: list[int]) -> list[int]:
@@ -97,7 +129,8 @@ class Collectives:
             return flags
         shared = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         self.traffic.other_bytes += shared.nbytes
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._wait(work, "agrees on gradients and settings (backward, clipping, step)")
         return [int(flag) for flag in shared.tolist()]
 
     def require_same(self, doing: str) -> None:

@@ -111,6 +111,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
         self.collectives = Collectives(dp_process_group, device_of(optimizer))
+        self.collectives.attend()
         self.sharded = ShardedParams(
             optimizer,
             self.collectives,
@@ -314,6 +315,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         """Let go of the parameters: their gradients are autograd's again. Idempotent."""
         self._reducer.forget()
         self._reducer.close()
+        self.collectives.leave("closed its optimizer")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: parameters are cut once, in the constructor."""

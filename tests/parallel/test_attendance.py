@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
 from gemini.comm.attendance import PATIENCE_VARIABLE, Sign
+from gemini.parallel.zero import LowLevelZeroOptimizer
 
 PATIENCE = 2.0
 SOON = 8 * PATIENCE  # on a machine that does other things too
@@ -89,6 +90,75 @@ def test_a_rank_that_leaves_is_named_at_once_with_what_it_did_last(way: str) -> 
     assert seconds < 30  # half of the patience
     assert other == ("a bad batch" if way == "an exception" else "")
     assert "rank 1" in rest[0][0]
+
+
+def _leave_low_level(way: str, stage: int) -> tuple[str, float]:
+    _set_patience(None)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters()), stage=stage)
+    odd, begin = dist.get_rank() == 1, time.monotonic()
+
+    def step(*, updates: bool = True) -> None:
+        optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+        if updates:
+            optimizer.step()
+
+    try:
+        step()
+        if odd and way == "an exception":
+            raise ValueError("a bad batch")
+        if not (odd and way == "one batch fewer"):
+            step(updates=not (odd and way == "a skipped step"))
+    except (StateError, ValueError) as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        if odd and way != "an exception":
+            optimizer.close()
+    return "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    {
+        "one batch fewer": "closed its optimizer",
+        "a skipped step": "closed its optimizer",
+        "an exception": "let go of its optimizer",
+    }.items(),
+)
+def test_low_level_zero_names_a_rank_that_leaves(way: str, reason: str, stage: int) -> None:
+    (told, seconds), _, _ = run_on_ranks(_leave_low_level, 3, way, stage)
+    assert f"rank 1 will not come: it {reason}" in told
+    assert "the last one" in told
+    assert seconds < 30
+
+
+def _stop_low_level() -> tuple[str, float]:
+    _set_patience(PATIENCE)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    message, begin = "", time.monotonic()
+    try:
+        for index in range(2):
+            if index == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+            optimizer.step()
+    except StateError as error:
+        message = str(error)
+    finally:
+        if dist.get_rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)
+    return message, time.monotonic() - begin
+
+
+def test_low_level_zero_names_a_stopped_rank() -> None:
+    (message, seconds), _ = run_on_ranks(_stop_low_level, 2)
+    assert "rank 1 has given no sign of life for" in message
+    assert PATIENCE <= seconds < SOON
 
 
 def _evaluate_alone() -> tuple[str, float]:

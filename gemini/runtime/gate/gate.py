@@ -292,5 +292,5 @@ class Gate(ABC):
     # -- where memory is -------------------------------------------------------------------------------
 
     def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor``, which begins in one of ``windows``, does in that of the tensor of ``ref``."""
+        """Say whether ``tensor``, which begins in a window, does in that of the tensor of ``ref``."""
         return self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
