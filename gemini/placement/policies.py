@@ -72,11 +72,14 @@ class CudaPolicy:
 
 
 class CpuPolicy:
-    """Keep chunks on HOST; DEVICE holds what an operator needs now and what is fetched for the next."""
+    """Keep chunks on HOST; DEVICE holds what an operator needs now and what is fetched for the next. Without
+    another tier, where DEVICE is CPU memory, they stay there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         check_fits(size, capacity)
         room = capacity.device_bytes - (capacity.non_model_bytes or 0)
+        if capacity.host_bytes == capacity.disk_bytes == 0:
+            return PlacementPlan(room)
         return PlacementPlan(min(room, 2 * size.working_set_bytes))
 
     def plan(self, size: ModelDataSize, capacity: TierCapacity, trace: Trace) -> PlacementPlan:

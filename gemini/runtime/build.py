@@ -368,8 +368,10 @@ def _capacity(
         if not config.activation_offload:
             host_bytes = min(size.total_bytes, host_bytes)
     elif host_bytes is None:
-        # Without a GPU DEVICE is host memory already; only 'cpu' asks for a HOST tier of its own.
-        host_bytes = size.total_bytes if config.placement_policy == "cpu" and config.disk_dir is None else 0
+        # Without a GPU DEVICE is host memory already: only 'cpu' asks for HOST, for what has no room there.
+        has_room = size.total_bytes <= device_bytes - (config.non_model_bytes or 0)
+        needs_host = config.disk_dir is None and (config.activation_offload or not has_room)
+        host_bytes = size.total_bytes if config.placement_policy == "cpu" and needs_host else 0
     disk_bytes = config.disk_bytes
     if disk_bytes is None:
         disk_bytes = size.total_bytes

@@ -16,6 +16,7 @@ from training_harness import (
     assert_within_budgets,
     managed_optimizer,
     managed_step,
+    moved_bytes,
     seeded,
     tight,
     train_managed,
@@ -113,3 +114,18 @@ def test_a_model_that_fits_is_not_planned(tmp_path: Path) -> None:
         for index in range(3):
             managed_step(model, optimizer, gpt_loss, Recipe(), index)
         assert model.plan().step is None
+
+
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [("8MiB", 0), ("300KiB", None)])
+def test_the_policy_cpu_uses_host_only_for_what_has_no_room_where_device_is_cpu_memory(
+    device_bytes: str, host_bytes: int | None
+) -> None:
+    recipe = Recipe(steps=4)
+    want = train_plain(seeded(TinyGPT), gpt_loss, recipe)
+    chunks = {"min_chunk_size_mb": 1 / 256, "search_range_mb": 0, "non_model_bytes": 0}
+    model = GeminiDDP(seeded(TinyGPT), "cpu", placement_policy="cpu", device_bytes=device_bytes, **chunks)
+    got = train_managed(model, gpt_loss, recipe)
+    assert_identical(got, want)
+    expected = got.stats["model_data_bytes"] if host_bytes is None else host_bytes
+    assert got.stats["host"]["budget_bytes"] == expected
+    assert (moved_bytes(got.stats) == 0) == (host_bytes == 0)
