@@ -39,6 +39,10 @@ class TensorRef:
         self.manager = manager
         self.tensors = (tensor,)
 
+    def lead_to(self, manager: Gate) -> None:
+        """Have ``manager`` asked from now on."""
+        self.manager = manager
+
 
 class Moments(Protocol):
     """An order of use that operators are moments of: that of steps, or that of evaluations."""
@@ -137,6 +141,27 @@ class Gate(ABC):
     def grow_with(self, growth: Grows) -> None:
         """Have ``growth`` make what comes after wrapping."""
         self.growth = growth
+
+    def enter(self, phase: str) -> None:
+        """What runs from now on is of ``phase``."""
+        self.phase = phase
+
+    def go_on_after(self, step: int) -> None:
+        """``step`` steps were finished: those of a run that is continued."""
+        self.step = step
+
+    def count_gradient(self) -> None:
+        """One more gradient has arrived."""
+        self.num_gradients += 1
+
+    def keep_for(self, snapshot: Snapshot) -> None:
+        """Have ``snapshot`` asked before anything that it still wants is changed, until it is over."""
+        self.snapshot = snapshot
+
+    def let_go_of(self, snapshot: Snapshot) -> None:
+        """``snapshot`` is over; another one stays."""
+        if self.snapshot is snapshot:
+            self.snapshot = NO_SNAPSHOT
 
     # -- what comes before an operator ---------------------------------------------------------------
 

@@ -1,9 +1,13 @@
-"""What a PreOp is replaced by where managed memory is gone: after close(), and in a forked process."""
+"""What stands in for a PreOp, or for a gate, where managed memory cannot be used."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
 from gemini.chunk import TensorIds
 from gemini.errors import StateError
+from gemini.runtime.gate.snapshot import NO_SNAPSHOT
 
 
 def closed(tensors: TensorIds, *, on_host: bool = False) -> None:
@@ -17,3 +21,23 @@ def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
         "managed parameters cannot be used in a forked process: their memory stays with the parent; "
         "pass copies, for example param.detach().clone(), or start the process with 'spawn'"
     )
+
+
+class RefusingGate(ABC):
+    """Stands in for the gate of tensors whose values nobody may use: what an operator asks of it raises."""
+
+    resident = False
+    mixes_types = False
+    snapshot = NO_SNAPSHOT
+
+    @abstractmethod
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        """Raise."""
+
+    @property
+    def raw_uses(self) -> NoReturn:
+        self.pre_op()
+
+    @property
+    def windows(self) -> NoReturn:
+        self.pre_op()

@@ -10,26 +10,19 @@ from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate, TensorRef
-from gemini.runtime.gate.snapshot import NO_SNAPSHOT
 from gemini.runtime.gate.tensor_mgr import TensorState
+from gemini.runtime.gate.unusable import RefusingGate
 from gemini.runtime.intercept.param import as_managed
 
 
-class _GivenUp:
-    """Stands in for the gate of every alias of a gradient that was given up: its use raises."""
-
-    resident = False
-    mixes_types = False
-    snapshot = NO_SNAPSHOT
+class _GivenUp(RefusingGate):
+    """The gate of every alias of a gradient that was given up."""
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise StateError(
             "this .grad was given up by step(), zero_grad() or an assignment to param.grad, and its memory "
             "with it; to keep a gradient, clone it before: param.grad.clone()"
         )
-
-    raw_uses = property(pre_op)
-    windows = property(pre_op)
 
 
 _GIVEN_UP = cast("Gate", _GivenUp())
@@ -110,7 +103,7 @@ class SlotGradient:
         if grad.layout is not torch.strided:
             self._refuse_sparse()
         grad = self._gate.gradient_scale.admit(grad)
-        self._gate.num_gradients += 1
+        self._gate.count_gradient()
         if self._in_chunk:
             self._await_update()
         if self._loose is not None:
@@ -154,7 +147,7 @@ class SlotGradient:
         if self._is_own(grad):
             return
         source = grad.detach().clone()
-        self._gate.num_gradients += 1
+        self._gate.count_gradient()
         if self._in_chunk:
             self._await_update()
         if self._loose is not None or (self._gate.resident and not self._in_chunk):
@@ -227,7 +220,7 @@ class SlotGradient:
     def retire_aliases(self) -> None:
         """Make every alias handed out so far, and every view of one, raise when it is used."""
         if self._alias_ref is not None:
-            self._alias_ref.manager = _GIVEN_UP
+            self._alias_ref.lead_to(_GIVEN_UP)
             self._alias_ref = None
             increment_version(self.view)  # a graph that saved one refuses its backward
 

@@ -12,8 +12,8 @@ import torch
 from gemini.chunk import Chunk
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
-from gemini.runtime.gate.snapshot import NO_SNAPSHOT
 from gemini.runtime.gate.tensor_mgr import TensorState
+from gemini.runtime.gate.unusable import RefusingGate
 from gemini.runtime.intercept.param import as_managed
 from gemini.runtime.storage.gradient import SlotGradient
 
@@ -75,19 +75,11 @@ class GradientEvents(Protocol):
         ...
 
 
-class _Shared:
-    """Stands in for the gate of a gradient that all ranks have together: to use its values raises."""
-
-    resident = False
-    mixes_types = False
-    snapshot = NO_SNAPSHOT
+class _Shared(RefusingGate):
+    """The gate of a gradient that all ranks have together."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-
-    @property
-    def raw(self) -> NoReturn:
-        self.pre_op()
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise ConfigError(
@@ -99,8 +91,6 @@ class _Shared:
             "optimizer.get_param_grad(param). What this rank alone has made can be "
             "read under model.no_sync(), and param.grad = values replaces a gradient"
         )
-
-    views = pre_op
 
 
 class ShardedGradient(SlotGradient):
@@ -121,6 +111,14 @@ class ShardedGradient(SlotGradient):
         self._place = place
         self.is_shared = False  # there is a mean over the ranks
         self._is_offered = False  # the ranks will exchange it, once all of them have theirs
+
+    def tell(self, events: GradientEvents) -> None:
+        """Have ``events`` told what happens to this gradient."""
+        self.events = events
+
+    def take_mean(self) -> None:
+        """The shard holds the mean over the ranks."""
+        self.is_shared = True
 
     @property
     def is_local(self) -> bool:
