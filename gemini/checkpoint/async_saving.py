@@ -29,7 +29,7 @@ from gemini.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.runtime import NO_SNAPSHOT, ManagedSlot, StatePiece
+from gemini.runtime import ManagedSlot, StatePiece
 from gemini.system import rng
 from gemini.system.config import parse_bytes
 from gemini.system.threads import start_thread
@@ -80,13 +80,13 @@ def save_async(
     context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
     try:
-        writer.manifest, writer.rng = manifest, rng.capture()
+        writer.describe(manifest, rng.capture())
         blocks = CheckpointFiles(writer, model, optimizer, shard).blocks()
         handle = SaveHandle(model, context, writer, blocks, num_buffers)
-        model.manager.snapshot = handle
+        model.manager.keep_for(handle)
         handle.start()
     except BaseException as error:
-        model.manager.snapshot = NO_SNAPSHOT
+        model.manager.let_go_of(model.manager.snapshot)
         context.__exit__(type(error), error, error.__traceback__)
         raise
     return handle
@@ -301,8 +301,7 @@ class SaveHandle:
     def _settle(self) -> None:
         """Forget everything that the save held, after the thread has ended."""
         atexit.unregister(self._at_exit)
-        if self._manager.snapshot is self:
-            self._manager.snapshot = NO_SNAPSHOT
+        self._manager.let_go_of(self)
 
     def _at_exit(self) -> None:
         """End with the interpreter: complete if nothing more of the model is needed, else dropped."""

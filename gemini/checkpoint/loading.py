@@ -158,7 +158,7 @@ def _load_once(
 
         def restore() -> None:
             _load_settings(reader.manifest, objects, optimizer, scheduler)
-            model.manager.step = int(reader.manifest["step"])
+            model.manager.go_on_after(int(reader.manifest["step"]))
             rng.restore(generators)
 
         with optimizer.loading():

@@ -65,7 +65,7 @@ def save(
     rank = model.rank()
     manifest = prepare(rank, model, optimizer, scheduler, extra)
     with new_checkpoint(directory, model.manager.step, rank=rank, keep=keep) as writer:
-        writer.manifest, writer.rng = manifest, rng.capture()
+        writer.describe(manifest, rng.capture())
         for block in CheckpointFiles(writer, model, optimizer, shard).blocks():
             with model.manager.operator(block.tensors):
                 block.write()

@@ -27,7 +27,7 @@ class CheckpointWriter:
     """What one rank writes. Fill the files that :meth:`add_file` returns; leaving the block seals them.
 
     ``states[state][parameter]`` says where ranges of flat parameters went, ``weights[name]`` where whole
-    weights did. Rank 0 sets ``manifest``.
+    weights did.
     """
 
     def __init__(self, path: Path, rank: Rank) -> None:
@@ -42,6 +42,10 @@ class CheckpointWriter:
         self._staging = Staging()
         self._open: dict[str, TensorFile] = {}
         self._written: dict[str, list[Part]] = {}
+
+    def describe(self, manifest: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
+        """Take what the manifest says besides files, of which rank 0's counts, and this rank's generators."""
+        self.manifest, self.rng = manifest, rng
 
     def add_file(
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None

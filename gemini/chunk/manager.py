@@ -66,8 +66,8 @@ class ChunkManager:
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
-        self.park_limit_bytes = budgets.device_bytes
-        self.parks_always = False  # not only while memory is short
+        self._park_limit_bytes = budgets.device_bytes
+        self._parks_always = False  # not only while memory is short
         self._under_pressure = False
         self._suspect = False  # an exception left a decision of the table perhaps half carried out
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
@@ -85,6 +85,17 @@ class ChunkManager:
         return chunk
 
     # -- what the runtime calls ------------------------------------------------------------------
+
+    def park(self, limit_bytes: int, *, always: bool) -> None:
+        """Keep DEVICE memory that chunks gave back for those that come next, within ``limit_bytes``; only
+        while memory is short unless ``always``."""
+        self._park_limit_bytes, self._parks_always = limit_bytes, always
+
+    def open_stow(self) -> Stow:
+        """Return the stow, made if there is none, of chunks that are in memory only while pinned."""
+        if self.stow is None:
+            self.stow = Stow(self)
+        return self.stow
 
     def usages(self) -> tuple[int, int, int]:
         """Return the bytes on DEVICE, HOST and DISK, there with the file of stowed chunks."""
@@ -363,7 +374,7 @@ class ChunkManager:
         """Keep what is parked within what the period that needs most leaves: fresh pages come on top where
         parked ones cannot be put together."""
         if self._memory.parked_bytes:
-            self._memory.trim(max(0, self.park_limit_bytes - self._memory.mapped_bytes))
+            self._memory.trim(max(0, self._park_limit_bytes - self._memory.mapped_bytes))
 
     def _submit(self, action: _C.Action, chunk: Chunk) -> int:
         """Map the destination and hand the transfer to the engine; return its ticket."""
@@ -431,8 +442,8 @@ class ChunkManager:
         """Take the memory of one copy back; DEVICE memory is parked for the next chunk where that is
         wanted."""
         if tier == _C.Tier.DEVICE and chunk.window.mapped:
-            park = self.parks_always or self._under_pressure
-            park = park and self.arena_bytes() <= self.park_limit_bytes
+            park = self._parks_always or self._under_pressure
+            park = park and self.arena_bytes() <= self._park_limit_bytes
             self._memory.unmap(chunk.window, park=park)
         elif tier == _C.Tier.HOST and chunk.host_place is not None and chunk.host_place.mapped:
             self._memory.unmap_host(chunk.host_place)

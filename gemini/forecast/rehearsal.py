@@ -161,8 +161,8 @@ class _MetaChunks(ChunkManager):
         self._memory = cast(AnyMemory, _Nowhere())
         self._waited_s = 0.0
         self.observer = self.stow = None
-        self.park_limit_bytes = _UNLIMITED
-        self.parks_always = False
+        self._park_limit_bytes = _UNLIMITED
+        self._parks_always = False
         self._meter = meter
         self._in_flight = {}
         self._disk = DiskFile(self.budgets, 0, self.table)

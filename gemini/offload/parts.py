@@ -33,6 +33,10 @@ class Stored:
     direct: bool
     skew: int = 0
 
+    def lie_as(self, address: int) -> None:
+        """Have the bytes lie in blocks as memory at ``address`` does, before they are written."""
+        self.skew = address % BLOCK_BYTES
+
 
 @dataclass(frozen=True, eq=False)
 class Move:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .async_file import BLOCK_BYTES, Backend
+from .async_file import Backend
 from .disk_space import DiskSpace, Extent
 from .parts import PART_BYTES, Move, Part, Stored, extent_bytes, goes_direct, parts_of
 from .staging import STAGING_BYTES, Staging
@@ -61,7 +61,7 @@ class TensorFile:
         moves = self._moves(tensors)
         for move in moves:
             if move.stored.direct:
-                move.stored.skew = move.storage.data_ptr() % BLOCK_BYTES
+                move.stored.lie_as(move.storage.data_ptr())
         return self._start(moves, is_write=True)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Transfer:

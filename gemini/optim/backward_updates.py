@@ -172,14 +172,14 @@ class BackwardUpdates:
             self._completeness.begin(_UNFINISHED)
         self._updated.update({slot: step.hyper for slot, step in update.steps.items()})
         self._unfinished.append(update)
-        manager.phase = OPTIMIZER
+        manager.enter(OPTIMIZER)
         try:
             update.run_now()
             self._unfinished.remove(update)
         except (OutOfBudgetError, IoError) as error:
             logger.info("an update waits for step(): %s", error)  # which raises if it still cannot be done
         finally:
-            manager.phase = phase
+            manager.enter(phase)
             manager.lock.add([tensor for slot in update.steps for tensor in _own(slot)], _AGAIN)
 
 

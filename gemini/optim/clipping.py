@@ -11,6 +11,8 @@ from gemini.optim.loss_scale import LossScale
 class Clipping:
     """The loss scale to take out of a model's gradients, and how they were clipped; of these ones alone."""
 
+    measured: float | None  # their norm, before they were clipped by it
+
     def __init__(self, model: ManagedModel, loss_scale: LossScale | None) -> None:
         self._model, self._loss_scale = model, loss_scale
         self._seen = model.gradient_state()
@@ -28,6 +30,14 @@ class Clipping:
         """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
         self._scale, self.done, self._seen = scale, True, self._model.gradient_state()
 
+    def note_norm(self, norm: float) -> None:
+        """``norm`` is that of the gradients before they are clipped by it."""
+        self.measured = norm
+
+    def note_overflow(self, overflowed: bool) -> None:
+        """The gradients have ``overflowed``, or not, before a clamp that hides it."""
+        self.overflowed |= overflowed
+
     def check(self) -> None:
         """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
         if not self.done or self._seen == self._model.gradient_state():
@@ -40,6 +50,6 @@ class Clipping:
     def forget(self) -> None:
         """Begin anew, with gradients to come."""
         self._scale = GradScale()
-        self.measured: float | None = None  # their norm, before they were clipped by it
+        self.measured = None
         self.done = False
         self.overflowed = False  # seen before a clamp hid it

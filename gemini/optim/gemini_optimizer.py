@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -134,8 +133,8 @@ class GeminiOptimizer(ManagedGroups):
             )
         model.storage.watch_gradients(self._in_backward)
         if model.manager.sharding is not None:
-            model.manager.sharding.follower = WeakMethod(self._follow)
-        model.manager.order.updates_in_backward = self._in_backward is not None
+            model.manager.sharding.follow_with(self._follow)
+        model.manager.order.update_in_backward(self._in_backward is not None)
         take_over_state(self, optim)
 
     # -- one iteration ---------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class GeminiOptimizer(ManagedGroups):
         self._start_clipping("clip_grad_by_norm", max_norm=max_norm, norm_type=norm_type)
         norm = self._global_norm(self.norm_type if norm_type is None else norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._clipping.measured = float(norm)
+        self._clipping.note_norm(float(norm))
         self._clipping.note(then_multiply(self._clipping.scale, float(factor)))
         return norm
 
@@ -188,7 +187,7 @@ class GeminiOptimizer(ManagedGroups):
             raise ConfigError(f"clip_value is {clip_value}; give a number that is not negative")
         self._start_clipping("clip_grad_by_value", clip_value=clip_value)
         if self._are_scaled:
-            self._clipping.overflowed |= not self._all_finite()
+            self._clipping.note_overflow(not self._all_finite())
         before = self._clipping.scale
         after = then_clamp(before, clip_value)
         if after is None:
@@ -237,7 +236,7 @@ class GeminiOptimizer(ManagedGroups):
             self.clip_grad_by_norm(self.max_norm)
         overflowed = self._are_scaled and (self._clipping.overflowed or not self._all_finite())
         for losses in self.model.manager.gradient_scale.losses:
-            losses.overflowed = overflowed
+            losses.note_step(overflowed)
         update = self._update if not overflowed else _skip
         if self._in_backward is not None:
             self._in_backward.finish(update, self._hypers())
@@ -405,7 +404,7 @@ class GeminiOptimizer(ManagedGroups):
                 for slot in updated:
                     slot.trainable_grad.retire_aliases()
             else:
-                manager.phase = OPTIMIZER
+                manager.enter(OPTIMIZER)
                 for update in updates:
                     update.run_now()
         self._note_written(updated)

@@ -47,7 +47,8 @@ def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> N
     for slot in optimizer.steps.keys() - steps.keys():
         for name in optimizer.state_names:
             write_state(optimizer, slot, name, torch.zeros((), dtype=torch.float32, device="cpu"))
-    optimizer.steps = steps
+    optimizer.steps.clear()
+    optimizer.steps.update(steps)
 
 
 def write_state_range(
@@ -168,7 +169,7 @@ def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Ran
         import_state(optimizer, loaded)
         return str(manager.step)
 
-    manager.step = min(int(step) for step in rank.collect(run))
+    manager.go_on_after(min(int(step) for step in rank.collect(run)))
 
 
 def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from gemini.chunk import Chunk
-from gemini.chunk.stow import Stow
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.managed_optimizer import ManagedOptimizer
 
@@ -53,6 +52,5 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
     if chosen and adam is not None:
         directory = chunks.budgets.disk_dir
         directories = adam.disk_directories or ([directory] if directory is not None else None)
-        chunks.stow = chunks.stow or Stow(chunks)
-        chunks.stow.add(chosen, directories, checksums=adam.disk_checksums)
+        chunks.open_stow().add(chosen, directories, checksums=adam.disk_checksums)
     return wanted

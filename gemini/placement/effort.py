@@ -24,6 +24,10 @@ class Effort:
         self.solve = rows * (150 + rows // 3)
         self.left = min(_MOST, int(_STEPS_WORTH * waiting_seconds * _UNITS_PER_SECOND))
 
+    def spend(self, cost: int) -> None:
+        """Take ``cost``, whatever is left; less than nothing gives back."""
+        self.left -= cost
+
     def afford(self, cost: int) -> bool:
         """Take ``cost`` if that much is left; say whether it was."""
         if self.left < cost:

@@ -58,7 +58,7 @@ class LocalSearch:
             if not effort.afford(2 * effort.step):
                 return
             steps = self._try(keep)
-            effort.left += int((2 - steps) * effort.step)
+            effort.spend(-int((2 - steps) * effort.step))
 
     def _taken_by(self, keep: Flags) -> float:
         """Return what a plan's transfers take from computing."""

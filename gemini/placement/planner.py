@@ -103,10 +103,10 @@ class _Search:
         self._taken = problem.machine.transfers_take
         waiting = opt.step_seconds - sum(problem.iteration.seconds)
         self._effort = Effort(problem, waiting + max(self._taken, _MOVING_WORTH) * _moving(opt))
-        self._effort.left -= _FIRST_AND_LAST * self._effort.run
+        self._effort.spend(_FIRST_AND_LAST * self._effort.run)
         self._checks_settled = 4 * _SETTLED_COST * self._effort.run <= self._effort.left
         if self._checks_settled:
-            self._effort.left -= _SETTLED_COST * self._effort.run
+            self._effort.spend(_SETTLED_COST * self._effort.run)
 
     def try_all(self) -> None:
         """Try every candidate that there is effort for, the more promising first."""

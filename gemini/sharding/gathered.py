@@ -46,6 +46,10 @@ class GatheredChunk:
         table = self._gate.chunks.table
         return self.is_open and self._transfer is None and table.pins(self._group.param.id) == 1
 
+    def note_written(self) -> None:
+        """What it holds is newer than the shards."""
+        self.is_written = True
+
     def open_fresh(self) -> None:
         """Open it for its first content."""
         self._gate.next_moment((self.anchor,))

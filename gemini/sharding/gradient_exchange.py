@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -38,8 +39,8 @@ class GradientExchange:
         enter_round: Callable[[], None],
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.is_held = False  # gradients accumulate here, without an exchange
-        self.count = peers.share.size  # by which their sums are divided
+        self._is_held = False  # gradients accumulate here, without an exchange
+        self._count = peers.share.size  # by which their sums are divided
         self._gate = gate
         self._peers = peers
         self._enter_round = enter_round
@@ -58,6 +59,19 @@ class GradientExchange:
             for grad in _gradients(group):
                 self._add(index, grad)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let gradients accumulate here within the block, without an exchange."""
+        before, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    def divide_by(self, count: int) -> None:
+        """Divide sums by ``count``, of the ranks that have gradients."""
+        self._count = count
+
     def add(self, storage: ModelStorage, grad: SlotGradient) -> None:
         """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
         self.settle()
@@ -68,7 +82,7 @@ class GradientExchange:
         self._add(index, grad)
 
     def _add(self, index: int, grad: ShardedGradient) -> None:
-        grad.events = _Events(self, index, len(self._gradients))
+        grad.tell(_Events(self, index, len(self._gradients)))
         self._gradients.append(grad)
 
     def _take_room(self, exchange: Chunk | None) -> None:
@@ -96,7 +110,7 @@ class GradientExchange:
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
-        self._under_way = index, self._parts.send(group.grad.tensor, self.count)
+        self._under_way = index, self._parts.send(group.grad.tensor, self._count)
 
     def wait(self) -> None:
         """Wait for the exchange under way, if there is one; what it brought is void."""
@@ -133,7 +147,7 @@ class GradientExchange:
             shard.grad.tensor.copy_(mean)
         gate.chunks.release(own, dirty=True)
         for grad in _gradients(group):
-            grad.is_shared = True
+            grad.take_mean()
         if self._peers.share.replicas > 1:
             self._unequal.add(index)
         gate.chunks.release((self._room_tensor,), dirty=False)
@@ -153,7 +167,7 @@ class GradientExchange:
             for grad in _gradients(group):
                 if not grad.is_shared:
                     grad.value.zero_()
-                grad.is_shared = True
+                grad.take_mean()
             take_mean_of_copies(self._peers, group.shard.grad.tensor, self._room, self._reduce_dtype)
             gate.chunks.release(own, dirty=True)
             gate.chunks.release((self._room_tensor,), dirty=False)
@@ -173,7 +187,7 @@ class GradientExchange:
         scales = {message[1] for message in said} - {_NO_SCALE}
         if any(message[0] != said[0][0] for message in said) or len(scales) > 1:
             _refuse_different(self._peers.say(f"{doing}, gradients scaled by {_scale_of(scale)}"))
-        self._gate.gradient_scale.value = _scale_of(max(scales, default=_NO_SCALE))
+        self._gate.gradient_scale.agree(_scale_of(max(scales, default=_NO_SCALE)))
         said = [message[2:] for message in said]
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
@@ -210,7 +224,7 @@ class GradientExchange:
     def note_arrival(self, index: int, place: int) -> bool:
         """Backward has made a gradient of a group; say whether it is exchanged from now on."""
         self._had.add(place)
-        if self.is_held:
+        if self._is_held:
             return False
         arrived = self._arrived[index]
         arrived.add(place)

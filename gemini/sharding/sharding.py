@@ -55,6 +55,10 @@ class Sharding:
         with suppress(RuntimeError, AttributeError):
             self.abandon_transfers()
 
+    def follow_with(self, follow: Follow) -> None:
+        """Have ``follow``, a method of the optimizer, make the calls of the ranks that have batches left."""
+        self.follower = WeakMethod(follow)
+
     # -- operators -------------------------------------------------------------------------------
 
     def gather(self, tensors: TensorIds) -> None:
@@ -80,7 +84,7 @@ class Sharding:
     def note_written(self, tensors: TensorIds) -> None:
         """The parameters among ``tensors`` were written by an operator."""
         for chunk in self._chunks.used_by(tensors):
-            self._chunks[chunk].is_written = True
+            self._chunks[chunk].note_written()
 
     def write_all_back(self) -> None:
         """Bring everything that was written to whole chunks to the shards."""
@@ -164,11 +168,8 @@ class Sharding:
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
         """Let gradients accumulate whole within the block, without an exchange."""
-        before, self._gradients.is_held = self._gradients.is_held, True
-        try:
+        with self._gradients.held():
             yield
-        finally:
-            self._gradients.is_held = before
 
     def finish_gradients(self, doing: str = "", call: str = "") -> None:
         """Exchange what is left of all gradients, when every rank has come here. ``call``: what ranks that
@@ -204,7 +205,7 @@ class Sharding:
             yield
         finally:
             self._joining = before
-            self._gradients.count = self.peers.share.size
+            self._gradients.divide_by(self.peers.share.size)
 
     def serve(self, give_up: Callable[[], None]) -> None:
         """Do what the ranks do that have batches left, until none has: gather and exchange with them, follow
@@ -264,7 +265,7 @@ class Sharding:
             if self._strict:
                 refuse_difference(messages)
             said = decode(messages)
-            self._gradients.count = count_present(self._joining, said, self.peers.share)
+            self._gradients.divide_by(count_present(self._joining, said, self.peers.share))
             for chunk, askers in said.gathers(self.peers.share.members):
                 self._chunks.gather(chunk, askers)
             for group in said.complete:

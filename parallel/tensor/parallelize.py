@@ -131,7 +131,7 @@ def _planned(
         value = getattr(model.get_submodule(name), key)
         if value % axis.size:
             raise ConfigError(f"{name}.{key} is {value}, which {axis.size} ranks do not divide")
-    resolved.settings += [(name, GROUPS, value) for name, value in settings.items()]
+    resolved.settings.extend((name, GROUPS, value) for name, value in settings.items())
     return _Work(resolved, list(styles.values()), cuts)
 
 

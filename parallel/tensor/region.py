@@ -39,15 +39,19 @@ class Region:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.sequence_norms = False  # True: masks differ in all blocks, from the first to the last
+        self._sequence_norms = False  # True: masks differ in all blocks, from the first to the last
         self._threads = threading.local()
+
+    def cover_norms(self) -> None:
+        """Reach from the first block to the last: norms between sublayers are on parts of the sequence."""
+        self._sequence_norms = True
 
     # -- what layers call ------------------------------------------------------------------------
 
     def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         """Return the input of a layer whose output is this rank's part, and be inside from now on."""
         copied = self.copied(x)
-        if training and not self.sequence_norms:
+        if training and not self._sequence_norms:
             self.begin_masks(x.device)
         return copied
 
@@ -63,7 +67,7 @@ class Region:
         if now.sequence is not None:
             dim, now.sequence = now.sequence, None
             return reduce_scatter(x, self.axis, dim)
-        if not self.sequence_norms:
+        if not self._sequence_norms:
             self.end_masks()
         return reduce(x, self.axis)
 

@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def cut_sequence(blocks: list[nn.Module], region: Region) -> None:
     """Cut what is between the sublayers of ``blocks``, whose row layers are there already."""
-    region.sequence_norms = True
+    region.cover_norms()
     dim = 1 if _is_batch_first(blocks[0]) else 0
     for block in blocks:
         parts = SUBLAYERS[type(block).__name__]

@@ -69,7 +69,7 @@ class Leases:
         """
         gate = self._gate
         if torch._C._current_graph_task_id() != -1:
-            gate.phase = BACKWARD
+            gate.enter(BACKWARD)
         if tenant.fate is not None:
             tenant.fate.settle(gate.chunks.table, tenant.chunk.id)
         pin(gate, tenant)

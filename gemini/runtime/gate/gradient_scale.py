@@ -21,6 +21,10 @@ class ScaledLosses:
         self.overflowed: bool | None = None  # None: no step has used a gradient of them
         self.reached: WeakSet[GradientScale] = WeakSet()
 
+    def note_step(self, overflowed: bool) -> None:
+        """A step was to use gradients of them, which have ``overflowed`` or not."""
+        self.overflowed = overflowed
+
     @contextmanager
     def backward_pass(self, scale: float) -> Iterator[None]:
         """Run the backward pass of a loss times ``scale`` within the block. Passes may be within others."""
@@ -82,6 +86,10 @@ class GradientScale:
         comes."""
         is_assigned = self.value is None and self._is_needed
         return is_assigned or not any(slot.has_grad for slot in self.slots)
+
+    def agree(self, value: float | None) -> None:
+        """Take the scale that the gradients have on all ranks."""
+        self.value = value
 
     def linked(self) -> list[GradientScale]:
         """Return those of other models with gradients of the same losses, or of losses that share a model."""

@@ -130,7 +130,7 @@ class BackwardPins:
             current = current_pass()
             if current != self._pass and self._pass_end() is not None:
                 gate.threads.refuse_second_pass()
-            gate.phase = BACKWARD
+            gate.enter(BACKWARD)
             if running:
                 self._forget_raised()
             if running:

@@ -82,9 +82,8 @@ class Learned:
     def enforce(self) -> None:
         """Put the plan in force."""
         self._chunks.table.set_limit(self.plan.device_limit_bytes)
-        self._chunks.park_limit_bytes = max(0, self.room_bytes)
         # Once it is known what non-model memory takes, what is parked holds none of it away.
-        self._chunks.parks_always = self.trace is not None
+        self._chunks.park(max(0, self.room_bytes), always=self.trace is not None)
 
     def start_recording(self) -> None:
         """Begin an iteration, and measure what is not known yet."""
@@ -99,7 +98,7 @@ class Learned:
     def abandon(self) -> None:
         """Forget the iteration: what it recorded does not say what one does."""
         self._recorder.stop()
-        self._recorder.log = []
+        self._recorder.forget()
 
     def close(self) -> None:
         """End what measures."""

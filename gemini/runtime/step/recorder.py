@@ -58,6 +58,10 @@ class Recorder:
         self._collector: MemStatsCollector | None = None
         self._monitor: MemoryMonitor | None = None
 
+    def forget(self) -> None:
+        """Give up what was recorded."""
+        self.log = []
+
     def begin(self, *, warmup: bool, timed: bool, sampled: bool) -> None:
         """Start an iteration. ``warmup``: nothing is known of it, so nothing is prefetched. ``timed``,
         ``sampled``: measure its periods, its non-model memory."""

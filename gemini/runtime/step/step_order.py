@@ -71,6 +71,10 @@ class StepOrder(Learned):
         transfers = self.room_bytes < size.total_bytes or bool(self.host_chunks)
         return self.trace is not None and transfers and size.working_set_bytes <= self.room_bytes
 
+    def update_in_backward(self, wanted: bool) -> None:
+        """Say whether updates run within backward, as far as they may be moved at all."""
+        self.updates_in_backward = wanted
+
     @property
     def host_updates(self) -> HostUpdates | None:
         """What chooses the states that are updated on HOST; None: none are."""
@@ -150,7 +154,7 @@ class StepOrder(Learned):
         finally:  # a policy may raise
             self._recorder.stop()
             self.timeline = [log[index] for index in own]
-            self._recorder.log = []
+            self._recorder.forget()
             self._late.clear()
             if pending or num_updates:  # else a skipped step: the next one may be like the one before
                 self._updates_inside = not pending

@@ -1,0 +1,60 @@
+"""An object changes by what it is asked to do: nobody assigns its attributes from another file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_layers import PYTHON_FILES, identify
+
+# Torch's own, which are there to be assigned.
+TORCHS = {"grad", "data", "__class__"}
+# The context of an autograd function, and what belongs to one thread.
+BAGS = {"ctx", "self._threads"}
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield what a statement assigns to, the parts of a tuple one by one."""
+    if isinstance(node, ast.Assign):
+        given = node.targets
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        given = [node.target]
+    else:
+        return
+    for target in given:
+        yield from target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def assigned_in(path: Path) -> tuple[set[str], list[tuple[str, str]]]:
+    """Return the attributes of the classes of a file, and what it assigns of other objects."""
+    own: set[str] = set()
+    others = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            own |= {t.id for part in node.body for t in targets_of(part) if isinstance(t, ast.Name)}
+        for target in targets_of(node):
+            if isinstance(target, ast.Attribute):
+                owner = ast.unparse(target.value)
+                if owner in ("self", "cls"):
+                    own.add(target.attr)
+                elif owner not in BAGS and target.attr not in TORCHS:
+                    others.append((owner, target.attr))
+    return own, others
+
+
+ASSIGNED = {path: assigned_in(path) for path in PYTHON_FILES}
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=identify)
+def test_attributes_are_assigned_in_the_file_of_their_class(path: Path) -> None:
+    own, others = ASSIGNED[path]
+    elsewhere = set().union(*(names for file, (names, _) in ASSIGNED.items() if file != path))
+    outside = [f"{owner}.{name}" for owner, name in others if name in elsewhere - own]
+    assert not outside, f"{identify(path)} assigns {outside}: give their classes a method for it"
+
+
+def test_assignments_are_seen() -> None:
+    assert sum(len(own) for own, _ in ASSIGNED.values()) > 500
+    assert sum(len(others) for _, others in ASSIGNED.values()) > 10  # in the file of their class
