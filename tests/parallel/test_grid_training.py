@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,10 +47,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A language model whose head is tied to its embedding."""
 
-    def __init__(self, *, recomputes: bool = False) -> None:
+    def __init__(self, num_blocks: int = 2, *, recomputes: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = tnn.Embedding(VOCABULARY, WIDTH), tnn.Embedding(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.norm = tnn.LayerNorm(WIDTH)
         self.head = tnn.Classifier(WIDTH, VOCABULARY, self.tokens.weight, bias=False)
         self.criterion = tnn.CrossEntropyLoss()
@@ -66,8 +69,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def train_whole() -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = built_whole(Transformer)
+def train_whole(num_blocks: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = built_whole(partial(Transformer, num_blocks))
     optimizer = CPUAdam(model.parameters(), **ADAM)
     losses, norms = [], []
     for step in range(STEPS):
@@ -80,17 +83,23 @@ def train_whole() -> tuple[list[float], list[float], dict[str, Tensor]]:
     return losses, norms, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def train(mode: str, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], int]:
+@dataclass(frozen=True)
+class Trained:
+    """How a model is built."""
+
+    num_blocks: int = 2
+    recomputes: bool = False
+    on_meta: bool = False
+
+
+def train(
+    mode: str, trained: Trained, options: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, Tensor], int]:
     """Train on all ranks; return losses, norms, weights and the bytes that left DEVICE."""
     mesh = grid_mesh(mode)
     torch.manual_seed(11)
-    recomputes, on_meta = options.pop("recomputes", False), options.pop("on_meta", False)
-    with tnn.over(mesh) as grid:
-        if on_meta:
-            with init_on("meta"):
-                model = Transformer(recomputes=recomputes)
-        else:
-            model = Transformer(recomputes=recomputes)
+    with tnn.over(mesh) as grid, init_on("meta") if trained.on_meta else nullcontext():
+        model = Transformer(trained.num_blocks, recomputes=trained.recomputes)
     parts = tnn.partition_of(model)
     managed = GeminiDDP(
         model,
@@ -120,10 +129,10 @@ ROOMY = {"device_bytes": "64MiB"}
 TIGHT = {"device_bytes": "30KiB", "host_bytes": "4MiB", "non_model_bytes": 0}
 
 
-def assert_trains_as_one_process(ranks: int, mode: str, tight: dict[str, Any]) -> None:
-    wanted_losses, wanted_norms, wanted = train_whole()
-    roomy = run_on_ranks(train, ranks, mode, ROOMY)
-    moving = run_on_ranks(train, ranks, mode, tight)
+def assert_trains_as_one_process(ranks: int, mode: str, trained: Trained, tight: dict[str, Any]) -> None:
+    wanted_losses, wanted_norms, wanted = train_whole(trained.num_blocks)
+    roomy = run_on_ranks(train, ranks, mode, trained, ROOMY)
+    moving = run_on_ranks(train, ranks, mode, trained, tight)
     for (losses, norms, weights, moved), (same_losses, same_norms, same, moved_tight) in zip(
         roomy, moving, strict=True
     ):
@@ -138,13 +147,12 @@ def assert_trains_as_one_process(ranks: int, mode: str, tight: dict[str, Any]) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_is_that_of_one_process_and_budgets_change_no_bit(mode: str) -> None:
-    assert_trains_as_one_process(MODES[mode][0], mode, TIGHT)
+    assert_trains_as_one_process(MODES[mode][0], mode, Trained(), TIGHT)
 
 
 def test_data_parallelism_recomputing_and_a_model_from_meta_go_together() -> None:
-    small = {"min_chunk_size_mb": 0.001, "search_range_mb": 0.001}
-    tight = {"device_bytes": "30KiB", **small, "recomputes": True, "on_meta": True}
-    assert_trains_as_one_process(8, "2d", TIGHT | tight)
+    trained = Trained(num_blocks=12, recomputes=True, on_meta=True)
+    assert_trains_as_one_process(8, "2d", trained, TIGHT | {"device_bytes": "116KiB"})
 
 
 def masks(mode: str) -> tuple[Tensor, Tensor, bool, Tensor]:

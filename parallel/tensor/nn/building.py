@@ -27,12 +27,6 @@ class Building:
         """Return where a layer's input lies, if ``inside`` leaves it open."""
         return self.inside if inside is None else inside
 
-    def place_linear(self, inside: bool | None) -> bool:
-        """As :meth:`place`, of a Linear: what follows lies on its other side."""
-        found = self.place(inside)
-        self.inside = not found
-        return found
-
 
 _CURRENT: ContextVar[Building | None] = ContextVar("gemini_building", default=None)
 

@@ -53,9 +53,10 @@ class Linear(GridLayer):
             self.weight = _weight
         self.add_parameter("bias", of_bias if bias else None, device, dtype)
         self.reset_parameters()
+        self.building.inside = not self.inside
 
     def _place(self, inside: bool | None) -> None:
-        self.inside = self.building.place_linear(inside)
+        self.inside = self.building.place(inside)
         self.input_spread = self.grid.spread(inside=self.inside)
         self.output_spread = self.grid.spread(inside=not self.inside)
 
