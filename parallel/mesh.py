@@ -99,6 +99,15 @@ class Axis(ProcessGroupPeers):
             self._parts[key] = Axis(f"{self.name}/{name}", group)
         return self._parts[key]
 
+    def totals(self) -> tuple[Counter[str], Counter[str]]:
+        """Return ``calls`` and ``sent_bytes``, those over some of the ranks alone included."""
+        calls, sent = Counter(self.calls), Counter(self.sent_bytes)
+        for axis in self._parts.values():
+            of_calls, of_sent = axis.totals()
+            calls.update(of_calls)
+            sent.update(of_sent)
+        return calls, sent
+
     def leave(self, why: str) -> None:
         super().leave(why)
         for axis in self._parts.values():
@@ -165,13 +174,14 @@ class Mesh:
 
 @contextmanager
 def counted(axis: Axis) -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yield the calls and the sent bytes, by collective, of what is done over ``axis`` while it is entered;
-    complete at its end."""
-    calls_before, bytes_before = Counter(axis.calls), Counter(axis.sent_bytes)
+    """Yield the calls and the sent bytes, by collective, of what is done over ``axis``, and over some of its
+    ranks alone, while it is entered; complete at its end."""
+    calls_before, bytes_before = axis.totals()
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     try:
         yield calls, sent
     finally:
-        calls.update(axis.calls - calls_before)
-        sent.update(axis.sent_bytes - bytes_before)
+        calls_after, bytes_after = axis.totals()
+        calls.update(calls_after - calls_before)
+        sent.update(bytes_after - bytes_before)

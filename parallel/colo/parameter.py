@@ -39,7 +39,7 @@ class ColoParameter(ColoTensor, nn.Parameter):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-        made = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        made = nn.Parameter(*(() if data is None else (data,)), requires_grad=requires_grad)
         return record(made, ProcessGroup(), ReplicaSpec())
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:

@@ -35,7 +35,7 @@ class ColoTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, *_args: Any) -> Any:
         """Use :meth:`from_torch_tensor`."""
-        return torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
+        return torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu", dtype=torch.float32))
 
     def __init__(self, held: torch.Tensor, group: ProcessGroup, compute: ComputeSpec | None = None) -> None:
         super().__init__()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gemini.parallel import Layout, Mesh
-from gemini.parallel.mesh import Axis, counted
-from gemini.parallel.tensor.grid import Grid
 from gemini.parallel.tensor.nn import over, partition_of
 
 # By mode: its ranks and the rest of its layout.
@@ -69,18 +65,3 @@ def compare(mesh: Mesh, build: Callable[[], nn.Module], x: Tensor, **where: bool
         assert torch.equal(first[name], param), name
         errors[name] = relative(grads[name], param.grad)
     return errors
-
-
-@contextmanager
-def counting(grid: Grid) -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yield calls and bytes, by collective, over all groups of a grid; complete at the end."""
-    groups: list[Axis] = [grid.every] if grid.every is not None else []
-    groups += [axis for name in grid.places.names if (axis := grid.axis(name)) and axis not in groups]
-    calls: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    with ExitStack() as stack:
-        found = [stack.enter_context(counted(axis)) for axis in groups]
-        yield calls, sent
-    for each_calls, each_sent in found:
-        calls.update(each_calls)
-        sent.update(each_sent)

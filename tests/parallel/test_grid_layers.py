@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from grid_harness import MODES, built_whole, compare, counting, grid_mesh
+from grid_harness import MODES, built_whole, compare, grid_mesh
 from processes import run_on_ranks
 from tensor_harness import relative
 from torch import Tensor, nn
 
+from gemini.parallel.mesh import counted
 from gemini.parallel.tensor import nn as tnn
 
 TOLERANCE = 1e-5
@@ -142,11 +144,28 @@ def test_loss_of_parts_is_that_of_the_whole_batch(mode: str) -> None:
             assert max(errors.values()) <= TOLERANCE, (case, errors)
 
 
+def test_layers_of_one_process_begin_and_compute_as_torchs() -> None:
+    for ours, theirs, x in (
+        (partial(tnn.Linear, 6, 4), partial(nn.Linear, 6, 4), draw(3, 6)),
+        (partial(tnn.Classifier, 6, 5), partial(nn.Linear, 6, 5), draw(3, 6)),
+        (partial(tnn.Embedding, 37, 4, 1), partial(nn.Embedding, 37, 4, 1), ids(3, 2)),
+        (partial(tnn.LayerNorm, 6), partial(nn.LayerNorm, 6), draw(3, 6)),
+        (partial(tnn.Dropout, 0.5), partial(nn.Dropout, 0.5), draw(3, 6)),
+    ):
+        found = []
+        for make in (ours, theirs):
+            torch.manual_seed(5)
+            layer = make()
+            found.append([*layer.state_dict().values(), copy.deepcopy(layer)(x)])
+        assert all(torch.equal(got, wanted) for got, wanted in zip(*found, strict=True)), theirs
+
+
 def count(mode: str, again: bool) -> tuple[dict[str, int], int]:
     with tnn.over(grid_mesh(mode), gathers_again=again) as grid:
         layer = tnn.Linear(256, 1024, bias=False)
     x = grid.own_part(draw(16, 256)).requires_grad_()
-    with counting(grid) as (calls, sent):
+    assert grid.every is not None
+    with counted(grid.every) as (calls, sent):
         layer(x).sum().backward()
     return dict(calls), sum(sent.values())
 

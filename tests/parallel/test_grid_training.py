@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,7 @@ class Trained:
     num_blocks: int = 2
     recomputes: bool = False
     on_meta: bool = False
+    gathers_again: bool = False
 
 
 def train(
@@ -98,7 +99,10 @@ def train(
     """Train on all ranks; return losses, norms, weights and the bytes that left DEVICE."""
     mesh = grid_mesh(mode)
     torch.manual_seed(11)
-    with tnn.over(mesh) as grid, init_on("meta") if trained.on_meta else nullcontext():
+    with (
+        tnn.over(mesh, gathers_again=trained.gathers_again) as grid,
+        init_on("meta") if trained.on_meta else nullcontext(),
+    ):
         model = Transformer(trained.num_blocks, recomputes=trained.recomputes)
     parts = tnn.partition_of(model)
     managed = GeminiDDP(
@@ -132,7 +136,8 @@ TIGHT = {"device_bytes": "30KiB", "host_bytes": "4MiB", "non_model_bytes": 0}
 def assert_trains_as_one_process(ranks: int, mode: str, trained: Trained, tight: dict[str, Any]) -> None:
     wanted_losses, wanted_norms, wanted = train_whole(trained.num_blocks)
     roomy = run_on_ranks(train, ranks, mode, trained, ROOMY)
-    moving = run_on_ranks(train, ranks, mode, trained, tight)
+    again = replace(trained, gathers_again=True)  # in mode 3d: the same numbers, put together twice
+    moving = run_on_ranks(train, ranks, mode, again, tight)
     for (losses, norms, weights, moved), (same_losses, same_norms, same, moved_tight) in zip(
         roomy, moving, strict=True
     ):
@@ -153,6 +158,18 @@ def test_training_is_that_of_one_process_and_budgets_change_no_bit(mode: str) ->
 def test_data_parallelism_recomputing_and_a_model_from_meta_go_together() -> None:
     trained = Trained(num_blocks=12, recomputes=True, on_meta=True)
     assert_trains_as_one_process(8, "2d", trained, TIGHT | {"device_bytes": "116KiB"})
+
+
+def test_budgets_change_no_bit_in_16_bits() -> None:
+    trained, options = Trained(num_blocks=4), {"mixed_precision": "bf16"}
+    roomy = run_on_ranks(train, 4, "2d", trained, ROOMY | options)
+    tight = run_on_ranks(train, 4, "2d", trained, TIGHT | options | {"device_bytes": "36KiB"})
+    wanted_losses, _, _ = train_whole(4)
+    for (losses, norms, weights, _), (same_losses, same_norms, same, moved) in zip(roomy, tight, strict=True):
+        assert losses == pytest.approx(wanted_losses, rel=0.05)
+        assert (same_losses, same_norms) == (losses, norms)
+        assert moved > 0
+        assert all(torch.equal(same[key], value) for key, value in weights.items())
 
 
 def masks(mode: str) -> tuple[Tensor, Tensor, bool, Tensor]:
