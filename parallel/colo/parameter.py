@@ -39,7 +39,9 @@ class ColoParameter(ColoTensor, nn.Parameter):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-        made = nn.Parameter(*(() if data is None else (data,)), requires_grad=requires_grad)
+        made = (
+            nn.Parameter(requires_grad=requires_grad) if data is None else nn.Parameter(data, requires_grad)
+        )
         return record(made, ProcessGroup(), ReplicaSpec())
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:

@@ -27,10 +27,16 @@ def draw(*shape: int) -> Tensor:
 class Mlp(nn.Module):
     """The one of the shape oracles, unless it is given other layers."""
 
-    def __init__(self, dim: int = 256, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int = 256,
+        *,
+        bias: bool = False,
+        layers: tuple[type[tnn.Linear], type[tnn.Linear]] = (tnn.Linear, tnn.Linear),
+    ) -> None:
         super().__init__()
-        self.dense_1 = tnn.Linear(dim, 4 * dim, bias)
-        self.dense_2 = tnn.Linear(4 * dim, dim, bias)
+        self.dense_1 = layers[0](dim, 4 * dim, bias)
+        self.dense_2 = layers[1](4 * dim, dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.dense_2(torch.nn.functional.gelu(self.dense_1(x)))
@@ -46,9 +52,19 @@ SHAPES = {
 }
 
 
+OF_ONE_MODE = {
+    "1d": (tnn.Linear1D_Col, tnn.Linear1D_Row),
+    "2d": (tnn.Linear2D, tnn.Linear2D),
+    "2.5d": (tnn.Linear2p5D, tnn.Linear2p5D),
+    "3d": (tnn.Linear3D, tnn.Linear3D),
+}
+
+
 def shapes(mode: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     with tnn.over(grid_mesh(mode)) as grid:
-        model = Mlp()
+        model, explicit = Mlp(), Mlp(layers=OF_ONE_MODE[mode])
+    for ours, theirs in zip(model.parameters(), explicit.parameters(), strict=True):
+        assert ours.shape == theirs.shape
     x = grid.own_part(draw(16, 256))
     between = model.dense_1(x)
     out = model.dense_2(between)
@@ -119,11 +135,13 @@ def take_losses(mode: str) -> dict[str, Any]:
     labels[0, :2] = -100
     for tied in (True, False):
         whole = built_whole(partial(Tied, tied=tied))
-        wanted = nn.functional.cross_entropy(whole(ids(8, 5)).flatten(0, 1), labels.flatten())
+        smoothing = 0.1 if tied else 0.0
+        flat = whole(ids(8, 5)).flatten(0, 1)
+        wanted = nn.functional.cross_entropy(flat, labels.flatten(), label_smoothing=smoothing)
         wanted.backward()
         torch.manual_seed(11)
         with tnn.over(mesh) as grid:
-            model, criterion = Tied(tied=tied), tnn.CrossEntropyLoss()
+            model, criterion = Tied(tied=tied), tnn.CrossEntropyLoss(label_smoothing=smoothing)
         own = grid.own_batch(ids(8, 5))
         scores = model.head(model.embedding(own))
         loss = criterion(scores, criterion.own_labels(labels))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, init_on
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, init_on
 from gemini.parallel.tensor import nn as tnn
 
 STEPS, WIDTH, HEADS, VOCABULARY = 4, 16, 4, 37
@@ -195,6 +195,38 @@ def test_masks_differ_between_ranks_that_have_parts(mode: str) -> None:
     for _, _, again, other_state in found:
         assert again
         assert torch.equal(state, other_state)
+
+
+def fail(*_: object) -> None:
+    raise ValueError("a batch is missing")
+
+
+def fail_on_one_rank(where: str) -> str:
+    try:
+        with grid_mesh("2d") as mesh:
+            with tnn.over(mesh) as grid:
+                model = Transformer()
+            if dist.get_rank() == 3 and where == "forward":
+                model.blocks[1].up.register_forward_pre_hook(fail)
+            if dist.get_rank() == 3 and where == "backward":
+                model.blocks[1].up.weight.register_hook(fail)
+            ids, labels = batch(0)
+            model(grid.own_batch(ids), model.criterion.own_labels(labels)).backward()
+            if dist.get_rank() == 3 and where == "between":
+                fail()
+            model(grid.own_batch(ids), model.criterion.own_labels(labels))
+    except (ValueError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_rank_that_fails_tells_all_of_its_groups_why(where: str) -> None:
+    *waiting, failed = run_on_ranks(fail_on_one_rank, 4, where)
+    assert failed == "ValueError: a batch is missing"
+    for said in waiting:  # those in its row and column from itself, the other from one of them
+        assert said.startswith("StateError: rank")
+        assert "a batch is missing" in said
 
 
 def refusals() -> list[str]:

@@ -17,12 +17,12 @@ from gemini.parallel.tensor.tile import Tile
 
 
 class _Normalized(torch.autograd.Function):
-    """Rows of which each rank has a part, fp32, less their mean and over their standard deviation. Forward
-    sends a number a row twice, backward two numbers."""
+    """Rows of which each rank has a part, at least fp32, less their mean and over their standard deviation.
+    Forward sends a number a row twice, backward two numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, features: int, eps: float) -> torch.Tensor:
-        values = x.float()
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = values.sum(-1, keepdim=True)
         axis.all_reduce(mean)
         found = values - mean.div_(features)
