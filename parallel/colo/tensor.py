@@ -113,14 +113,15 @@ class ColoTensor(torch.Tensor):
         Raises:
             ConfigError: it lies among others.
         """
-        if self.process_group.tp_world_size() > 1 and self.process_group.layout != group.layout:
+        if self.process_group.layout == group.layout:
+            return
+        if self.process_group.tp_world_size() > 1:
             raise ConfigError(
                 f"the tensor lies over {self.process_group}; make one over {group} of its whole"
             )
-        if isinstance(self._held, DTensor) or group.tp_mesh is None:
-            self.process_group = group
-            return
-        self._held = DTensor.from_local(self._held, group.tp_mesh, [Replicate()])
+        held, mesh = self._held, group.tp_mesh
+        whole = held.to_local() if isinstance(held, DTensor) else held
+        self._held = whole if mesh is None else DTensor.from_local(whole, mesh, [Replicate()])
         self.process_group = group
 
     def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None = None) -> None:

@@ -72,6 +72,7 @@ class Grid:
         self.mode = layout.mode if layout.mode in ("2d", "2.5d", "3d") else "1d"
         self.every = None if mesh is None else mesh.axis("tp")
         self.region = None if self.every is None else Region(self.every)
+        self._axes: dict[tuple[str, ...], Axis | None] = {}
 
     @property
     def rank(self) -> int:
@@ -89,10 +90,9 @@ class Grid:
     def axis(self, *names: str) -> Axis | None:
         """Return the ranks that differ from this one in these coordinates alone; None: there are no others.
         All ranks call it in the same order."""
-        if self.every is None or self.places.size(self._known(names)) == 1:
-            return None
-        ranks = self.places.others(self.rank, names)
-        return self.every if len(ranks) == self.places.count else self.every.among(ranks, "+".join(names))
+        if names not in self._axes:
+            self._axes[names] = self._make_axis(self._known(names))
+        return self._axes[names]
 
     @property
     def square(self) -> Square:
@@ -141,6 +141,12 @@ class Grid:
             for state in states:
                 self.every.broadcast(state)
             set_generator_states(device, states)
+
+    def _make_axis(self, names: Sequence[str]) -> Axis | None:
+        if self.every is None or self.places.size(names) == 1:
+            return None
+        ranks = self.places.others(self.rank, names)
+        return self.every if len(ranks) == self.places.count else self.every.among(ranks, "+".join(names))
 
     def _cut(self, x: torch.Tensor, cuts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
         for dim, names in enumerate(cuts):

@@ -11,6 +11,7 @@ from tensor_harness import TOLERANCE, measure, relative
 from torch import Tensor, nn
 from torch import distributed as dist
 
+import gemini
 from gemini import ConfigError, CPUAdam, GeminiOptimizer
 from gemini.parallel.colo import (
     ColoInitContext,
@@ -35,6 +36,8 @@ def shapes_of_the_example() -> list[tuple[int, ...]]:
     spec = ColoTensorSpec(group, ShardSpec(dims=[-1], num_partitions=[2]), ComputeSpec(ComputePattern.TP1D))
     tensor = ColoTensor.from_torch_tensor(part, spec)
     found = [tuple(tensor.shape)]
+    with pytest.raises(ConfigError, match="the tensor lies over"):
+        tensor.set_process_group(ProcessGroup(tp_degree=4))
     tensor = tensor.to_replicate()
     found.append(tuple(tensor.shape))
     tensor.set_dist_spec(ShardSpec([0], [2]))
@@ -83,6 +86,10 @@ def test_one_process_has_the_whole() -> None:
     with ColoInitContext(device="cpu"):
         model = nn.Linear(2, 2)
     assert isinstance(model.weight, ColoParameter)
+    with pytest.raises(
+        ConfigError, match=r"GeminiDDP of gemini\.parallel\.colo, or call its apply_specs first"
+    ):
+        gemini.GeminiDDP(model)
     model.weight.set_tensor_spec(ShardSpec([-1], [1]), ComputeSpec(ComputePattern.TP1D))
     apply_specs(model)
     assert type(model.weight) is nn.Parameter

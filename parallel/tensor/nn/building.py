@@ -35,10 +35,12 @@ _CURRENT: ContextVar[Building | None] = ContextVar("gemini_building", default=No
 def over(mesh: Mesh | None, *, gathers_again: bool = False) -> Iterator[Grid]:
     """Have layers of this package that are built here lie over the ranks of ``tp`` of a mesh, in its mode.
 
-    All ranks of it build the same layers in the same order. Yields the grid, which cuts inputs. None: whole
-    layers, as one process has them.
-    ``gathers_again``: in mode 3d keep tiles for backward, not what was put together of them: less memory,
-    and 8 where it were 6 parts of the bytes.
+    All ranks of it build the same layers in the same order. Yields the grid, which cuts inputs.
+
+    Args:
+        mesh: None builds whole layers, as one process has them.
+        gathers_again: in mode 3d backward puts tiles together again, and keeps tiles alone: less memory and,
+            where X, W and Y are equally large, 8 / 6 of the bytes.
     """
     building = Building(Grid(mesh), gathers_again=gathers_again)
     token = _CURRENT.set(building)
