@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ class Axis(ProcessGroupPeers):
         self.name = name
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
-        self._neighbours: dict[int, Axis] = {}
+        self._parts: dict[tuple[int, ...], Axis] = {}
 
     @property
     def size(self) -> int:
@@ -68,21 +68,49 @@ class Axis(ProcessGroupPeers):
         self._run(dist.reduce_scatter(found, sent, group=group, async_op=True), group)
         return found
 
+    def broadcast_from(self, tensor: torch.Tensor, rank: int) -> None:
+        """Replace a contiguous ``tensor`` by that of ``rank``."""
+        self._count("broadcast", tensor.nbytes * (self.size - 1) if rank == self.rank else 0)
+        group = self._group_for(tensor)
+        self._run(dist.broadcast(tensor, group=group, group_src=rank, async_op=True), group)
+
+    def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
+        """Replace a contiguous ``tensor`` by its sum over the ranks, on ``rank``; on the others it is used
+        up."""
+        self._count("reduce", tensor.nbytes if rank != self.rank else 0)
+        group = self._group_for(tensor)
+        self._run(dist.reduce(tensor, group=group, group_dst=rank, async_op=True), group)
+
     def neighbours(self, count: int) -> Axis:
         """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
         call this in the same order."""
-        if count not in self._neighbours:
+        first = self.rank // count * count
+        return self.among(range(first, first + count), str(count))
+
+    def among(self, ranks: Iterable[int], name: str) -> Axis:
+        """Return some ``ranks``, this one among them, in ascending order, as an axis of its own; all of them
+        call this in the same order."""
+        key = tuple(ranks)
+        if key not in self._parts:
             every = dist.get_process_group_ranks(self.group)
-            first = self.rank // count * count
             group = dist.new_group(
-                every[first : first + count], self._timeout, use_local_synchronization=True
+                [every[rank] for rank in key], self._timeout, use_local_synchronization=True
             )
-            self._neighbours[count] = Axis(f"{self.name}/{count}", group)
-        return self._neighbours[count]
+            self._parts[key] = Axis(f"{self.name}/{name}", group)
+        return self._parts[key]
+
+    def totals(self) -> tuple[Counter[str], Counter[str]]:
+        """Return ``calls`` and ``sent_bytes``, those over some of the ranks alone included."""
+        calls, sent = Counter(self.calls), Counter(self.sent_bytes)
+        for axis in self._parts.values():
+            of_calls, of_sent = axis.totals()
+            calls.update(of_calls)
+            sent.update(of_sent)
+        return calls, sent
 
     def leave(self, why: str) -> None:
         super().leave(why)
-        for axis in self._neighbours.values():
+        for axis in self._parts.values():
             axis.leave(why)
 
     def _count(self, collective: str, nbytes: int) -> None:
@@ -146,13 +174,14 @@ class Mesh:
 
 @contextmanager
 def counted(axis: Axis) -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yield the calls and the sent bytes, by collective, of what is done over ``axis`` while it is entered;
-    complete at its end."""
-    calls_before, bytes_before = Counter(axis.calls), Counter(axis.sent_bytes)
+    """Yield the calls and the sent bytes, by collective, of what is done over ``axis``, and over some of its
+    ranks alone, while it is entered; complete at its end."""
+    calls_before, bytes_before = axis.totals()
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     try:
         yield calls, sent
     finally:
-        calls.update(axis.calls - calls_before)
-        sent.update(axis.sent_bytes - bytes_before)
+        calls_after, bytes_after = axis.totals()
+        calls.update(calls_after - calls_before)
+        sent.update(bytes_after - bytes_before)

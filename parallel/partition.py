@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -61,6 +61,31 @@ class Cut:
         sections = [torch.cat(each, self.dim) for each in zip(*pieces, strict=True)]
         return torch.cat([section.narrow(self.dim, 0, self.section_numel) for section in sections], self.dim)
 
+    def counts_on(self, rank: int) -> bool:
+        """Say whether ``rank`` is the first of those that have the same part."""
+        return rank % self.copies == 0
+
+
+class PartOfTensor(Protocol):
+    """How a parameter was cut: a :class:`Cut`, or a tile of a grid of ranks."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        ...
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a tensor that ``rank`` has. Raises ConfigError where it has another shape."""
+        ...
+
+    def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        ...
+
+    def counts_on(self, rank: int) -> bool:
+        """Say whether ``rank`` is the first of those that have the same part."""
+        ...
+
 
 class Partition:
     """What :func:`gemini.parallel.tensor.parallelize` did to the parameters of a model, on this rank.
@@ -73,18 +98,18 @@ class Partition:
         by all their names."""
         self.axis = axis
         self._names = dict(names)
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[int, PartOfTensor] = {}
 
-    def note(self, param: nn.Parameter, cut: Cut) -> None:
+    def note(self, param: nn.Parameter, cut: PartOfTensor) -> None:
         """Say that ``param`` is this rank's part of a tensor."""
         self._cuts[id(param)] = cut
 
-    def cut_of(self, param: torch.Tensor) -> Cut | None:
+    def cut_of(self, param: torch.Tensor) -> PartOfTensor | None:
         """Return how a parameter of this model was cut, None for a whole one."""
         return self._cuts.get(id(param))
 
     @property
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, PartOfTensor]:
         """How parameters were cut, by all their names."""
         return {name: self._cuts[id(p)] for name, p in self._names.items() if id(p) in self._cuts}
 
@@ -98,7 +123,7 @@ class Partition:
         if self.axis is None:
             return True
         cut = self._cuts.get(id(param))
-        return self.axis.rank == 0 if cut is None else self.axis.rank % cut.copies == 0
+        return self.axis.rank == 0 if cut is None else cut.counts_on(self.axis.rank)
 
     @torch.no_grad()
     def gather_state(self, state: Mapping[str, Any], *, everywhere: bool = True) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gemini._C import build_info
-from gemini.cli import check, ckpt, plan, simulate, trace, train
+from gemini.cli import check, ckpt, mode_speeds, plan, simulate, trace, train
 from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
@@ -26,6 +26,7 @@ COMMANDS: dict[str, AddParser] = {
     "ckpt": ckpt.add_parser,
     "trace": trace.add_parser,
     "simulate": simulate.add_parser,
+    "benchmark": mode_speeds.add_parser,
 }
 
 EPILOG = """\
@@ -40,6 +41,7 @@ start here:
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
   gemini simulate --help               what a recorded step would take elsewhere
+  gemini benchmark --gpus 4            the modes of tensor parallelism over 4 GPUs, or 4 processes
   gemini bench --help                  measure on this machine (installed by itself: pip install ./benchmarks)
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.

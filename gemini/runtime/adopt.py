@@ -68,6 +68,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     "give nn.Parameter(param.full_tensor()) in its place, and process_group= or a DeviceMesh "
                     "to cut it among ranks, or parallelize() of gemini.parallel for tensor parallelism"
                 )
+            if kind.__name__ == "ColoParameter":
+                way_out = "wrap the model in GeminiDDP of gemini.parallel.colo, or call its apply_specs first"
             raise ConfigError(
                 f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; only an nn.Parameter of "
                 f"ordinary memory becomes one that chunks hold: {way_out}"

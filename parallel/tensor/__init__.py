@@ -1,5 +1,7 @@
-"""Tensor parallelism: an unmodified model whose layers are cut over ranks, by a plan."""
+"""Tensor parallelism: an unmodified model whose layers are cut over ranks, by a plan; or one of layers that
+are made for a grid of ranks (``nn``)."""
 
+from gemini.parallel.tensor import nn
 from gemini.parallel.tensor.loss import vocabulary_cross_entropy
 from gemini.parallel.tensor.parallelize import parallelize
 from gemini.parallel.tensor.styles import (
@@ -22,6 +24,7 @@ __all__ = [
     "Style",
     "TorchAttention",
     "Vocabulary",
+    "nn",
     "parallelize",
     "vocabulary_cross_entropy",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.collectives import reduce
 from gemini.parallel.tensor.region import Region
 
@@ -50,16 +51,22 @@ class LocalColumnLayer(CutLayer):
 class RowLayer(CutLayer):
     """Linear: this rank's part of the input, all of the output."""
 
-    splits_input = False
+    splits_input: bool | None = False  # None: where the input is whole
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' products, then the bias, once."""
-        if self.splits_input:
+        splits = self.splits_input
+        if x.size(-1) != self.num_inputs if splits is None else splits:
             x = self.tensor_region.own_part(x)
         out = self.tensor_region.leave(self.product(x))
         return out if self.bias is None else out + self.bias
+
+    @property
+    def num_inputs(self) -> int:
+        """How many features this rank takes."""
+        return self.weight.size(1)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's product, in memory of its own."""
@@ -68,6 +75,10 @@ class RowLayer(CutLayer):
 
 class TransposedRowLayer(RowLayer):
     """As :class:`RowLayer`, with a weight of (in, out): transformers' Conv1D."""
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.size(0)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
@@ -78,19 +89,26 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ``ids``, which are of the whole vocabulary."""
-        first = self.tensor_region.axis.rank * self.weight.size(0)
-        local = ids - first
-        outside = (local < 0) | (local >= self.weight.size(0))
-        local = local.masked_fill(outside, 0)
-        found = functional.embedding(local, self.weight, self._own_padding(first))
-        return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), self.tensor_region.axis)
+        return embed_rows(ids, self.weight, self.padding_idx, self.tensor_region.axis)
 
-    def _own_padding(self, first: int) -> int | None:
-        """Return the row here whose vector gets no gradient."""
-        if self.padding_idx is None:
-            return None
-        row = self.padding_idx - first
-        return row if 0 <= row < self.weight.size(0) else None
+
+def embed_rows(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, axis: Axis) -> torch.Tensor:
+    """Return the vectors of ``ids``, of which each rank has some rows in its ``weight``; the one at
+    ``padding_idx`` gets no gradient."""
+    first, count = axis.rank * weight.size(0), weight.size(0)
+    local = ids - first
+    outside = (local < 0) | (local >= count)
+    padding = None if padding_idx is None or not 0 <= padding_idx - first < count else padding_idx - first
+    found = functional.embedding(local.masked_fill(outside, 0), weight, padding)
+    return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), axis)
+
+
+class GatheredEmbedding(CutLayer, nn.Embedding):
+    """An embedding of which this rank has some columns: vectors are put together."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the whole vectors of ``ids``."""
+        return self.tensor_region.gathered(super().forward(ids))
 
 
 class Attention(CutLayer, nn.MultiheadAttention):

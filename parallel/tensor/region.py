@@ -98,7 +98,7 @@ class Region:
         if now.outside is not None:
             return
         drawn = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
-        now.outside = (device, _generator_states(device))
+        now.outside = (device, generator_states(device))
         torch.default_generator.manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
@@ -108,7 +108,7 @@ class Region:
         now = self._now()
         if now.outside is not None:
             (device, states), now.outside = now.outside, None
-            _set_generator_states(device, states)
+            set_generator_states(device, states)
 
     def open(self) -> None:
         """Begin a forward pass. One that Ctrl-C ended, of which nobody was told, has left the generators
@@ -132,14 +132,16 @@ class Region:
         return self  # ranks cannot be copied; a copy of the model is cut as the model
 
 
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that operators on ``device`` draw from: the CPU's, and its own."""
     states = [torch.default_generator.get_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
-def _set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Set what :func:`generator_states` has returned."""
     torch.default_generator.set_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)

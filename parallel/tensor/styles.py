@@ -17,6 +17,7 @@ from gemini.parallel.tensor.layers import (
     Attention,
     ColumnLayer,
     GatheredColumnLayer,
+    GatheredEmbedding,
     LocalColumnLayer,
     RowLayer,
     TransposedRowLayer,
@@ -76,9 +77,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Linear or Conv1D by its inputs, which a column layer left cut; ``splits_input``: or which are whole."""
+    """Linear or Conv1D by its inputs, which a column layer left cut; ``splits_input``: or which are whole;
+    None: either."""
 
-    splits_input: bool = False
+    splits_input: bool | None = False
     unit: int = 1
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
@@ -99,8 +101,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Head:
-    """Linear by its outputs, any number of them. The output is put together on all ranks or, without
-    ``gathers``, stays this rank's part: :func:`vocabulary_cross_entropy` takes it."""
+    """Linear or Conv1D by its outputs, any number of them. The output is put together on all ranks or,
+    without ``gathers``, stays this rank's part: :func:`vocabulary_cross_entropy` takes it."""
 
     gathers: bool = True
 
@@ -109,6 +111,8 @@ class Head:
         return _column_cuts(module, size, 1)
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        if not _is_linear(module):
+            module.nf = cuts["weight"].piece_numel  # type: ignore[assignment]
         if self.gathers:
             whole = cuts["weight"].shape[_out_dim(module)]
             become(module, GatheredColumnLayer, region, whole_features=whole)
@@ -130,7 +134,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class EmbeddingColumns:
-    """Embedding by its columns, which are for this rank's part of what follows: a bias of each head, say."""
+    """Embedding by its columns, which are for this rank's part of what follows: a bias of each head, say;
+    ``gathers``: or which are put together."""
+
+    gathers: bool = False
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         weight = _embedding_weight(module)
@@ -142,6 +149,8 @@ class EmbeddingColumns:
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         _set_features(module, "embedding_dim", region.axis.size)
+        if self.gathers:
+            become(module, GatheredEmbedding, region)
 
 
 @dataclass(frozen=True)

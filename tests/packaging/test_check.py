@@ -96,7 +96,18 @@ def test_errors_are_one_line_and_an_exit_code(
 
 @pytest.mark.parametrize(
     "command",
-    ["check", "plan", "train", "ckpt", "ckpt inspect", "ckpt verify", "ckpt convert", "trace", "simulate"]
+    [
+        "check",
+        "plan",
+        "train",
+        "ckpt",
+        "ckpt inspect",
+        "ckpt verify",
+        "ckpt convert",
+        "trace",
+        "simulate",
+        "benchmark",
+    ]
     + [
         f"bench {name}"
         for name in ("adam", "io", "nvme", "placement", "zero", "gpu", "runtime", "checkpoint")

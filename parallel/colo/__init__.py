@@ -1,0 +1,27 @@
+"""Tensors and parameters that say how they lie: a facade over DTensor and tensor parallelism."""
+
+from gemini.parallel.colo.parameter import ColoInitContext, ColoParameter
+from gemini.parallel.colo.specs import (
+    ColoTensorSpec,
+    ComputePattern,
+    ComputeSpec,
+    ProcessGroup,
+    ReplicaSpec,
+    ShardSpec,
+)
+from gemini.parallel.colo.tensor import ColoTensor
+from gemini.parallel.colo.wrapping import GeminiDDP, apply_specs
+
+__all__ = [
+    "ColoInitContext",
+    "ColoParameter",
+    "ColoTensor",
+    "ColoTensorSpec",
+    "ComputePattern",
+    "ComputeSpec",
+    "GeminiDDP",
+    "ProcessGroup",
+    "ReplicaSpec",
+    "ShardSpec",
+    "apply_specs",
+]
