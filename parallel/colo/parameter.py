@@ -73,18 +73,20 @@ class ColoParameter(ColoTensor, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> ColoParameter:
         if id(self) not in memo:
             values = self.detach().clone(memory_format=torch.preserve_format)
-            made = record(nn.Parameter(values, self.requires_grad), self.process_group, self.recorded_spec)
-            made.compute_spec = self.compute_spec
-            memo[id(self)] = made
+            made = nn.Parameter(values, self.requires_grad)
+            memo[id(self)] = record(made, self.process_group, self.recorded_spec, self.compute_spec)
         found: ColoParameter = memo[id(self)]
         return found
 
 
-def record(param: nn.Parameter, group: ProcessGroup, spec: DistSpec) -> ColoParameter:
+def record(
+    param: nn.Parameter, group: ProcessGroup, spec: DistSpec, compute_spec: ComputeSpec | None = None
+) -> ColoParameter:
     """Make ``param`` itself a ColoParameter."""
     param.__class__ = ColoParameter
     assert isinstance(param, ColoParameter)
-    param.process_group, param.recorded_spec, param.compute_spec = group, spec, ComputeSpec()
+    param.process_group, param.recorded_spec = group, spec
+    param.compute_spec = compute_spec or ComputeSpec()
     return param
 
 

@@ -46,7 +46,7 @@ def apply_specs(model: nn.Module) -> Partition:
         return parallelize(model, group.mesh, plan)
     except BaseException:
         for param, own_group, spec, compute in kept:
-            record(param, own_group, spec).compute_spec = compute
+            record(param, own_group, spec, compute)
         raise
 
 

@@ -23,6 +23,10 @@ class Building:
     inside: bool = False
     gathers_again: bool = False
 
+    def go_on(self, *, inside: bool) -> None:
+        """What is built next begins between the two Linear of a pair, or not."""
+        self.inside = inside
+
     def place(self, inside: bool | None) -> bool:
         """Return where a layer's input lies, if ``inside`` leaves it open."""
         return self.inside if inside is None else inside

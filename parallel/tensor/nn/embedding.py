@@ -34,7 +34,7 @@ class Embedding(GridLayer):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
-        self.building.inside = False
+        self.building.go_on(inside=False)
         cuts = embedding_cuts(self.grid)
         divided(self.grid, "embedding_dim", embedding_dim, cuts[1])
         self.add_parameter(
@@ -89,7 +89,7 @@ class PatchEmbedding(GridLayer):
         super().__init__()
         self.img_size, self.patch_size = img_size, patch_size
         self.in_chans, self.embed_size = in_chans, embed_size
-        self.building.inside = False
+        self.building.go_on(inside=False)
         columns = self.grid.spread().columns
         divided(self.grid, "embed_size", embed_size, columns)
         if img_size % patch_size:
