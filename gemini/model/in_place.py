@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -113,7 +114,7 @@ class Opened:
         """Make the module one that calls its handle, and return that."""
         handle = InPlace(self.module, self.config, self.computing, self.peers, built)
         self.module.__dict__["_gemini"] = handle
-        self.module.__class__ = _managed_class(type(self.module))
+        self.module.__class__ = _managed_class(type(self.module), shared=self.peers is not None)
         return handle
 
 
@@ -195,6 +196,10 @@ class ManagedModule(nn.Module):
         """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
         self._gemini.zero_grad(set_to_none)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without an exchange; as :meth:`gemini.GeminiDDP.no_sync`."""
+        return self._gemini.no_sync()
+
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile each block of the model; as :meth:`gemini.GeminiDDP.compile`."""
         self._gemini.compiled.compile(*args, **options)
@@ -235,9 +240,15 @@ class ManagedModule(nn.Module):
         return (function, arguments, *rest)
 
 
-def _managed_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``plain`` that passes for it by name."""
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+def _managed_class(plain: type[nn.Module], *, shared: bool) -> type[nn.Module]:
+    """Return a subclass of ``plain`` that passes for it by name; ``shared``: of a module over ranks."""
+    names: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+    }
+    if shared:
+        names["_is_accelerate_prepared"] = True  # or Accelerate puts DistributedDataParallel around it
     return type(plain.__name__, (ManagedModule, plain), names)
 
 
