@@ -32,6 +32,7 @@ from gemini.runtime.statistics import counters, flattened, moments_of_step, usag
 from gemini.runtime.unfollowed import Unfollowed
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
+from gemini.system.profiling import shown_as
 from gemini.timeline import TimelineRecorder
 
 TIERS = ("device", "host", "disk")
@@ -106,6 +107,7 @@ class ManagedModel:
         return self._forward(call, args, kwargs)
 
     @in_one_thread("forward")
+    @shown_as("forward")
     def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
@@ -127,6 +129,7 @@ class ManagedModel:
         return outputs
 
     @in_one_thread("backward")
+    @shown_as("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
         with self.manager.shortage.watched():
