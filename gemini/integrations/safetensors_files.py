@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -26,7 +27,8 @@ _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which ``[...]`` reads. ``begin`` is its first byte in the file."""
+    """A tensor in a file, which ``[...]`` reads. ``begin`` is its first byte in the file; ``spent`` has what
+    was read of the same files and is needed no more: its memory goes before there is more."""
 
     name: str
     path: Path
@@ -35,6 +37,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    spent: list[torch.Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -60,13 +63,16 @@ class StoredTensor:
         Raises:
             CheckpointError: the file cannot be read, or is too short.
         """
+        while self.spent:
+            self.spent.pop().untyped_storage().resize_(0)
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         end = self.begin + self.nbytes
         with suppress(OSError):  # a hint
             os.posix_fadvise(self.descriptor, end, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         if not self.nbytes:
             return tensor
-        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        # Not numpy's view: memory that numpy has seen cannot be given back early.
+        raw = memoryview((ctypes.c_ubyte * self.nbytes).from_address(tensor.data_ptr()))
         done = 0
         try:
             while done < self.nbytes:
@@ -89,6 +95,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
     def __init__(self, paths: list[Path], named: Mapping[str, str] | None = None) -> None:
         """Open ``paths``; ``named``: which file each tensor is in, as an index has it."""
+        self.spent: list[torch.Tensor] = []
         self._tensors: dict[str, StoredTensor] = {}
         self._stack = ExitStack()
         try:
@@ -147,6 +154,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 types[entry["dtype"]],
                 tuple(entry["shape"]),
                 8 + head + entry["data_offsets"][0],
+                self.spent,
             )
 
     def __getitem__(self, name: str) -> StoredTensor:

@@ -117,6 +117,7 @@ class _Loading:
         self._opened: Opened | None = None
         self._built: Built | None = None
         self._written: set[str] = set()
+        self._spent: list[torch.Tensor] | None = None
         # What transformers makes itself, as files lack it, by its id: the managed one in whose place it is.
         self._fresh: dict[int, tuple[nn.Parameter, ManagedParameter]] = {}
 
@@ -152,6 +153,7 @@ class _Loading:
             return original(model, state, files, *rest, **options)
         with SafetensorsFiles([Path(file) for file in files]) as stored:
             self._begin(model, frozenset(_apart(model, stored)))
+            self._spent = stored.spent
             return original(model, dict(stored), files, *rest, **options)
 
     def _begin(self, model: Any, apart: frozenset[str]) -> None:
@@ -175,6 +177,8 @@ class _Loading:
             self._fresh[id(param)] = (param, before)
             return None
         self._write(before, param)
+        if param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
+            self._spent.append(param.data)  # transformers holds it until it has read the next
         before._is_hf_initialized = True  # type: ignore[attr-defined]
         return before
 

@@ -129,3 +129,21 @@ def test_options_for_a_model_that_is_managed_are_refused(tmp_path: Path) -> None
     gemini.manage(model, **tight(str(tmp_path)))
     with pytest.raises(ConfigError, match="managed already"):
         GeminiTrainer(model=model, args=arguments(tmp_path), gemini={"device_bytes": "1MiB"})
+
+
+def test_a_model_that_the_trainer_makes_is_managed_too(tmp_path: Path) -> None:
+    logs = []
+    for kind, options in ((transformers.Trainer, {}), (GeminiTrainer, {"gemini": tight(str(tmp_path))})):
+        args = arguments(tmp_path / kind.__name__)
+        adam = {"lr": args.learning_rate, "betas": (0.9, 0.95), "eps": args.adam_epsilon}
+        trainer = kind(
+            model_init=build,
+            args=args,
+            train_dataset=Tokens(12),
+            optimizer_cls_and_kwargs=(gemini.HybridAdam, adam),
+            **options,
+        )
+        trainer.train()
+        logs.append(figures(trainer))
+    assert logs[0] == logs[1]
+    assert gemini.handle_of(trainer.model).stats()["step"] == 6

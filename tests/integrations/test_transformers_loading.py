@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import gemini
 from gemini.errors import CheckpointError, ConfigError
+from gemini.integrations.safetensors_files import StoredTensor
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -137,3 +139,22 @@ def test_a_config_alone_is_initialized_by_the_models_own_rules(tmp_path: Path) -
 def test_a_class_that_transformers_has_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="AutoModelForNothing"):
         gemini.from_pretrained(saved(llama(), LLAMA, tmp_path), "AutoModelForNothing")
+
+
+def test_one_tensor_at_a_time_is_held_beside_the_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(llama(), LLAMA, tmp_path)
+    read, held, most = StoredTensor.read, [], []
+
+    def watched(tensor: StoredTensor) -> torch.Tensor:
+        values = read(tensor)
+        alive = [storage() for storage in held]
+        most.append(sum(storage.nbytes() for storage in alive if storage is not None))
+        held.append(weakref.ref(values.untyped_storage()))
+        return values
+
+    monkeypatch.setattr(StoredTensor, "read", watched)
+    gemini.from_pretrained(tmp_path, LLAMA, **tight(tmp_path))
+    assert len(most) == 21
+    assert max(most) == 0
