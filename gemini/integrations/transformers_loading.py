@@ -45,10 +45,14 @@ def load_pretrained(
         others = {**others, "dtype": dtype}
     adapters = Adapters.of(adapter) if adapter is not None else None
     if isinstance(path_or_config, transformers.PreTrainedConfig):
+        if adapters is not None:
+            raise ConfigError(
+                "adapters go on a model with weights; give its directory, or get_peft_model() of the model "
+                "to gemini.manage()"
+            )
         model = _built(transformers, path_or_config, auto_class, others)
-        module = adapters.put_on(model) if adapters is not None else model
-        manage(module, **options)
-        return module
+        manage(model, **options)
+        return model
     path = os.fspath(path_or_config)
     if adapters is None and (Path(path) / "adapter_config.json").is_file():
         adapters = Adapters.of(path)

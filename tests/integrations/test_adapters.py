@@ -11,6 +11,7 @@ import torch
 from hf_models import SIZES, assert_same, saved
 
 import gemini
+from gemini.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
@@ -75,3 +76,16 @@ def test_saved_adapters_are_loaded_on_top_and_merged(base: Path, tmp_path: Path)
     on_top.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = LLAMA.from_pretrained(tmp_path / "merged").requires_grad_(False)
     assert_same(merged, first.merge_and_unload())
+
+
+def test_adapters_of_a_config_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapters"):
+        gemini.from_pretrained(
+            transformers.LlamaConfig(**SIZES), LLAMA, adapter=CONFIGS["LoRA"](), **tight(tmp_path)
+        )
+
+
+def test_adapters_that_learn_inputs_are_refused(base: Path, tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(task_type=TASK, num_virtual_tokens=4)
+    with pytest.raises(ConfigError, match="PromptTuningConfig"):
+        gemini.from_pretrained(base, LLAMA, adapter=config, **tight(tmp_path))
