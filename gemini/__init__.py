@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from gemini.errors import (
     CheckpointError,
     ConfigError,
@@ -17,6 +19,9 @@ from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
+
+if TYPE_CHECKING:
+    from gemini.integrations.pretrained import from_pretrained
 
 __version__ = "0.2.0"
 
@@ -37,9 +42,19 @@ __all__ = [
     "OutOfBudgetError",
     "StateError",
     "__version__",
+    "from_pretrained",
     "handle_of",
     "init_on",
     "manage",
     "zero_model_wrapper",
     "zero_optim_wrapper",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is there for few programs when it is asked for."""
+    if name != "from_pretrained":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gemini.integrations.pretrained import from_pretrained
+
+    return from_pretrained

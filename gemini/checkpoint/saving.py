@@ -22,10 +22,12 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import refresh_master
 from gemini.system import rng
 from gemini.system.config import parse_bytes
+from gemini.system.profiling import shown_as
 
 SHARD_BYTES = "4GiB"
 
 
+@shown_as("save")
 @torch.no_grad()
 def save(
     directory: str | os.PathLike[str],

@@ -295,10 +295,11 @@ class GeminiDDP(LoadsAsPart):
 
     # -- what happened ---------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
-        keys)."""
-        return self._gemini.stats()
+        keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
+        and stalls since the last call with it, or since the beginning."""
+        return self._gemini.stats(flat=flat, since_last=since_last)
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""

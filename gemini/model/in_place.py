@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
-from gemini.comm.collectives import make_peers
+from gemini.comm.collectives import ProcessGroupPeers, make_peers
 from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import ConfigError, StateError
 from gemini.model.ddp import GeminiDDP
@@ -21,21 +24,15 @@ from gemini.model.retry import retry_step
 from gemini.model.state_as_part import refuse_assign
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
-from gemini.runtime.build import build_runtime
+from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.one_thread import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
 
 T = TypeVar("T")
 
-_OPTIONS = keyword_names(GeminiDDP) - {
-    "module",
-    "device",
-    "process_group",
-    "model_ranks",
-    "pin_memory",
-    "config",
-}
+_OWN_OPTIONS = frozenset(("device", "process_group", "model_ranks", "pin_memory", "config"))
+_OPTIONS = keyword_names(GeminiDDP) - _OWN_OPTIONS - {"module"}
 
 
 def manage(
@@ -72,6 +69,63 @@ def manage(
         TypeError: an option that GeminiDDP does not have.
     """
     refuse_unknown("manage()", options, _OPTIONS)
+    opened = _open(module, (device, pin_memory), process_group, model_ranks, (config, options))
+    return opened.finish(opened.build())
+
+
+def manage_without_values(module: nn.Module, name: str, **options: Any) -> tuple[Opened, Built]:
+    """Begin what :func:`manage` does with a module on ``meta``: its parameters are managed then and have no
+    values. Whoever called writes them, gives buffers theirs and calls ``finish``, or closes the manager.
+    ``name``: of the function that the options were given to. Raises as :func:`manage`."""
+    refuse_unknown(name, options, _OPTIONS | _OWN_OPTIONS)
+    own = {key: options.pop(key, None) for key in sorted(_OWN_OPTIONS)}
+    opened = _open(
+        module,
+        (own["device"], own["pin_memory"]),
+        own["process_group"],
+        own["model_ranks"],
+        (own["config"], options),
+    )
+    return opened, opened.build(without_values=True)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A module that is about to be managed, and all that was chosen for it."""
+
+    module: nn.Module
+    config: GeminiConfig
+    peers: ProcessGroupPeers | None
+    computing: ComputeDevice
+    model_ranks: ModelRanks | None
+
+    def build(self, *, without_values: bool = False) -> Built:
+        """Make its parameters managed. Raises as :func:`manage`."""
+        return build_runtime(
+            self.module,
+            self.config,
+            self.peers,
+            self.computing,
+            self.model_ranks,
+            without_values=without_values,
+        )
+
+    def finish(self, built: Built) -> InPlace:
+        """Make the module one that calls its handle, and return that."""
+        handle = InPlace(self.module, self.config, self.computing, self.peers, built)
+        self.module.__dict__["_gemini"] = handle
+        self.module.__class__ = _managed_class(type(self.module), shared=self.peers is not None)
+        return handle
+
+
+def _open(
+    module: nn.Module,
+    device: tuple[torch.device | str | int | None, bool | None],
+    process_group: object | None,
+    model_ranks: ModelRanks | None,
+    config: tuple[GeminiConfig | None, dict[str, Any]],
+) -> Opened:
+    """Choose what ``module`` is managed with: ``device`` and whether to pin memory, ``config`` or options."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"manage() takes an nn.Module, not {type(module).__name__}")
     if "_gemini" in vars(module):
@@ -81,15 +135,11 @@ def manage(
     peers = make_peers(process_group)
     computing, chosen = prepared(
         peers,
-        lambda: open_device(device, pin_memory=pin_memory),
-        lambda: GeminiConfig.choose(config, **options),
+        lambda: open_device(device[0], pin_memory=device[1]),
+        lambda: GeminiConfig.choose(config[0], **config[1]),
         model_ranks,
     )
-    built = build_runtime(module, chosen, peers, computing, model_ranks)
-    handle = InPlace(module, chosen, computing, peers, built)
-    module.__dict__["_gemini"] = handle
-    module.__class__ = _managed_class(type(module))
-    return handle
+    return Opened(module, chosen, peers, computing, model_ranks)
 
 
 class InPlace(ManagedModel):
@@ -146,6 +196,10 @@ class ManagedModule(nn.Module):
         """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
         self._gemini.zero_grad(set_to_none)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without an exchange; as :meth:`gemini.GeminiDDP.no_sync`."""
+        return self._gemini.no_sync()
+
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile each block of the model; as :meth:`gemini.GeminiDDP.compile`."""
         self._gemini.compiled.compile(*args, **options)
@@ -186,9 +240,15 @@ class ManagedModule(nn.Module):
         return (function, arguments, *rest)
 
 
-def _managed_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``plain`` that passes for it by name."""
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+def _managed_class(plain: type[nn.Module], *, shared: bool) -> type[nn.Module]:
+    """Return a subclass of ``plain`` that passes for it by name; ``shared``: of a module over ranks."""
+    names: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+    }
+    if shared:
+        names["_is_accelerate_prepared"] = True  # or Accelerate puts DistributedDataParallel around it
     return type(plain.__name__, (ManagedModule, plain), names)
 
 

@@ -28,10 +28,11 @@ from gemini.runtime.gate.one_thread import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import place_buffers
-from gemini.runtime.statistics import moments_of_step, usage_and_traffic
+from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
 from gemini.runtime.unfollowed import Unfollowed
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
+from gemini.system.profiling import shown_as
 from gemini.timeline import TimelineRecorder
 
 TIERS = ("device", "host", "disk")
@@ -68,6 +69,7 @@ class ManagedModel:
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
         self.times_given_up = 0
+        self._counted: dict[str, float] = {}
         self.manager.take_types(config.precision, list(self.storage.slots.values()))
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
@@ -105,6 +107,7 @@ class ManagedModel:
         return self._forward(call, args, kwargs)
 
     @in_one_thread("forward")
+    @shown_as("forward")
     def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.manager.lock.refuse_all()
         self.storage.mixture.refuse("forward")
@@ -126,6 +129,7 @@ class ManagedModel:
         return outputs
 
     @in_one_thread("backward")
+    @shown_as("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
         with self.manager.shortage.watched():
@@ -217,10 +221,15 @@ class ManagedModel:
 
     # -- what happened ---------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
-        keys)."""
-        return usage_and_traffic(self.storage, self.manager)
+        keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
+        and stalls since the last call with it, or since the beginning."""
+        stats = usage_and_traffic(self.storage, self.manager)
+        if since_last:
+            before, self._counted = self._counted, counters(stats)
+            stats = without(stats, before)
+        return flattened(stats) if flat else stats
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""

@@ -13,6 +13,7 @@ from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
+from gemini.system.profiling import shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
 
@@ -126,6 +127,7 @@ class ChunkUpdate:
         with OutsideTransforms():  # of torch.func, in which what needs it may be
             self._manager.shortage.twice(lambda: self._run(self._manager.updates.late))
 
+    @shown_as("update")
     def _run(self, operator: _Operator) -> None:
         if self._rewritten is None:
             take = self._manager.written.take

@@ -52,6 +52,7 @@ from gemini.runtime.gate.one_thread import in_one_thread
 from gemini.runtime.gate.phases import OPTIMIZER
 from gemini.runtime.storage.mixture import HALF_LOADED
 from gemini.runtime.storage.model_storage import slot_of
+from gemini.system.profiling import shown_as
 
 
 class GeminiOptimizer(ManagedGroups):
@@ -167,6 +168,7 @@ class GeminiOptimizer(ManagedGroups):
         self.give_up_gradients(set_to_none=set_to_none)
 
     @in_one_thread("clip_grad_by_norm")
+    @shown_as("clip")
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
@@ -208,6 +210,7 @@ class GeminiOptimizer(ManagedGroups):
         return whole_gradient(slot, self.model.manager, self._clipping.scale)
 
     @in_one_thread("step")
+    @shown_as("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 

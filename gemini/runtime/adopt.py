@@ -23,7 +23,12 @@ from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter, make_managed, make_plain
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
-from gemini.runtime.storage.initialize import Initialization, children_first, is_unwritten
+from gemini.runtime.storage.initialize import (
+    Initialization,
+    children_first,
+    is_unwritten,
+    replace_parameter,
+)
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
@@ -131,6 +136,31 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
         _await_load(unset, module, storage, manager)
+    return adopted
+
+
+@torch.no_grad()
+def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> list[Adopted]:
+    """Make every parameter of a module on ``meta`` managed, with no values yet: the caller writes all of them
+    (:func:`write_values`) before the module is used. What a parameter has in memory is taken over. Buffers
+    are left alone."""
+    adopted: list[Adopted] = []
+    for name, param in list(module.named_parameters()):
+        slot = storage.slots[name]
+        if not param.is_meta:
+            adopted.append(_adopt(param, slot, manager))
+            continue
+        real = nn.Parameter(slot.param_view, requires_grad=param.requires_grad)
+        replace_parameter(param, real, module)
+        managed = module.get_parameter(name)
+        manage(managed, slot)
+        adopted.append(Adopted(managed, slot, param.dtype, torch.device("cpu"), rounded=False))
+    for group in storage.groups:
+        shard = group.shard
+        if shard is not None and not any(s.start < shard.stop and shard.start < s.stop for s in group.slots):
+            tensors = (shard.param_tensor,)  # nobody will write to it, and ranks are to find it alike
+            with manager.operator(tensors, tensors):
+                shard.param.tensor.zero_()
     return adopted
 
 

@@ -34,7 +34,7 @@ from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.keep_plan import KeepPlan
 from gemini.runtime.activation.recompute import Recompute
-from gemini.runtime.adopt import Adopted, adopt_module
+from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values
 from gemini.runtime.config import STATES_OF_RULES, GeminiConfig, check_offload
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.growth import Growth, with_gathered
@@ -108,10 +108,14 @@ def build_runtime(
     peers: Peers | None = None,
     device: ComputeDevice = CPU,
     model_ranks: ModelRanks | None = None,
+    *,
+    without_values: bool = False,
 ) -> Built:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
     ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``; ``model_ranks``
-    hold the other parts of the model.
+    hold the other parts of the model. ``without_values``: of a module on ``meta``, whose parameters and
+    buffers the caller gives their values (:func:`gemini.runtime.adopt.adopt_without_values`), buffers on all
+    ranks the same.
 
     Raises:
         OutOfBudgetError: the budgets cannot hold the model, or not while the optimizer that was announced
@@ -173,10 +177,13 @@ def build_runtime(
     if model_ranks is not None:
         manager.take_part(model_ranks.bind(module))
     manager.grow_with(Growth(storage, manager, partial(_least_to_train, config, drawing)))
-    adopted = adopt_module(module, storage, manager)
+    if without_values:
+        adopted = adopt_without_values(module, storage, manager)
+    else:
+        adopted = adopt_module(module, storage, manager)
     manager.shortage.modules.add(module)
     device.settle()
-    if manager.sharding is not None:
+    if manager.sharding is not None and not without_values:
         for buffer in module.buffers():
             manager.sharding.agree_on(buffer)
     if offload:

@@ -27,6 +27,7 @@ from gemini.runtime.step.step_order import StepOrder
 from gemini.runtime.step.update_operators import UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
+from gemini.system.profiling import shown_as
 
 
 class GeminiManager(Gate):
@@ -198,6 +199,7 @@ class GeminiManager(Gate):
             self.in_step = False
             self.order.abandon()
 
+    @shown_as("plan")
     def end_step(self) -> None:
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gemini import _C
@@ -35,6 +36,36 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
         "model_data_bytes": manager.context.size.total_bytes,
         "pending_updates": len(manager.pending.all()),
         "withheld_bytes": manager.shortage.withheld_bytes,
+    }
+
+
+def flattened(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``stats`` as loggers take them: one number per name, ``device/bytes`` for what is within
+    ``device``."""
+    flat: dict[str, float] = {}
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{key}": each for key, each in flattened(value).items()}
+        else:
+            flat[name] = int(value) if isinstance(value, bool) else value
+    return flat
+
+
+def counters(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in ``stats`` that only grow, by their names in :func:`flattened`."""
+    counted = (*_LINKS, "stowed", "stall_seconds")
+    return flattened({name: stats[name] for name in counted})
+
+
+def without(stats: Mapping[str, Any], before: Mapping[str, float], prefix: str = "") -> dict[str, Any]:
+    """Return ``stats`` with what of its counters there was ``before`` taken off."""
+    return {
+        name: without(value, before, f"{prefix}{name}/")
+        if isinstance(value, Mapping)
+        else value - before[prefix + name]
+        if prefix + name in before
+        else value
+        for name, value in stats.items()
     }
 
 

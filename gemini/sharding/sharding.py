@@ -18,6 +18,7 @@ from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
 from gemini.sharding.joining import Follow, Joining, count_present
 from gemini.sharding.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
+from gemini.system.profiling import shown_as
 
 
 class Sharding:
@@ -245,6 +246,7 @@ class Sharding:
             pass
         return said
 
+    @shown_as("exchange")
     def _round(self, wants: Sequence[int], in_use: Iterable[int], ending: Ending = Ending.NONE) -> Round:
         """Say what this rank wants and has; carry out what all of them said."""
         self._in_round = True

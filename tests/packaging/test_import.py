@@ -19,6 +19,7 @@ from gemini import _C
 STUBS = [Path(gemini.__file__).with_name(name) for name in ("_C.pyi", "_C_gpu.pyi")]
 # Each costs a noticeable part of a second or of a small machine's memory, and is needed by one command only.
 HEAVY = {"rich", "scipy", "matplotlib", "safetensors", "torch.distributed.fsdp", "torch.distributed.tensor"}
+HEAVY |= {"transformers", "accelerate", "peft", "gemini.integrations"}
 
 
 def modules_after(statement: str, cwd: Path) -> set[str]:

@@ -34,6 +34,7 @@ PYTHON_LAYERS = [
     {"checkpoint"},
     {"parallel", "wrappers"},
     {"forecast"},
+    {"integrations"},
     {"cli", "compat", "jobs"},
     {"__main__"},
 ]

@@ -69,6 +69,9 @@ _FUNCTIONS = [
     "is_same_size",
     "is_inference",
     "_has_compatible_shallow_copy_type",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
 ]
 
 

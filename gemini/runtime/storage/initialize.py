@@ -61,7 +61,9 @@ class Initialization:
                 owner._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"))
             elif param.is_meta:
                 values = _unwritten(param)
-                _replace(param, nn.Parameter(values, requires_grad=param.requires_grad), self._module)
+                replace_parameter(
+                    param, nn.Parameter(values, requires_grad=param.requires_grad), self._module
+                )
         for key, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(owner, key, _unwritten(buffer))
@@ -126,7 +128,7 @@ def is_unwritten(value: torch.Tensor) -> bool:
     return value._version == 0 and value.numel() > 0
 
 
-def _replace(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
+def replace_parameter(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
     """Put ``real`` in the place of ``param``, which keeps its identity unless something refers to it weakly
     (recurrent modules)."""
     try:

@@ -1,0 +1,155 @@
+"""Accelerate with managed models: ``from gemini.integrations.accelerate import GeminiAccelerator``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from gemini import checkpoint
+from gemini.errors import ConfigError
+from gemini.model.managed_model import ManagedModel
+from gemini.optim import GeminiOptimizer
+from gemini.system import rng
+
+_FOLDER = "gemini"
+
+
+class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
+    """An Accelerator that leaves managed models alone: no DistributedDataParallel around ZeRO-3, clipping
+    by the optimizer, whose gradients are in chunks, and states saved in their streamed format. Everything
+    else, and every other model, is as with Accelerate's own."""
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Apply autocast where it was asked for, and nothing more, to a managed model."""
+        if managed(model) is None:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if "_is_accelerate_prepared" not in vars(model):
+            model._is_accelerate_prepared = False  # over ranks its class says otherwise, to others
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        model._is_accelerate_prepared = True
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer; the states of a managed model's are where they belong.
+
+        Raises:
+            ConfigError: under fp16, whose GradScaler looks for gradients outside chunks.
+        """
+        if isinstance(unwrapped(optimizer), GeminiOptimizer):
+            if self.scaler is not None:
+                raise ConfigError(
+                    "Accelerate's fp16 scales gradients that are not in chunks; manage the model with "
+                    "mixed_precision='fp16' and leave Accelerate's out, or use bf16 there"
+                )
+            device_placement = False
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients of a managed model inside the update; return their norm before."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self.optimizer_of(params)
+        if optimizer is None:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        return optimizer.clip_grad_by_norm(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp the gradients of a managed model inside the update."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self.optimizer_of(params)
+        if optimizer is None:
+            super().clip_grad_value_(params, clip_value)
+        else:
+            optimizer.clip_grad_by_value(clip_value)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Save everything; managed models and their optimizers as gemini.checkpoint does, by all ranks."""
+        with self._others_only():
+            directory = super().save_state(output_dir, safe_serialization, **options)
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            checkpoint.save(_folder(directory, number), model, optimizer, keep=1)
+        return directory
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Load what :meth:`save_state` has saved."""
+        if input_dir is None:
+            raise ConfigError("load_state() of managed models needs the directory that save_state() returned")
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            load_keeping_random(_folder(input_dir, number), model, optimizer)
+        with self._others_only():
+            super().load_state(input_dir, load_kwargs, **options)
+
+    def optimizer_of(self, params: Iterable[Any]) -> GeminiOptimizer | None:
+        """Return the optimizer that updates managed ``params``; None where they are not managed.
+
+        Raises:
+            ConfigError: they are managed, and no GeminiOptimizer was prepared for them.
+        """
+        slots = {param._slot for param in params if hasattr(param, "_slot")}
+        if not slots:
+            return None
+        for _model, optimizer in self._pairs():
+            if not slots.isdisjoint(optimizer.slots):
+                return optimizer
+        raise ConfigError(
+            "these parameters are managed and accelerator.prepare() was not given the GeminiOptimizer that "
+            "updates them"
+        )
+
+    def _pairs(self) -> list[tuple[ManagedModel, GeminiOptimizer]]:
+        """Return each managed model with its optimizer, in the order in which optimizers were prepared."""
+        optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
+        return [(each.model, each) for each in optimizers if isinstance(each, GeminiOptimizer)]
+
+    @contextmanager
+    def _others_only(self) -> Iterator[None]:
+        """Have Accelerate know of nothing that is managed, for the block."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [model for model in models if managed(model) is None]
+        self._optimizers = [o for o in optimizers if not isinstance(unwrapped(o), GeminiOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def managed(model: Any) -> ManagedModel | None:
+    """Return the handle of a module that is managed, or of a GeminiDDP; None for another."""
+    handle = getattr(model, "__dict__", {}).get("_gemini")
+    return handle if isinstance(handle, ManagedModel) else None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return what Accelerate has wrapped."""
+    while not isinstance(optimizer, GeminiOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def load_keeping_random(
+    directory: str | os.PathLike[str], model: ManagedModel, optimizer: GeminiOptimizer
+) -> None:
+    """Load a checkpoint but for the random numbers' state, which whoever calls has a way of its own for."""
+    state = rng.capture()
+    try:
+        checkpoint.load(directory, model, optimizer)
+    finally:
+        rng.restore(rng.parse(state))
+
+
+def _folder(directory: str | os.PathLike[str], number: int) -> Path:
+    return Path(directory) / (_FOLDER if number == 0 else f"{_FOLDER}_{number}")

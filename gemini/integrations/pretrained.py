@@ -1,0 +1,147 @@
+"""``gemini.from_pretrained``: a model with its weights, read straight into chunks on their tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.integrations.safetensors_files import SafetensorsFiles, StoredValues
+from gemini.model.ddp import GeminiDDP
+from gemini.model.in_place import manage
+from gemini.model.managed_model import handle_of
+from gemini.runtime import init_on
+from gemini.system.config import keyword_names
+
+_MANAGED = keyword_names(GeminiDDP) - {"module"}
+_REFUSED = {
+    "device_map": "budgets say where the model lies (device_bytes, host_bytes, disk_dir)",
+    "offload_folder": "disk_dir= is the directory of the DISK tier",
+    "max_memory": "device_bytes= and host_bytes= are the budgets",
+    "quantization_config": "only floating-point weights are trained in chunks; state_dtype= of the optimizer "
+    "makes its states small",
+    "tp_plan": "parallelize() of gemini.parallel cuts a model over ranks",
+    "gguf_file": "only safetensors and torch files are read; convert it first",
+    "state_dict": "load_state_dict() of the managed model takes one",
+}
+
+
+def from_pretrained(
+    path_or_config: str | os.PathLike[str] | Any,
+    auto_class: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    adapter: Any = None,
+    **options: Any,
+) -> Any:
+    """Build a model on ``meta``, manage it in place and read its weights straight into chunks: beside the
+    budgets it takes one tensor at a time, and what a transformers model is made of otherwise::
+
+        model = gemini.from_pretrained("llama-7b", AutoModelForCausalLM, mixed_precision="bf16",
+                                       device_bytes="20GiB", disk_dir="/mnt/nvme")
+        optimizer = gemini.GeminiAdamOptimizer(model, lr=1e-5)
+
+    transformers itself decides what the files' names mean and which weights are tied, and initializes what
+    they lack, with a report; the numbers are those of its own ``from_pretrained``. Over ranks all call it,
+    and each keeps its part.
+
+    Args:
+        path_or_config: a directory that ``save_pretrained`` made (safetensors, one file or shards), a name
+            that transformers resolves, or a config: then weights are initialized, by the model's own rules.
+        auto_class: what to build: a class of transformers (``AutoModelForCausalLM``,
+            ``LlamaForCausalLM``), its name, or ``None`` for the class that the config names. Any other
+            callable is called without arguments and returns the module; then the directory's files are to
+            hold exactly its state, and transformers is not needed.
+        dtype: of the parameters outside chunks, as of ``from_pretrained``; ``None``: that of the files.
+            ``mixed_precision`` is what they compute in.
+        adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones, on top:
+            the model itself is frozen, adapters train.
+        options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
+            (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``).
+
+    Returns:
+        The module, managed as by :func:`gemini.manage`; :func:`gemini.handle_of` finds its handle.
+
+    Raises:
+        OutOfBudgetError: the model cannot fit the budgets.
+        CheckpointError: a file is damaged or lacks what its index names.
+        RuntimeError, OSError, ValueError: as transformers; shapes differ, there are no files.
+        ConfigError: an option that cannot be, or transformers (peft) is not installed.
+    """
+    for name, way_out in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"from_pretrained() takes no {name}: {way_out}")
+    managed = {name: value for name, value in options.items() if name in _MANAGED}
+    others = {name: value for name, value in options.items() if name not in _MANAGED}
+    if _is_other_callable(auto_class):
+        if adapter is not None or dtype is not None or others:
+            given = [*(["adapter"] if adapter is not None else []), *(["dtype"] if dtype else []), *others]
+            raise ConfigError(
+                f"{', '.join(given)} cannot be given for a callable: apply it where the module is built"
+            )
+        return _load_other(Path(path_or_config), auto_class, managed)
+    from gemini.integrations.transformers_loading import load_pretrained
+
+    return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others)
+
+
+def _is_other_callable(auto_class: Any) -> bool:
+    if auto_class is None or isinstance(auto_class, str) or hasattr(auto_class, "from_pretrained"):
+        return False
+    if not callable(auto_class):
+        raise ConfigError(
+            f"auto_class is {auto_class!r}; give a class of transformers, its name, or a callable that "
+            "builds the module"
+        )
+    return True
+
+
+def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[str, Any]) -> nn.Module:
+    """Build, manage and load a module of which transformers knows nothing."""
+    with SafetensorsFiles.of_directory(directory) as files:
+        with init_on("meta"):
+            module = build()
+        manage(module, **options)
+        handle = handle_of(module)
+        try:
+            handle.load_state_dict(_TiedValues(files, module))  # type: ignore[attr-defined]
+        except BaseException as error:
+            handle.leave(type(error), error)
+            raise
+    return module
+
+
+class _TiedValues(StoredValues):
+    """The values of files that hold a tied tensor under one of its names."""
+
+    def __init__(self, files: SafetensorsFiles, module: nn.Module) -> None:
+        super().__init__(files)
+        self._names = {name: name for name in files}
+        self._names |= _other_names(module, files)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return super().__getitem__(self._names[name])
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _other_names(module: nn.Module, held: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by each name of a tied tensor that ``held`` lacks, one that it has."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    found: dict[str, str] = {}
+    for names in by_tensor.values():
+        there = [name for name in names if name in held]
+        if there:
+            found |= {name: there[0] for name in names if name not in held}
+    return found

@@ -1,0 +1,236 @@
+"""transformers' Trainer with managed models: ``from gemini.integrations.transformers import GeminiTrainer``.
+
+The line that makes the Trainer is the one that changes::
+
+    trainer = GeminiTrainer(model=model, args=args, train_dataset=data,
+                            gemini={"device_bytes": "8GiB", "disk_dir": "/mnt/nvme"})
+
+A trainer class of others gets the same by the mixin: ``class Mine(GeminiTrainerMixin, SFTTrainer)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from gemini import checkpoint
+from gemini.errors import ConfigError
+from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
+from gemini.model.in_place import manage
+from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.optim import GeminiOptimizer, HybridAdam
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "gemini"
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_SCHEDULER = "scheduler.pt"
+
+
+class GeminiTrainerMixin:
+    """What a Trainer needs to train a managed model, with the numbers of an unmanaged one.
+
+    The model is managed in place, unless it is already (:func:`gemini.from_pretrained`). Optimizer states go
+    to and from ``checkpoint-N/gemini``, streamed, with fp32 masters where there are any: resuming goes on bit
+    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        gemini: dict[str, Any] | None = None,
+        gemini_optimizer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Make the trainer.
+
+        Args:
+            gemini: options of :func:`gemini.manage` for a model that is not managed yet.
+            gemini_optimizer: options of :class:`gemini.GeminiOptimizer` and of our AdamW beside those in the
+                TrainingArguments, such as ``state_dtype`` and ``overlap``.
+
+        Raises:
+            OutOfBudgetError: the model cannot fit the budgets.
+            ConfigError: the arguments ask for what cannot be done with a managed model.
+        """
+        self._options = dict(gemini or {})
+        self._optimizer_options = dict(gemini_optimizer or {})
+        self._was_managed = False
+        super().__init__(*args, **options)
+        self._figures = GeminiCallback()
+        self.callback_handler.callbacks.insert(0, self._figures)  # reporters after it see what it adds
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Manage the model, which every trainer has by now, and make an accelerator that leaves it alone."""
+        if self.args.fp16:
+            raise ConfigError(
+                "TrainingArguments(fp16=True) scales gradients that are not in chunks; use bf16=True, or "
+                "gemini={'mixed_precision': 'fp16'} without it"
+            )
+        if self.model is not None:
+            self._manage(self.model)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if type(self.accelerator) is Accelerator:
+            self.accelerator.__class__ = GeminiAccelerator
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make the model anew, managed; one that was made before returns its memory."""
+        before = managed(getattr(self, "model", None))
+        if before is not None:
+            before.close()
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        self._manage(model)
+        return model
+
+    def _manage(self, model: nn.Module) -> None:
+        if managed(model) is None:
+            manage(model, **self._options)
+        elif self._options:
+            raise ConfigError(
+                f"the model is managed already; leave gemini={self._options!r} out, or give it where the "
+                "model is loaded"
+            )
+
+    @property
+    def handle(self) -> ManagedModel:
+        """The handle of the model that is trained: ``stats()``, ``plan()``, ``record_timeline()``."""
+        return handle_of(self.model)
+
+    # -- the optimizer ---------------------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
+        """Make the optimizer: the Trainer's groups, our AdamW unless another one was given."""
+        own = self._optimizer_options
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = (HybridAdam, self._adam_options())
+            own = {name: value for name, value in own.items() if name not in _ADAM_OPTIONS}
+        super().create_optimizer(*args, **options)  # type: ignore[misc]
+        inner = unwrapped(self.optimizer)
+        if not isinstance(inner, GeminiOptimizer):
+            self.optimizer = GeminiOptimizer(inner, self.model, **own)
+        return self.optimizer
+
+    def _adam_options(self) -> dict[str, Any]:
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        if name not in _ADAMW:
+            raise ConfigError(
+                f"optim={name!r} is not an optimizer that updates chunks; leave it out for AdamW, or give "
+                "optimizers=(gemini.Lion(...), None), a torch.optim.SGD, or any that GeminiOptimizer takes"
+            )
+        logger.warning("optim=%r: gemini's AdamW updates the chunks, with the same rule", name)
+        given = {key: value for key, value in self._optimizer_options.items() if key in _ADAM_OPTIONS}
+        return {
+            "lr": self.args.learning_rate,
+            "betas": (self.args.adam_beta1, self.args.adam_beta2),
+            "eps": self.args.adam_epsilon,
+            **given,
+        }
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the weights as transformers does; over ranks all give their parts."""
+        if state_dict is None and self.handle.peers is not None:
+            state_dict = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Stream weights, masters and states of the optimizer to ``gemini`` in ``output_dir``."""
+        checkpoint.save(Path(output_dir) / _FOLDER, self.handle, unwrapped(self.optimizer), keep=1)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Leave weights to :meth:`_load_optimizer_and_scheduler` where it has them."""
+        if not _is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what :meth:`_save_optimizer_and_scheduler` has saved."""
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        load_keeping_random(Path(checkpoint) / _FOLDER, self.handle, unwrapped(self.optimizer))
+        state = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    # -- what is logged --------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Train on a batch, whose tokens are counted."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if hasattr(inputs, "get") else None
+        self._figures.num_tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+        return super().training_step(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
+    """transformers' Trainer for a managed model; see :class:`GeminiTrainerMixin`."""
+
+
+class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Adds to what a Trainer logs of a managed model: stalls, what is on each tier, and tokens per second.
+
+    For any Trainer, before the callbacks that report; GeminiTrainer has one. ``num_tokens`` is counted up by
+    whoever trains.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._since = (time.perf_counter(), 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Begin to count."""
+        self._since = (time.perf_counter(), self.num_tokens)
+        handle = managed(model)
+        if handle is not None:
+            handle.stats(since_last=True)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **others: Any
+    ) -> None:
+        """Add to the logs of a training step what happened since those before."""
+        handle = managed(model)
+        if handle is None or not logs or "loss" not in logs:
+            return
+        now, tokens = time.perf_counter(), self.num_tokens or state.num_input_tokens_seen
+        seconds = max(now - self._since[0], 1e-9)
+        stats = handle.stats(flat=True, since_last=True)
+        figures = {
+            f"gemini/{tier}_gib": stats[f"{tier}/bytes"] / 2**30 for tier in ("device", "host", "disk")
+        }
+        figures["gemini/stall_share"] = stats["stall_seconds"] / seconds
+        figures["gemini/written_gib"] = stats["disk_write/bytes"] / 2**30
+        if tokens > self._since[1]:
+            figures["gemini/tokens_per_second"] = (tokens - self._since[1]) / seconds
+        self._since = (now, tokens)
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+
+def _is_ours(directory: str | os.PathLike[str]) -> bool:
+    return (Path(directory) / _FOLDER).is_dir()
+
+
+_ADAM_OPTIONS = frozenset(
+    ("state_dtype", "master_remainders", "bias_correction", "nvme_offload_fraction", "nvme_offload_dir")
+)

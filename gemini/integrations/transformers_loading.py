@@ -1,0 +1,307 @@
+"""transformers' own way of loading a model, with parameters that go into chunks.
+
+``from_pretrained`` of transformers builds the model on ``meta``, maps names of files to names of parameters,
+converts, ties, initializes what is missing, and reports. All of that is left to it. Between building and
+loading the parameters become managed; what it assigns to a module is written to the chunk in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from gemini.errors import ConfigError
+from gemini.integrations.adapters import Adapters
+from gemini.integrations.safetensors_files import SafetensorsFiles
+from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
+from gemini.runtime import ManagedParameter, init_on, read_values, write_values
+from gemini.runtime.build import Built
+from gemini.runtime.storage.model_storage import slot_of
+
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
+_PATCHED = threading.Lock()
+
+
+def load_pretrained(
+    path_or_config: Any,
+    auto_class: Any,
+    dtype: str | torch.dtype | None,
+    adapter: Any,
+    options: dict[str, Any],
+    others: dict[str, Any],
+) -> Any:
+    """Do what :func:`gemini.from_pretrained` does for a model of transformers; ``options`` are GeminiDDP's,
+    ``others`` transformers'."""
+    transformers = _transformers()
+    if dtype is not None:
+        others = {**others, "dtype": dtype}
+    adapters = Adapters.of(adapter) if adapter is not None else None
+    if isinstance(path_or_config, transformers.PreTrainedConfig):
+        if adapters is not None:
+            raise ConfigError(
+                "adapters go on a model with weights; give its directory, or get_peft_model() of the model "
+                "to gemini.manage()"
+            )
+        model = _built(transformers, path_or_config, auto_class, others)
+        manage(model, **options)
+        return model
+    path = os.fspath(path_or_config)
+    if adapters is None and (Path(path) / "adapter_config.json").is_file():
+        adapters = Adapters.of(path)
+        path = adapters.base
+    chosen = _class_of(transformers, auto_class, path, others)
+    loading = _Loading(options, adapters)
+    return loading.run(lambda: chosen.from_pretrained(path, **others))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "from_pretrained() of a transformers model needs the package: pip install 'gemini-runtime[hf]' "
+            f"({error})"
+        ) from error
+    if not hasattr(transformers.PreTrainedModel, "_load_pretrained_model"):
+        raise ConfigError(
+            f"transformers {transformers.__version__} loads models in a way that is not known here; install "
+            "one of version 5"
+        )
+    return transformers
+
+
+def _class_of(transformers: Any, auto_class: Any, path: str, others: dict[str, Any]) -> Any:
+    """Return what has the ``from_pretrained`` that is meant."""
+    if auto_class is None:
+        known = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder", "local_files_only")
+        config = transformers.AutoConfig.from_pretrained(
+            path, **{name: others[name] for name in known if name in others}
+        )
+        return _class_named(transformers, config)
+    if isinstance(auto_class, str):
+        if not hasattr(transformers, auto_class):
+            raise ConfigError(
+                f"transformers {transformers.__version__} has no class {auto_class!r}; correct the name"
+            )
+        return getattr(transformers, auto_class)
+    return auto_class
+
+
+def _class_named(transformers: Any, config: Any) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModel
+
+
+def _built(transformers: Any, config: Any, auto_class: Any, others: dict[str, Any]) -> nn.Module:
+    """Return the model of a config, on ``meta``."""
+    chosen = _class_named(transformers, config) if auto_class is None else auto_class
+    chosen = _class_of(transformers, chosen, "", others)
+    build = chosen.from_config if hasattr(chosen, "from_config") else chosen._from_config
+    with init_on("meta"):
+        model: nn.Module = build(config, **others)
+    return model
+
+
+class _Loading:
+    """One call of transformers' ``from_pretrained``, on this thread."""
+
+    def __init__(self, options: dict[str, Any], adapters: Adapters | None) -> None:
+        self._options = options
+        self._adapters = adapters
+        self._opened: Opened | None = None
+        self._built: Built | None = None
+        self._written: set[str] = set()
+        self._spent: list[torch.Tensor] | None = None
+        # What transformers makes itself, as files lack it, by its id: the managed one in whose place it is.
+        self._fresh: dict[int, tuple[nn.Parameter, ManagedParameter]] = {}
+
+    def run(self, load: Callable[[], Any]) -> Any:
+        """Call ``load``, which is ``from_pretrained`` with its arguments; return what it does, managed."""
+        try:
+            with _before_loading(self._load), _one_at_a_time():
+                take: Any = self._take
+                hook = register_module_parameter_registration_hook(take)
+                try:
+                    result = load()
+                finally:
+                    hook.remove()
+            model = result[0] if isinstance(result, tuple) else result
+            outer = self._finish(model)
+        except BaseException:
+            if self._built is not None:
+                self._built.manager.close(run_pending=False)
+            raise
+        return (outer, *result[1:]) if isinstance(result, tuple) else outer
+
+    def _load(
+        self, original: Callable[..., Any], model: Any, state: Any, files: Any, *rest: Any, **options: Any
+    ) -> Any:
+        """Stand in for ``_load_pretrained_model``: the model is built, its files are known."""
+        if self._built is not None:
+            raise ConfigError(
+                f"loading {type(self._opened.module).__name__ if self._opened else 'the model'} loads "
+                f"another model, a {type(model).__name__}; load each by itself"
+            )
+        if not files or not all(str(file).endswith(".safetensors") for file in files):
+            self._begin(model, frozenset())
+            return original(model, state, files, *rest, **options)
+        with SafetensorsFiles([Path(file) for file in files]) as stored:
+            self._begin(model, frozenset(_apart(model, stored)))
+            self._spent = stored.spent
+            return original(model, dict(stored), files, *rest, **options)
+
+    def _begin(self, model: Any, apart: frozenset[str]) -> None:
+        """Tie what will be, put adapters on, and make the parameters managed."""
+        _tie(model, apart)
+        module: nn.Module = model
+        if self._adapters is not None:
+            module = self._adapters.put_on(model)
+        self._opened, self._built = manage_without_values(module, "from_pretrained()", **self._options)
+        if self._adapters is not None:
+            self._adapters.take_off()
+
+    def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        """Take over what is assigned to a module, where that is a parameter without values."""
+        before = module._parameters.get(name)
+        if not isinstance(before, ManagedParameter) or isinstance(param, ManagedParameter):
+            return None
+        if param is None or self._built is None:
+            return None
+        if not getattr(param, "_is_hf_initialized", False):
+            self._fresh[id(param)] = (param, before)
+            return None
+        self._write(before, param)
+        if param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
+            self._spent.append(param.data)  # transformers holds it until it has read the next
+        before._is_hf_initialized = True  # type: ignore[attr-defined]
+        return before
+
+    def _write(self, target: ManagedParameter, values: torch.Tensor) -> None:
+        assert self._built is not None
+        slot, manager = slot_of(target), self._built.manager
+        with torch.no_grad():
+            if slot.name in self._written and not _are_equal(read_values(slot, manager), values):
+                raise ConfigError(
+                    f"{slot.name!r} is tied by the config, and the files hold two different values for it: "
+                    "give config.tie_word_embeddings=False"
+                )
+            write_values(slot, values.detach(), manager)
+        self._written.add(slot.name)
+
+    def _finish(self, model: Any) -> nn.Module:
+        if self._built is None or self._opened is None:
+            raise ConfigError(
+                f"{type(model).__name__}.from_pretrained did not load as a model of transformers does; build "
+                "the module on 'meta' and give it to gemini.manage()"
+            )
+        self._take_fresh(model)
+        if self._adapters is not None:
+            self._adapters.give_values(self._write_new)
+        module = self._opened.module
+        sharding = self._built.manager.sharding
+        if sharding is not None:
+            for buffer in module.buffers():
+                sharding.agree_on(buffer)
+        handle: InPlace = self._opened.finish(self._built)
+        return handle.module
+
+    def _take_fresh(self, model: nn.Module) -> None:
+        """Write what transformers initialized, over ranks the first one's, and have the managed parameters
+        where they were."""
+        left = {id(param) for param in model.parameters()} & self._fresh.keys()  # others were tied since
+        for key in sorted(left, key=list(self._fresh).index):  # over ranks in the same order
+            self._write_new(self._fresh[key][1], self._fresh[key][0])
+        for owner in model.modules():
+            for name, held in owner._parameters.items():
+                if held is not None and id(held) in left:
+                    owner._parameters[name] = self._fresh[id(held)][1]
+
+    def _write_new(self, target: nn.Parameter, values: torch.Tensor) -> None:
+        assert self._built is not None
+        manager = self._built.manager
+        with torch.no_grad():
+            plain = values.detach()
+            if manager.sharding is not None:
+                manager.sharding.agree_on(plain)
+            write_values(slot_of(target), plain, manager)
+
+
+@contextmanager
+def _before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Have ``stand_in(original, ...)`` called in the place of ``PreTrainedModel._load_pretrained_model`` on
+    this thread, for the block. transformers has no other place between building and loading."""
+    import transformers
+
+    owner: Any = transformers.PreTrainedModel
+    thread = threading.get_ident()
+    with _PATCHED:
+        kept = owner.__dict__["_load_pretrained_model"]
+        original = owner._load_pretrained_model
+
+        def load(*args: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **options)
+            return stand_in(original, *args, **options)
+
+        owner._load_pretrained_model = staticmethod(load)
+        try:
+            yield
+        finally:
+            owner._load_pretrained_model = kept
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Have transformers read a tensor when it is needed, not all beforehand."""
+    before = os.environ.get(_ONE_AT_A_TIME)
+    os.environ[_ONE_AT_A_TIME] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_AT_A_TIME]
+        else:
+            os.environ[_ONE_AT_A_TIME] = before
+
+
+def _apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
+    """Yield which parameters stay untied although the config ties them, as transformers has it: files hold
+    both, with different values."""
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        one, other = _stored_as(target, stored), _stored_as(source, stored)
+        if one is None or other is None or one == other:
+            continue
+        first, second = stored[one], stored[other]
+        same = first.shape == second.shape and _are_equal(first.read(), second.read())
+        if not same:
+            yield target
+
+
+def _stored_as(name: str, stored: SafetensorsFiles) -> str | None:
+    """Return the name of a parameter in files, which may lack or have the prefix of a base model."""
+    for held in stored:
+        if held == name or held.endswith(f".{name}") or name.endswith(f".{held}"):
+            return held
+    return None
+
+
+def _tie(model: Any, apart: frozenset[str]) -> None:
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target not in apart:
+            parent, _, name = target.rpartition(".")
+            owner = model.get_submodule(parent)
+            setattr(owner, name, model.get_parameter_or_buffer(source))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.to(other.dtype), other)

@@ -1,0 +1,68 @@
+"""A script with Accelerate trains a managed model with the numbers of an unmanaged one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+accelerate = pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
+
+from accelerate_runs import TIGHT, assert_equal, net, run  # noqa: E402
+
+import gemini  # noqa: E402
+from gemini.errors import ConfigError  # noqa: E402
+from gemini.integrations.accelerate import GeminiAccelerator  # noqa: E402
+
+KINDS = [accelerate.Accelerator, GeminiAccelerator]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Accelerate keeps its state for the process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_figures_and_weights_are_those_of_an_unmanaged_model(kind: type, precision: str) -> None:
+    want = run(accelerate.Accelerator, managed=False, mixed_precision=precision)
+    got = run(kind, managed=True, mixed_precision=precision)
+    assert got[0] == want[0]
+    assert_equal(got[1], want[1])
+    assert got[2] == "Sequential"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_goes_on_as_if_nothing_was(kind: type, tmp_path: Path) -> None:
+    want = run(kind, managed=True, save=str(tmp_path / "state"))
+    got = run(kind, managed=True, load=str(tmp_path / "state"))
+    assert got[0] == want[0][-len(got[0]) :]
+    assert_equal(got[1], want[1])
+
+
+def test_states_are_streamed(tmp_path: Path) -> None:
+    run(GeminiAccelerator, managed=True, save=str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "gemini" in names
+    assert not names & {"model.safetensors", "optimizer.bin"}
+
+
+def test_clipping_without_the_optimizer_is_refused() -> None:
+    accelerator = GeminiAccelerator(cpu=True)
+    model = net()
+    gemini.manage(model, **TIGHT)
+    gemini.GeminiAdamOptimizer(model, lr=1e-2)
+    accelerator.prepare(model)
+    with pytest.raises(ConfigError, match="prepare"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_other_models_are_as_with_accelerate_itself(tmp_path: Path) -> None:
+    want = run(accelerate.Accelerator, managed=False)
+    got = run(GeminiAccelerator, managed=False, save=str(tmp_path))
+    assert got[0] == want[0]
+    assert (tmp_path / "model.safetensors").exists()
