@@ -116,6 +116,7 @@ def _prepared(
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
         "optimizer_steps": {slot.name: count for slot, count in optimizer.steps.items()},
         "states": list(optimizer.state_names),
+        "state_arrays": contents.state_arrays(optimizer),
         "group_members": contents.group_members(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict() if optimizer.loss_scale is not None else None,
         "scheduler": scheduler is not None,

@@ -15,7 +15,6 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.rule import UpdateRule, rule_of
-from gemini.optim.state_format import StateFormat
 from gemini.runtime import ManagedParameter
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.system.threads import usable_processors
@@ -47,10 +46,11 @@ def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> Update
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
             "nvcc is on PATH (`gemini check` says how)"
         )
-    if optim.state_format != StateFormat():
+    if optim.state_format.remainders and any(group.plan.master for group in model.storage.groups):
         raise ConfigError(
-            "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
-            "master_remainders to the optimizer"
+            "master_remainders keeps the rest of bf16 parameters, mixed_precision whole fp32 masters: "
+            "use one of both. To train a parameter in 14 bytes, 10 or 8, make the model bf16 "
+            "(model.to(torch.bfloat16)) and leave mixed_precision out"
         )
     return rule
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
@@ -85,7 +86,7 @@ class ChunkUpdate:
         order: int,
         steps: Mapping[ManagedSlot, UpdateStep],
         completeness: Completeness,
-        kept: tuple[UpdateRule, tuple[str, ...]],
+        kept: tuple[UpdateRule, tuple[StateSpec, ...]],
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
         has a gradient. ``kept``: by which rule, and the states that it uses."""
@@ -149,8 +150,9 @@ class ChunkUpdate:
                 start, stop = slot.overlapping(left.piece)
                 grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
                 param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
-                states = {name: left.piece.flat(name, start, stop) for name in left.states}
-                parts.append(Part(param, grad, states, half_out, self.steps[slot]))
+                states = {state.name: slot.state_in(left.piece, state) for state in left.states}
+                first = start - slot.start
+                parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
             run = self._prepare(parts)
             with self._completeness.change():
                 run()
@@ -187,13 +189,14 @@ class _Piece:
         group: ChunkGroup,
         piece: StatePiece,
         slots: Sequence[ManagedSlot],
-        states: tuple[str, ...],
+        states: tuple[StateSpec, ...],
         chunk_of: Callable[[int], int],
     ) -> None:
         self.piece = piece
         self.slots = slots
         self.states = states
-        kept = [piece.tensors[name] for name in (MASTER, *states) if name in states or piece.has(name)]
+        masters = (MASTER,) if piece.has_master else ()
+        kept = [piece.tensors[key] for key in (*masters, *(state.key for state in states))]
         self.written = group.value_tensors(slots) + kept
         self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
@@ -220,9 +223,9 @@ def _operands(
     ``rewritten``: the master follows the parameter first, which user code wrote to.
     """
     param = group.values(start, stop)
-    if not piece.has(MASTER):
+    if not piece.has_master:
         return param, None
-    master = piece.flat(MASTER, start, stop)
+    master = piece.master(start, stop)
     if rewritten:
         master.copy_(param)
     return master, param

@@ -434,7 +434,6 @@ class GeminiOptimizer(ManagedGroups):
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale, hypers = self._clipping.scale, self._hypers()
-        kept = self.rule, self.state_names
         updates = []
         for group in groups:
             steps = {
@@ -444,7 +443,7 @@ class GeminiOptimizer(ManagedGroups):
             }
             if steps:
                 order = self._orders[group]
-                manager = self.model.manager
+                manager, kept = self.model.manager, (self.rule, self.states_of(group))
                 updates.append(self.update_type(manager, group, order, steps, self._completeness, kept))
         return updates
 

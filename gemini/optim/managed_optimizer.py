@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.rule import UpdateRule
-from gemini.runtime import ManagedSlot
+from gemini.runtime import ChunkGroup, ManagedSlot
 
 
 class ManagedOptimizer(Protocol):
-    """``steps``: how many each parameter has made; ``state_names``: what is kept of each element, by torch's
+    """``steps``: how many each parameter has made; ``state_names``: what is kept of parameters, by torch's
     names; ``stowed``: tensors of states that a file has between updates."""
 
     model: ManagedModel
@@ -19,9 +20,15 @@ class ManagedOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     steps: dict[ManagedSlot, int]
-    state_names: tuple[str, ...]
     stowed: frozenset[int]
     loss_scale: LossScale | None
+
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
+        """Return what is kept of the parameters of a group."""
+        ...
 
     @property
     def slots(self) -> set[ManagedSlot]:

@@ -51,18 +51,19 @@ class ManagedState(Mapping[str, torch.Tensor]):
         self._optimizer, self._slot = optimizer, slot
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in entries(self._optimizer):
+        if name not in entries(self._optimizer, self._slot):
             raise KeyError(name)
         if name == "step":
             return step_count(self._optimizer.steps[self._slot])
         self._optimizer.require_complete("state")
-        return read_state(self._slot, name, self._optimizer.model.manager)
+        (state,) = (s for s in self._optimizer.states_of(self._slot.group) if s.name == name)
+        return read_state(self._slot, state, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(entries(self._optimizer))
+        return iter(entries(self._optimizer, self._slot))
 
     def __len__(self) -> int:
-        return len(entries(self._optimizer))
+        return len(entries(self._optimizer, self._slot))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self)})"
