@@ -215,7 +215,7 @@ class _Mapped:
             read = _format_of(arrays["exp_avg"].dtype).exported(read)
         states = {state: self._file.copy(value) for state, value in read.items()}
         if not is_adam:
-            return states
+            return {**self._reader.objects().get("small_states", {}).get(param, {}), **states}
         return {"step": step_count(self._reader.manifest["optimizer_steps"][param]), **states}
 
 

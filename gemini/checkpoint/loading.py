@@ -164,6 +164,7 @@ def _load_once(
         with optimizer.loading():
             _load_values(reader, model, optimizer, objects["extra_states"], rank)
             _agree(rank, restore)
+            _load_small(objects, optimizer)
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
@@ -189,6 +190,11 @@ def _load_settings(
         optimizer.loss_scale.load_state_dict(manifest["loss_scale"])
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
+
+
+def _load_small(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
+    slots = optimizer.model.storage.slots
+    optimizer.small = {slots[name]: dict(state) for name, state in objects.get("small_states", {}).items()}
 
 
 def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:

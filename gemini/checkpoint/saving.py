@@ -182,5 +182,8 @@ def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Schedul
         "scheduler": plain_data.encode(
             scheduler.state_dict() if scheduler is not None else None, "the scheduler's state"
         ),
+        "small_states": plain_data.encode(
+            {slot.name: state for slot, state in optimizer.small.items()}, "the optimizer's state"
+        ),
         "extra_states": plain_data.encode(contents.extra_states(model), "a module's extra state"),
     }

@@ -200,6 +200,10 @@ def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> No
             raise ValueError("it has a scheduler's state and no scheduler")
     elif not isinstance(objects["scheduler"], dict):
         raise ValueError("the scheduler's state is no dict")
+    for name, state in table(objects.get("small_states", {})).items():
+        if name not in manifest["optimizer_steps"]:
+            raise ValueError(f"{name!r} has small states and has made no step")
+        table(state)
     named = manifest["parameters"].keys() | manifest["buffers"].keys() | manifest["aliases"].keys()
     twice = table(objects["extra_states"]).keys() & named
     if twice:

@@ -12,6 +12,7 @@ from torch._C import _DisableFuncTorch as OutsideTransforms
 from gemini.chunk.state_spec import StateSpec
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
+from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 
@@ -100,13 +101,21 @@ class ChunkUpdate:
         self.steps = steps
         self._completeness = completeness
         self._rule, states = kept
+        self._states = states
         self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
-        self._left = [
-            _Piece(group, piece, touched, states, chunk_of)
-            for piece in group.pieces
-            if (touched := _touched(piece, steps))
-        ]
+        self._left: list[_Piece | WholeParameter]
+        if self._rule.whole:
+            self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps]
+        else:
+            self._left = [
+                _Piece(group, piece, touched, states, chunk_of)
+                for piece in group.pieces
+                if (touched := _touched(piece, steps))
+            ]
+
+        here = {slot for piece in self._left for slot in piece.slots}
+        self._elsewhere = [slot for slot in steps if slot not in here]  # all elements are other ranks'
 
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
@@ -134,12 +143,19 @@ class ChunkUpdate:
                 self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
         while self._left:
             self._update(self._left[0], self._rewritten, operator)
+        if self._rule.keeps_small and self._elsewhere:
+            self._step_elsewhere()
         while self._used:  # once each: where this runs again, others may have come to their places
             self._used[-1].trainable_grad.end_update()
             del self._used[-1]
 
-    def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+    def _update(
+        self, left: _Piece | WholeParameter, rewritten: set[ManagedSlot], operator: _Operator
+    ) -> None:
         """Update the elements of a piece, everything they need pinned at once."""
+        if isinstance(left, WholeParameter):
+            self._update_whole(left, rewritten, operator)
+            return
         if self._belongs_on_host(left):
             self._update_on_host(left, rewritten, operator)
             return
@@ -157,6 +173,26 @@ class ChunkUpdate:
             with self._completeness.change():
                 run()
                 del self._left[0]
+
+    def _update_whole(self, left: WholeParameter, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+        (slot,) = left.slots
+        with operator(left.written + left.grads, left.written), torch.no_grad():
+            for piece in left.pieces:
+                self._manager.snapshot.before_update(piece)
+            with self._completeness.change():
+                part, put_back = left.gathered(self.steps[slot], rewritten=slot in rewritten)
+                self._prepare([part])()
+                put_back()
+                del self._left[0]
+
+    def _step_elsewhere(self) -> None:
+        """Have the small states of parameters of which other ranks have all elements take the step, too."""
+        none = torch.empty(0, dtype=self._group.plan.updated_dtype, device="cpu")
+        states = {state.name: none.clone() for state in self._states}
+        steps = [self.steps[slot] for slot in self._elsewhere]
+        parts = [Part(none.clone(), none.clone(), states, None, step, 0) for step in steps]
+        with torch.no_grad():
+            self._rule.prepare(parts, "cpu")()
 
     def _belongs_on_host(self, left: _Piece) -> bool:
         """Whether the CPU updates the piece on HOST. What it needs may also not be had there, or have to be

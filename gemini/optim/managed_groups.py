@@ -20,6 +20,7 @@ from gemini.optim.rule import UpdateRule
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
+from gemini.optim.stepped_rule import GroupSettings
 from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ChunkGroup, ManagedSlot
 
@@ -32,6 +33,7 @@ class ManagedGroups(WrappedOptimizer):
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     rule: UpdateRule
     steps: dict[ManagedSlot, int]
+    small: dict[ManagedSlot, dict[str, Any]]
     loss_scale: LossScale | None
     _states: Mapping[torch.dtype, tuple[StateSpec, ...]] = MappingProxyType({})  # by type of what is updated
     _driven_optim: torch.optim.Optimizer | None = None
@@ -155,7 +157,8 @@ class ManagedGroups(WrappedOptimizer):
 
     def exported_settings(self) -> list[dict[str, Any]]:
         """Return what :attr:`settings` says, as numbers."""
-        return [asdict(self.rule.hyper(group)) for group in self.param_groups]
+        hypers = (self.rule.hyper(group) for group in self.param_groups)
+        return [dict(h.values) if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
 
     def take_settings(self, settings: list[dict[str, Any]]) -> None:
         """Set what another rank's :meth:`exported_settings` says."""
@@ -164,7 +167,7 @@ class ManagedGroups(WrappedOptimizer):
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(value)  # a scheduler holds it
                 else:
-                    group[name] = tuple(value) if name == "betas" else value
+                    group[name] = tuple(value) if isinstance(group[name], tuple) else value
 
     @property
     def slots(self) -> set[ManagedSlot]:

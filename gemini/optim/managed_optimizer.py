@@ -12,14 +12,15 @@ from gemini.runtime import ChunkGroup, ManagedSlot
 
 
 class ManagedOptimizer(Protocol):
-    """``steps``: how many each parameter has made; ``state_names``: what is kept of parameters, by torch's
-    names; ``stowed``: tensors of states that a file has between updates."""
+    """``steps``: how many each parameter has made; ``small``: its small states; ``state_names``: what chunks
+    keep of parameters, by torch's names; ``stowed``: tensors of states that a file has between updates."""
 
     model: ManagedModel
     rule: UpdateRule
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     steps: dict[ManagedSlot, int]
+    small: dict[ManagedSlot, dict[str, Any]]
     stowed: frozenset[int]
     loss_scale: LossScale | None
 

@@ -15,11 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from gemini.chunk.state_spec import StateSpec
-from gemini.errors import ConfigError
-from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gradients import scaled
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, placed_at, run_rows
-from gemini.optim.lion import Lion, LionHyper, lion_update
+from gemini.optim.lion import LionHyper, lion_update
 from gemini.optim.settings import numbers_of, require_non_negative
 from gemini.optim.state_format import MOMENTS, StateFormat
 
@@ -27,11 +25,14 @@ from gemini.optim.state_format import MOMENTS, StateFormat
 @dataclass(frozen=True)
 class UpdateStep:
     """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
-    happens to the gradient first."""
+    happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
+    puts those of afterwards into ``after``."""
 
     hyper: Any
     number: int
     scale: GradScale = field(default_factory=GradScale)
+    before: Mapping[str, Any] | None = None
+    after: dict[str, Any] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
@@ -51,11 +52,18 @@ class Part(NamedTuple):
 
 
 class UpdateRule(Protocol):
-    """How one kind of optimizer updates. Without state of its own. ``counts_steps``: whether a state dict
-    says of each parameter how many steps it has made."""
+    """How one kind of optimizer updates. ``counts_steps``: whether a state dict says of each parameter how
+    many steps it has made; ``keeps_small``: whether there are small states, beside chunks; ``whole``: whether
+    a part is a whole parameter, in its shape."""
 
     @property
     def counts_steps(self) -> bool: ...
+
+    @property
+    def keeps_small(self) -> bool: ...
+
+    @property
+    def whole(self) -> bool: ...
 
     @property
     def converts(self) -> bool:
@@ -91,6 +99,8 @@ class AdamRule:
 
     format: StateFormat = field(default_factory=StateFormat)
     counts_steps: ClassVar[bool] = True
+    keeps_small: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     @property
     def converts(self) -> bool:
@@ -134,6 +144,8 @@ class _TorchRule(ABC):
     """Operators of torch on each part. States are of the type of the values, as torch has them."""
 
     counts_steps = False
+    keeps_small = False
+    whole = False
     converts = False
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
@@ -222,22 +234,3 @@ class LionRule(_TorchRule):
 
     def update(self, part: Part, grad: torch.Tensor) -> None:
         lion_update(part.values, grad, part.states["exp_avg"], part.step.hyper)
-
-
-_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
-    torch.optim.SGD: SgdRule(),
-    Lion: LionRule(),
-}
-
-
-def rule_of(optim: torch.optim.Optimizer) -> UpdateRule:
-    """Return how ``optim`` updates. Raises ConfigError where nothing here does as it does."""
-    if isinstance(optim, CPUAdam):
-        return AdamRule(optim.state_format)
-    for kind in type(optim).__mro__:
-        if kind in _RULES and type(optim).step is kind.step:
-            return _RULES[kind]
-    raise ConfigError(
-        f"GeminiOptimizer drives CPUAdam, HybridAdam, Lion and torch.optim.SGD, whose steps can be cut into "
-        f"pieces, not {type(optim).__name__}"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> N
     for slot in optimizer.steps.keys() - steps.keys():
         for state in optimizer.states_of(slot.group):
             write_state(optimizer, slot, state, _ZERO)
-    optimizer.steps = steps
+    optimizer.steps, optimizer.small = steps, {}
 
 
 def write_state_range(
@@ -184,7 +184,10 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
             states = optimizer.states_of(slot.group)
             found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
             for state in states:
-                write_state(optimizer, slot, state, found[state.name])
+                value = found.get(state.name)  # None: with other settings it keeps nothing of the name
+                write_state(optimizer, slot, state, value if value is not None else _ZERO)
+            if optimizer.rule.keeps_small:
+                optimizer.small[slot] = _small(entry, states)
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
@@ -255,15 +258,30 @@ def _check_count(slot: ManagedSlot, count: Any) -> None:
         raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is no number")
 
 
-def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, torch.Tensor]:
-    """Return what a state says of how many steps a parameter has made, where its rule says it."""
-    return {"step": step_count(optimizer.steps[slot])} if optimizer.rule.counts_steps else {}
+def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, Any]:
+    """Return what a state has of a parameter beside arrays: how many steps it has made, where its rule says
+    it; small states."""
+    if optimizer.rule.counts_steps:
+        return {"step": step_count(optimizer.steps[slot])}
+    return _small(optimizer.small.get(slot, {}), ())
+
+
+def _small(entry: Mapping[str, Any], arrays: Sequence[StateSpec]) -> dict[str, Any]:
+    """Return copies of the small states in an entry of a state dict."""
+    names = {state.name for state in arrays}
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+        if name not in names
+    }
 
 
 def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
     """Return the names of all that a state has of a parameter."""
-    names = (state.name for state in optimizer.states_of(slot.group))
-    return (*(("step",) if optimizer.rule.counts_steps else ()), *names)
+    return (
+        *(("step",) if optimizer.rule.counts_steps else optimizer.small.get(slot, ())),
+        *(state.name for state in optimizer.states_of(slot.group)),
+    )
 
 
 def slots_in_order(optimizer: ManagedOptimizer) -> Sequence[ManagedSlot]:

@@ -34,8 +34,12 @@ STATES_OF_RULES = {
     "sgd": (StateSpec("momentum_buffer"),),
     "none": (),
 }
-# What tiers have places for, whichever optimizer comes: torch knows none that keeps more of each element.
-MOST_STATES = (StateSpec("first"), StateSpec("second"), StateSpec("third"))
+# What tiers have places for, whichever optimizer comes: none of torch's keeps more of each element, and Adam
+# with int8 moments no more arrays.
+MOST_STATES = (
+    *(StateSpec(name) for name in ("first", "second", "third")),
+    *(StateSpec(name, per_block=True) for name in ("first_scale", "second_scale")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
