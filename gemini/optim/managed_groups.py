@@ -23,6 +23,7 @@ from gemini.optim.state_share import stow_share
 from gemini.optim.stepped_rule import GroupSettings
 from gemini.optim.wrapped import WrappedOptimizer
 from gemini.runtime import ChunkGroup, ManagedSlot
+from gemini.runtime.storage.data_sizes import Kept
 
 
 class ManagedGroups(WrappedOptimizer):
@@ -50,6 +51,10 @@ class ManagedGroups(WrappedOptimizer):
     def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
         """Return what is kept of the parameters of a group."""
         return self._states[group.plan.updated_dtype]
+
+    def kept_of(self, group: ChunkGroup) -> Kept:
+        """Return what chunks have to keep for updates of a group."""
+        return Kept(self.states_of(group), self.rule.whole)
 
     def _wanted_states(self) -> dict[torch.dtype, tuple[StateSpec, ...]]:
         dtypes = dict.fromkeys(group.plan.updated_dtype for group in self.model.storage.groups)

@@ -24,7 +24,6 @@ from gemini.chunk import (
     TierBudgets,
     search_chunk_size,
 )
-from gemini.chunk.state_spec import StateSpec
 from gemini.comm.model_ranks import ModelRanks
 from gemini.comm.peers import Peers, require_equal
 from gemini.comm.share import Share
@@ -44,6 +43,7 @@ from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupSpec,
+    Kept,
     Needs,
     data_sizes,
     largest_operator,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-Trained = Mapping[str, tuple[StateSpec, ...]]  # parameters that train, with their states
+Trained = Mapping[str, Kept]  # parameters that train, with what is kept of them
 
 # DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
 # the next.
@@ -151,7 +151,7 @@ def build_runtime(
         )
         made.append(storage)
         if config.optimizer_rule is not None:
-            _refuse_full_disk(storage, STATES_OF_RULES[config.optimizer_rule])
+            _refuse_full_disk(storage, Kept(STATES_OF_RULES[config.optimizer_rule]))
         return storage
 
     try:
@@ -219,9 +219,9 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
     return plan if plan is not None else checked(Blueprint.refuse_unheld)
 
 
-def _refuse_full_disk(storage: ModelStorage, states: tuple[StateSpec, ...]) -> None:
-    """Raise IoError where the disk has no space for these states of each parameter that trains."""
-    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), states)))
+def _refuse_full_disk(storage: ModelStorage, kept: Kept) -> None:
+    """Raise IoError where the disk has no space for what is kept of each parameter that trains."""
+    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), kept)))
     if lack is not None:
         raise IoError(errno.ENOSPC, lack, storage.chunks.budgets.disk_dir or "")
 
@@ -279,8 +279,8 @@ class Drawing:
     ranks_here: int
 
     def draw(self, config: GeminiConfig, trained: Trained | None = None) -> Blueprint:
-        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with which
-        states; None: all that were not frozen, with those of the rule that was announced, or Adam's.
+        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with what
+        is kept of it; None: all that were not frozen, with those of the rule that was announced, or Adam's.
 
         Raises:
             ConfigError: a size allows no chunk.
@@ -311,14 +311,14 @@ class Drawing:
             needs = needs_of(groups, trained)
             return with_gathered(data_sizes(zip(plans, needs, strict=True)), gather_bytes, *operator)
 
-        everything = size(dict.fromkeys(outline.params, MOST_STATES))
+        everything = size(dict.fromkeys(outline.params, Kept(MOST_STATES)))
         capacity = _capacity(config, device_bytes, everything, device, self.ranks_here)
         signature = "+".join(spec.layout.signature() for spec in groups)
         signature += "+activations" if config.activation_offload else ""
         signature += f"/{share.size}" if share is not None else ""
         if trained is None:
             rule = config.optimizer_rule or "adam"
-            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, STATES_OF_RULES[rule])
+            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, Kept(STATES_OF_RULES[rule]))
         policy = make_policy(config.placement_policy)
         context = PlacementContext(policy, size(trained), capacity, signature)
         budgets = _budgets(config, capacity, reserve_disk=outline.trainable == outline.params.keys())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import optim as torch_optim
 from training_harness import seeded
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, checkpoint
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -202,6 +202,18 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=reason):
                 GeminiOptimizer(make(net.parameters()), model)
         assert {chunk.spec.label for chunk in model.manager.chunks.chunks} == {"param", "grad"}
+
+
+def test_a_matrix_whose_update_needs_more_than_device_holds_is_refused_beforehand(tmp_path: Path) -> None:
+    options = tight(tmp_path, device_bytes=450_000, disk_bytes="8MiB")
+    net = nn.Linear(32, 1500, bias=False)  # 192,000 bytes; with gradient and momentum 576,000
+    with GeminiDDP(net, **options) as model:
+        GeminiOptimizer(torch_optim.NAdam(net.parameters()), model)  # a piece at a time
+    net = nn.Linear(32, 1500, bias=False)
+    with GeminiDDP(net, **options) as model:
+        with pytest.raises(OutOfBudgetError, match="raise device_bytes to at least 5") as refused:
+            GeminiOptimizer(torch_optim.Muon(net.parameters()), model)
+        assert "updating one chunk" in str(refused.value)
 
 
 def test_a_learning_rate_that_changes_is_that_of_its_step(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, chain
+from functools import lru_cache, reduce
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,14 +29,24 @@ class GroupSpec:
     master: bool
 
 
+class Kept(NamedTuple):
+    """What an optimizer keeps of each parameter of a chunk; ``whole``: an update needs all of a parameter."""
+
+    states: tuple[StateSpec, ...] = ()
+    whole: bool = False
+
+    def joined(self, other: Kept) -> Kept:
+        """Return what two optimizers keep, one after the other."""
+        return Kept(tuple(dict.fromkeys(self.states + other.states)), self.whole or other.whole)
+
+
 class Needs(NamedTuple):
     """What a parameter chunk needs beside itself. ``trains``: a gradient and, where its type asks for them,
-    masters; ``masters`` alone are what a model has that nobody trains yet. ``states``: what an optimizer
-    keeps of each parameter."""
+    masters; ``masters`` alone are what a model has that nobody trains yet. ``kept``: by optimizers."""
 
     masters: bool = False
     trains: bool = False
-    states: tuple[StateSpec, ...] = ()
+    kept: Kept = Kept()
 
 
 @dataclass(frozen=True)
@@ -193,16 +203,17 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
     values = list(plan.params())
     values += plan.gradients() if need.trains else ()
     masters = list(plan.masters()) if need.trains or need.masters else []
-    states = list(plan.states(need.states))
+    states = list(plan.states(need.kept.states))
     kept = [chunk for chunk in values if plan.share is None or chunk.kind in _SHARDS]
     by_piece = [
-        sum(chunk.nbytes for chunk in (*masters[index : index + 1], *_nth(states, index, need.states)))
+        sum(chunk.nbytes for chunk in (*masters[index : index + 1], *_nth(states, index, need.kept.states)))
         for index in range(len(plan.pieces))
     ]
     whole = [chunk for chunk in values if plan.share is not None and chunk.kind not in _SHARDS]
     return DataSizes(
         total=sum(chunk.nbytes for chunk in (*kept, *masters, *states)),
-        working=sum(chunk.nbytes for chunk in kept) + max(by_piece, default=0),
+        working=sum(chunk.nbytes for chunk in kept)
+        + (sum(by_piece) if need.kept.whole else max(by_piece, default=0)),
         largest=max(chunk.nbytes for chunk in (*values, *masters, *states)),
         windows=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.PARAM),
         largest_gradient=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.GRAD),
@@ -241,12 +252,12 @@ def largest_operator(
     return largest, largest_name
 
 
-def needs_of(groups: Sequence[GroupSpec], trained: Mapping[str, tuple[StateSpec, ...]]) -> list[Needs]:
-    """Return what each parameter chunk needs where the parameters that ``trained`` names train, each with
-    these states; what shares a chunk with them trains as well. Masters are there from the beginning."""
+def needs_of(groups: Sequence[GroupSpec], trained: Mapping[str, Kept]) -> list[Needs]:
+    """Return what each parameter chunk needs where the parameters that ``trained`` names train, with what is
+    kept of each; what shares a chunk with them trains as well. Masters are there from the beginning."""
     found = []
     for spec in groups:
         for chunk in range(spec.layout.num_chunks):
-            states = [trained[slot.name] for slot in spec.layout.slots_of(chunk) if slot.name in trained]
-            found.append(Needs(spec.trainable, bool(states), tuple(dict.fromkeys(chain(*states)))))
+            kept = [trained[slot.name] for slot in spec.layout.slots_of(chunk) if slot.name in trained]
+            found.append(Needs(spec.trainable, bool(kept), reduce(Kept.joined, kept, Kept())))
     return found

@@ -16,7 +16,15 @@ from gemini.comm.share import Share
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
-from gemini.runtime.storage.data_sizes import DataSizes, GroupPlan, GroupSpec, Needs, data_sizes, plan_groups
+from gemini.runtime.storage.data_sizes import (
+    DataSizes,
+    GroupPlan,
+    GroupSpec,
+    Kept,
+    Needs,
+    data_sizes,
+    plan_groups,
+)
 from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.mixture import Mixture
 from gemini.runtime.storage.sharded_gradient import GroupShard, ShardedGradient, ShardPlace
@@ -53,7 +61,7 @@ class ChunkGroup:
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)
-    states: tuple[StateSpec, ...] = ()  # what optimizers keep of its parameters
+    kept: Kept = field(default_factory=Kept)  # of its parameters, by optimizers
     watcher: GradientWatcher | None = None  # of the gradients of its parameters
 
     @property
@@ -237,9 +245,9 @@ class ModelStorage:
 
     # -- what comes later ------------------------------------------------------------------------
 
-    def sizes(self, more: Mapping[ChunkGroup, Iterable[StateSpec]] = MappingProxyType({})) -> DataSizes:
-        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, each
-        with these states."""
+    def sizes(self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({})) -> DataSizes:
+        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, of
+        which it keeps that."""
         trains = self.trains or bool(more)
         return data_sizes(
             (
@@ -247,29 +255,30 @@ class ModelStorage:
                 Needs(
                     group.has_master,
                     trains and (group.grad is not None or group in more),
-                    (*group.states, *_new(more.get(group, ()), group.states)),
+                    group.kept.joined(more.get(group, Kept())),
                 ),
             )
             for group in self.groups
         )
 
-    def missing(self, more: Mapping[ChunkGroup, Iterable[StateSpec]]) -> list[ChunkSpec]:
+    def missing(self, more: Mapping[ChunkGroup, Kept]) -> list[ChunkSpec]:
         """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
         found: list[ChunkSpec] = []
-        for group, states in more.items():
+        for group, kept in more.items():
             if group.grad is None:
                 found += [*group.plan.gradients(), *group.plan.masters()]
-            found += group.plan.states(_new(states, group.states))
+            found += group.plan.states(_new(kept.states, group.kept.states))
         return found
 
-    def add(self, more: Mapping[ChunkGroup, Iterable[StateSpec]]) -> None:
+    def add(self, more: Mapping[ChunkGroup, Kept]) -> None:
         """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
-        for group, states in more.items():
+        for group, kept in more.items():
             if group.grad is None:
                 self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
                 for piece, spec in zip(group.pieces, group.plan.masters(), strict=False):
                     self._add_state(piece, MASTER, self.chunks.add_chunk(spec))
-            self._add_states(group, _new(states, group.states))
+            self._add_states(group, _new(kept.states, group.kept.states))
+            group.kept = group.kept.joined(kept)
         self.trains = True
 
     def widen_exchange(self) -> bool:
@@ -312,7 +321,6 @@ class ModelStorage:
         for piece in group.pieces:
             for state in states:
                 self._add_state(piece, state.key, self.chunks.add_chunk(next(specs)))
-        group.states += tuple(states)
 
     def _add_state(self, piece: StatePiece, key: str, chunk: Chunk) -> None:
         piece.chunks[key] = chunk
