@@ -106,16 +106,16 @@ class ChunkUpdate:
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
         self._left: list[_Piece | WholeParameter]
         if self._rule.whole:
-            self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps]
+            self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps if slot.pieces]
         else:
             self._left = [
                 _Piece(group, piece, touched, states, chunk_of)
                 for piece in group.pieces
                 if (touched := _touched(piece, steps))
             ]
-
         here = {slot for piece in self._left for slot in piece.slots}
-        self._elsewhere = [slot for slot in steps if slot not in here]  # all elements are other ranks'
+        # Parameters of which all elements are other ranks'.
+        self._elsewhere = [slot for slot in steps if slot not in here and not self._rule.whole]
 
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:

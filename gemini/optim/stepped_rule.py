@@ -23,20 +23,22 @@ class GroupSettings:
     """The settings of a parameter group as they were; one-element tensors are copies."""
 
     values: Mapping[str, Any]
+    text: str
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> GroupSettings:
         named = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        return cls({name: _copied(value) for name, value in named.items()})
+        text = ", ".join(f"{name}={value!r}" for name, value in named.items())
+        return cls({name: _copied(value) for name, value in named.items()}, text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupSettings) and repr(self) == repr(other)
+        return isinstance(other, GroupSettings) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.text)
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+        return self.text
 
     @property
     def switches(self) -> str:
@@ -63,9 +65,8 @@ class SteppedRule:
         self._optim = optim
         self.whole = whole
         self._arrays = arrays
-        self._first: dict[str, Any] = next(
-            (entry for entry in optim.state.values() if entry), {}
-        )  # as some begin with
+        # As Adagrad has it, which makes no state in its steps.
+        self._first: dict[str, Any] = next((entry for entry in optim.state.values() if entry), {})
         self._found: dict[tuple[str, torch.dtype], tuple[StateSpec, ...]] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
@@ -180,11 +181,27 @@ class SteppedRule:
                     for name, value in self._first.items()
                 }
         shell.param_groups = [{**settings.values, "params": params}]
+        before = {**vars(shell)}
         for each in grads:
             for param, grad in zip(params, each, strict=True):
                 param.grad = grad.clone()
             step_of(type(shell))(shell)
+        self._refuse_others(settings, before, shell)
         return [{"values": param.detach(), **shell.state[param]} for param in params]
+
+    def _refuse_others(
+        self, settings: GroupSettings, before: Mapping[str, Any], shell: torch.optim.Optimizer
+    ) -> None:
+        """Raise ConfigError where a step has written to what one over pieces would write to more than once:
+        settings of groups, attributes of the optimizer."""
+        changed = [name for name, value in vars(shell).items() if before.get(name) is not value]
+        if GroupSettings.of(shell.param_groups[0]) != settings:
+            changed.append("param_groups")
+        if changed:
+            raise ConfigError(
+                f"{type(self._optim).__name__} was said to be element-wise, and its step writes to "
+                f"{', '.join(changed)}, which all parameters share. It cannot update a managed model"
+            )
 
 
 def step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:

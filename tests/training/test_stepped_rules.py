@@ -161,12 +161,13 @@ def test_checkpoints_and_state_dicts_have_all_of_a_state(rule: str, tmp_path: Pa
 class Clipped(torch.optim.Optimizer):
     """A class that nobody knows, and that is element-wise as long as it clips elements, not norms."""
 
-    def __init__(self, params: Any, by_norm: bool = False) -> None:
-        super().__init__(params, {"lr": 0.1, "by_norm": by_norm})
+    def __init__(self, params: Any, by_norm: bool = False, counts: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "by_norm": by_norm, "counts": counts, "count": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["count"] += group["counts"]
             for param in group["params"]:
                 state = self.state[param]
                 mean = state.setdefault("mean", torch.zeros_like(param))
@@ -184,6 +185,8 @@ def test_an_unknown_class_is_cut_where_its_user_says_so_and_a_trial_agrees(tmp_p
             GeminiOptimizer(Clipped(net.parameters()), model)
         with pytest.raises(ConfigError, match=r"Clipped was said to be element-wise"):
             GeminiOptimizer(Clipped(net.parameters(), by_norm=True), model, elementwise=True)
+        with pytest.raises(ConfigError, match=r"writes to param_groups, which all parameters share"):
+            GeminiOptimizer(Clipped(net.parameters(), counts=True), model, elementwise=True)
         assert {chunk.spec.label for chunk in model.manager.chunks.chunks} == {"param", "grad"}
         managed = GeminiOptimizer(Clipped(net.parameters()), model, elementwise=True)
         train(model, [managed], square, range(5))
