@@ -9,7 +9,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
-from gemini.optim import CPUAdam, GeminiOptimizer, HybridAdam
+from gemini.optim import GeminiOptimizer
 from gemini.system.config import keyword_names, refuse_unknown
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ def zero_optim_wrapper(
         ConfigError: another model, or an optimizer that the stage cannot drive.
     """
     if isinstance(model, GeminiDDP):
-        if not isinstance(optimizer, (CPUAdam, HybridAdam)):
-            raise ConfigError(f"GeminiOptimizer drives CPUAdam or HybridAdam, not {type(optimizer).__name__}")
         refuse_unknown("zero_optim_wrapper", options, keyword_names(GeminiOptimizer) - _NAMED)
         return GeminiOptimizer(optimizer, model, max_norm=max_norm, **options)
     from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer

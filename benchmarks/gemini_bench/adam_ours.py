@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gemini import _C
+from gemini.chunk.state_spec import BLOCK_NUMEL
 from gemini.optim import CPUAdam
-from gemini.optim.kernels import BLOCK_NUMEL, AdamStep, Row, make_row, run_rows
+from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
 from gemini.optim.state_format import ARRAYS
 from gemini_bench.adam_peers import HYPER, SAMPLE_NUMEL
 from gemini_bench.paired import Contender, filled

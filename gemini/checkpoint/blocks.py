@@ -12,6 +12,7 @@ import torch
 from gemini.checkpoint import contents
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, settled
 from gemini.checkpoint.writer import CheckpointWriter
+from gemini.chunk.state_spec import StateSpec
 from gemini.errors import IoError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
@@ -127,9 +128,9 @@ class CheckpointFiles:
             in_place = self._viewed
             if slot.param_view.is_contiguous():
                 dtype = contents.weight_dtype(slot)
-                if piece.has(MASTER):
+                if piece.has_master:
                     tensors[piece.tensors[MASTER]] = None
-                    read = partial(piece.flat, MASTER, start, stop)
+                    read = partial(piece.master, start, stop)
                 else:
                     tensors.update(dict.fromkeys(group.value_tensors([slot])))
                     read = partial(_param_values, group, start, stop, dtype)
@@ -138,12 +139,13 @@ class CheckpointFiles:
                 file = self._weights[slot.name]
                 extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
-                for state in self._optimizer.state_names:
-                    tensors[piece.tensors[state]] = None
+                for state in self._optimizer.states_of(group):
+                    tensors[piece.tensors[state.key]] = None
                     name = _range_name(slot, state)
-                    read = partial(piece.flat, state, start, stop)
-                    file, first = self._states[name], start - slot.start - contents.owned(slot)[0]
-                    extents.append(Extent(file, name, first, 4 * (stop - start), read, self._viewed))
+                    read = partial(slot.state_in, piece, state)
+                    nbytes = state.nbytes(stop - start)
+                    first = slot.span_in(piece, state).start - contents.owned_span(slot, state)[0]
+                    extents.append(Extent(self._states[name], name, first, nbytes, read, self._viewed))
         return Block(piece, tuple(tensors), tuple(extents))
 
 
@@ -164,8 +166,8 @@ def _param_values(group: ChunkGroup, start: int, stop: int, dtype: torch.dtype) 
     return group.values(start, stop).to(dtype)
 
 
-def _range_name(slot: ManagedSlot, state: str) -> str:
-    return contents.range_name(slot.name, state, *contents.owned(slot))
+def _range_name(slot: ManagedSlot, state: StateSpec) -> str:
+    return contents.range_name(slot.name, state.name, *contents.owned_span(slot, state))
 
 
 def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: int) -> dict[str, TensorFile]:
@@ -195,10 +197,10 @@ def _state_files(
     specs, owners = [], {}
     for group in optimizer.model.storage.groups:
         for slot in group.slots:
-            start, stop = contents.owned(slot)
-            if slot in optimizer.steps and start < stop:
-                for state in optimizer.state_names:
-                    specs.append(TensorSpec(_range_name(slot, state), torch.float32, (stop - start,)))
+            for state in optimizer.states_of(group) if slot in optimizer.steps else ():
+                start, stop = contents.owned_span(slot, state)
+                if start < stop:
+                    specs.append(TensorSpec(_range_name(slot, state), state.dtype, (stop - start,)))
                     owners[specs[-1].name] = (slot, state)
     files: dict[str, TensorFile] = {}
     for number, shard in enumerate(_shards(specs, shard_bytes)):
@@ -207,7 +209,8 @@ def _state_files(
         for spec in shard:
             slot, state = owners[spec.name]
             files[spec.name] = file
-            writer.states.setdefault(state, {})[slot.name] = [(*contents.owned(slot), name, spec.name)]
+            ranges = writer.states.setdefault(state.name, {})
+            ranges[slot.name] = [(*contents.owned_span(slot, state), name, spec.name)]
     return files
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.errors import CheckpointError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
@@ -57,6 +58,26 @@ def owned(slot: ManagedSlot) -> tuple[int, int]:
     if slot.group.shard is not None:
         start, stop = slot.group.shard.clip(start, stop)
     return start - slot.start, stop - slot.start
+
+
+def owned_span(slot: ManagedSlot, state: StateSpec) -> tuple[int, int]:
+    """Return the values ``[start, stop)`` of a state of a parameter that this rank has: as :func:`owned`, or
+    those of its blocks."""
+    start, stop = owned(slot)
+    if state.per_block and start < stop:
+        return start // BLOCK_NUMEL, num_blocks(stop)
+    return start, stop
+
+
+def state_arrays(optimizer: GeminiOptimizer) -> dict[str, dict[str, list[Any]]]:
+    """Return, of parameters of which something else is kept than fp32 values of all states, by the name of
+    the state, of which type it is, and whether there is one for each block."""
+    plain = tuple(map(StateSpec, optimizer.state_names))
+    return {
+        slot.name: {state.name: [state.type_name, state.per_block] for state in states}
+        for slot in optimizer.steps
+        if (states := optimizer.states_of(slot.group)) != plain
+    }
 
 
 def require_own_names(model: ManagedModel) -> None:

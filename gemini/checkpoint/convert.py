@@ -24,7 +24,7 @@ from gemini.checkpoint.staging import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
-from gemini.optim.state_format import step_count
+from gemini.optim.state_format import StateFormat, step_count
 from gemini.system.files import io_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -197,7 +197,7 @@ class _Mapped:
         specs = {name: reader.spec(name) for name in reader.weights}
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in specs.values()]
         kept = len(reader.states)
-        sizes += [kept * 4 * math.prod(specs[name][1]) for name in reader.manifest["optimizer_steps"]]
+        sizes += [kept * 8 * math.prod(specs[name][1]) for name in reader.manifest["optimizer_steps"]]
         self._file = MappedTensors(str(scratch), sum(sizes), max(kept, 1) * len(sizes))
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -208,10 +208,20 @@ class _Mapped:
 
     def state(self, param: str) -> dict[str, torch.Tensor]:
         """Return the states of a parameter as torch's optimizer names them."""
-        states = {state: self._file.copy(self._reader.state(state, param)) for state in self._reader.states}
-        if states.keys() != _OF_ADAM:
-            return states
+        arrays = self._reader.arrays(param)
+        read = {state: self._reader.state(state, param) for state in arrays}
+        is_adam = read.keys() >= _OF_ADAM
+        if is_adam:
+            read = _format_of(arrays["exp_avg"].dtype).exported(read)
+        states = {state: self._file.copy(value) for state, value in read.items()}
+        if not is_adam:
+            return {**self._reader.objects().get("small_states", {}).get(param, {}), **states}
         return {"step": step_count(self._reader.manifest["optimizer_steps"][param]), **states}
+
+
+def _format_of(dtype: torch.dtype) -> StateFormat:
+    """Return how moments are kept of which the first is of ``dtype``."""
+    return StateFormat({torch.int8: "int8", torch.bfloat16: "bf16"}.get(dtype, "fp32"))
 
 
 def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:

@@ -18,7 +18,7 @@ from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
-from gemini.checkpoint.structure import kept_states
+from gemini.checkpoint.structure import StateArray, arrays_of, kept_states
 from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel
@@ -166,6 +166,7 @@ def _load_once(
         with optimizer.loading():
             _load_values(reader, model, optimizer, objects["extra_states"], rank)
             _agree(rank, restore)
+            _load_small(objects, optimizer)
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
@@ -193,6 +194,14 @@ def _load_settings(
         scheduler.load_state_dict(objects["scheduler"])
 
 
+def _load_small(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
+    slots = optimizer.model.storage.slots
+    optimizer.small.clear()
+    optimizer.small.update(
+        {slots[name]: dict(state) for name, state in objects.get("small_states", {}).items()}
+    )
+
+
 def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
     """Raise ConfigError for settings of groups that no step could be made with."""
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
@@ -212,9 +221,11 @@ def _check_model(
     if set(kept) != set(optimizer.state_names):
         raise CheckpointError(
             f"{checkpoint} has of each parameter the states {list(kept)}, and the optimizer keeps "
-            f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it"
+            f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it, with its "
+            "state_dtype and master_remainders; its state_dict() leads from those to others"
         )
     slots = model.storage.slots
+    _compare_arrays(checkpoint, manifest, optimizer)
     frozen = [name for name in manifest["optimizer_steps"] if slots[name].grad is None]
     if frozen:
         raise CheckpointError(
@@ -226,6 +237,28 @@ def _check_model(
         raise CheckpointError(
             f"{checkpoint} has parameter groups of {[len(group) for group in saved]} parameters, the "
             f"optimizer of {[len(group) for group in own]}, or in another order; build it as it was then"
+        )
+
+
+def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
+    """Raise CheckpointError where states were kept in a way that those here do not follow from. Floats are
+    rounded to floats; codes belong to their scales, in the order in which memory has them."""
+    slots = optimizer.model.storage.slots
+    for name in manifest["optimizer_steps"]:
+        saved = arrays_of(manifest, name)
+        own = {
+            state.name: StateArray(state.dtype, state.per_block)
+            for state in optimizer.states_of(slots[name].group)
+        }
+        floats = all(array.dtype.is_floating_point for array in (*saved.values(), *own.values()))
+        in_order = tuple(manifest["parameters"][name]["stride"]) == slots[name].param_view.stride()
+        if saved.keys() == own.keys() and (floats or (saved == own and in_order)):
+            continue
+        kept, here = ({state: str(array.dtype) for state, array in each.items()} for each in (saved, own))
+        raise CheckpointError(
+            f"{checkpoint} has of {name!r} {kept}, and the optimizer keeps {here}, or in another order of "
+            "memory; load it with the state_dtype and master_remainders that saved it: its "
+            "state_dict() leads from one to another"
         )
 
 
@@ -291,9 +324,10 @@ def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: Gemi
     counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
-        for state in optimizer.state_names:
+        for state in optimizer.states_of(slot.group):
             if reader.stride(slot.name) == slot.param_view.stride():
-                for first, values in reader.state_pieces(state, slot.name, *contents.owned(slot)):
+                span = contents.owned_span(slot, state)
+                for first, values in reader.state_pieces(state.name, slot.name, *span):
                     write_state_range(optimizer, slot, state, first, values)
             else:
-                write_state(optimizer, slot, state, reader.state(state, slot.name))
+                write_state(optimizer, slot, state, reader.state(state.name, slot.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from gemini.checkpoint.read_ahead import ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of
 from gemini.checkpoint.structure import (
     Ranges,
+    StateArray,
+    arrays_of,
     check_files,
     check_manifest,
     check_objects,
@@ -106,11 +109,15 @@ class CheckpointReader:
         """Return the stride, in elements, that the order of a parameter's flat states follows."""
         return tuple(self.manifest["parameters"][param]["stride"])
 
+    def arrays(self, param: str) -> dict[str, StateArray]:
+        """Return what there is of the states of a parameter."""
+        return arrays_of(self.manifest, param)
+
     def state_pieces(
         self, state: str, param: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of elements ``[start, stop)`` of a flat state, whoever saved them;
-        valid until the next."""
+        """Yield (number of the first, values) of values ``[start, stop)`` of a flat state, whoever saved
+        them; valid until the next."""
         for first, last, file, name in self.states[state].get(param, ()):  # none: it has no elements
             begin, end = max(start, first), last if stop is None else min(stop, last)
             if begin < end:
@@ -118,9 +125,14 @@ class CheckpointReader:
                     yield first + at, values
 
     def state(self, state: str, param: str) -> torch.Tensor:
-        """Return a copy of a parameter's state in the parameter's shape and memory order."""
+        """Return a copy of a parameter's state in the parameter's shape and memory order, or of the values of
+        its blocks, flat."""
+        array = self.arrays(param)[state]
         shape = self.manifest["parameters"][param]["shape"]
-        full = torch.empty_strided(shape, self.stride(param), dtype=torch.float32, device="cpu")
+        if array.per_block:
+            full = torch.empty(array.numel(math.prod(shape)), dtype=array.dtype, device="cpu")
+        else:
+            full = torch.empty_strided(shape, self.stride(param), dtype=array.dtype, device="cpu")
         flat = torch.as_strided(full, (full.numel(),), (1,))
         for first, values in self.state_pieces(state, param):
             flat[first : first + values.numel()] = values

@@ -118,6 +118,7 @@ def _prepared(
         "buffers": {name: list(value.shape) for name, value in contents.buffers(model).items()},
         "optimizer_steps": {slot.name: count for slot, count in optimizer.steps.items()},
         "states": list(optimizer.state_names),
+        "state_arrays": contents.state_arrays(optimizer),
         "group_members": contents.group_members(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict() if optimizer.loss_scale is not None else None,
         "scheduler": scheduler is not None,
@@ -182,6 +183,9 @@ def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Schedul
         "param_groups": plain_data.encode(groups, "a parameter group"),
         "scheduler": plain_data.encode(
             scheduler.state_dict() if scheduler is not None else None, "the scheduler's state"
+        ),
+        "small_states": plain_data.encode(
+            {slot.name: state for slot, state in optimizer.small.items()}, "the optimizer's state"
         ),
         "extra_states": plain_data.encode(contents.extra_states(model), "a module's extra state"),
     }

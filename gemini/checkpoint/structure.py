@@ -11,17 +11,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
 
 from gemini.checkpoint import contents
+from gemini.chunk.state_spec import num_blocks
 
 _MAX_DIMS = 64  # as torch
 _STATES = re.compile(r"optimizer-rank-\d{5,}-of-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 _WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
 _RANKS = re.compile(r"rank-\d{5,}-of-\d{5,}\.json", re.ASCII)
 _OTHERS = (contents.BUFFERS, contents.MODEL_INDEX, contents.OPTIMIZER_INDEX)
+
+_STATE_TYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+}
 
 Ranges = dict[str, dict[str, list[list[Any]]]]
 
@@ -68,6 +81,34 @@ def kept_states(manifest: Mapping[str, Any]) -> list[str]:
     return names
 
 
+class StateArray(NamedTuple):
+    """What was saved of a state of a parameter: type, and whether there is a value for each block."""
+
+    dtype: torch.dtype
+    per_block: bool
+
+    def numel(self, numel: int) -> int:
+        """Return how many values there are for a parameter of ``numel`` elements."""
+        return num_blocks(numel) if self.per_block else numel
+
+
+def arrays_of(manifest: Mapping[str, Any], param: str) -> dict[str, StateArray]:
+    """Return what was saved of the states of a parameter, by name: fp32 values of all of them, where nothing
+    else is said. Raises ValueError for what cannot be."""
+    said = manifest.get("state_arrays", {}).get(param)
+    names = kept_states(manifest)
+    if said is None:
+        return dict.fromkeys(names, StateArray(torch.float32, False))
+    if not table(said).keys() <= set(names):
+        raise ValueError(f"{param!r} has states {sorted(said)!r:.200}, not of {sorted(names)!r:.200}")
+    found = {}
+    for name, (dtype, per_block) in said.items():
+        if dtype not in _STATE_TYPES or type(per_block) is not bool:
+            raise ValueError(f"{name} of {param!r} would be of {dtype!r:.200}, {per_block!r:.200}")
+        found[name] = StateArray(_STATE_TYPES[dtype], per_block)
+    return found
+
+
 def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
     """Check that an index has every weight and buffer, and the ranges of every state each element once."""
     parameters, buffers = table(manifest["parameters"]), table(manifest["buffers"])
@@ -91,8 +132,15 @@ def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states
             raise ValueError(f"{name!r} has optimizer states and is no parameter")
     if states.keys() != set(kept_states(manifest)):
         raise ValueError(f"it has states {sorted(states)!r:.200}, not {sorted(kept_states(manifest))!r:.200}")
+    for name in table(manifest.get("state_arrays", {})):
+        if name not in stepped:
+            raise ValueError(f"{name!r} has types of states and has none")
+    counts: dict[str, dict[str, int]] = {state: {} for state in states}
+    for name in stepped:
+        for state, array in arrays_of(manifest, name).items():
+            counts[state][name] = array.numel(math.prod(parameters[name]["shape"]))
     for state, ranges in states.items():
-        _check_ranges(state, ranges, {name: math.prod(parameters[name]["shape"]) for name in stepped})
+        _check_ranges(state, ranges, counts[state])
 
 
 def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -114,12 +162,13 @@ def expected_tensors(
         else:
             tensor = Expected(tuple(manifest["buffers"][name]), lambda _dtype: True)
         found.setdefault(file, {})[name] = tensor
-    for ranges in states.values():
-        for pieces in ranges.values():
+    for state, ranges in states.items():
+        for param, pieces in ranges.items():
+            dtype = arrays_of(manifest, param)[state].dtype
             for start, stop, file, name in pieces:
                 if name in found.setdefault(file, {}):
                     raise ValueError(f"{name!r} of {file} stands for two ranges")
-                found[file][name] = Expected((stop - start,), _is_fp32)
+                found[file][name] = Expected((stop - start,), partial(eq, dtype))
     return found
 
 
@@ -151,6 +200,10 @@ def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> No
             raise ValueError("it has a scheduler's state and no scheduler")
     elif not isinstance(objects["scheduler"], dict):
         raise ValueError("the scheduler's state is no dict")
+    for name, state in table(objects.get("small_states", {})).items():
+        if name not in manifest["optimizer_steps"]:
+            raise ValueError(f"{name!r} has small states and has made no step")
+        table(state)
     named = manifest["parameters"].keys() | manifest["buffers"].keys() | manifest["aliases"].keys()
     twice = table(objects["extra_states"]).keys() & named
     if twice:
@@ -177,10 +230,6 @@ def whole_number(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{value!r:.200} stands where a number belongs")
     return value
-
-
-def _is_fp32(dtype: torch.dtype) -> bool:
-    return dtype == torch.float32
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

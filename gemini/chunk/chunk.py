@@ -9,6 +9,7 @@ import torch
 
 from gemini.chunk.memory import HostPlace, Window
 from gemini.errors import StateError
+from gemini.memstats.trace import CHUNK_KINDS
 
 TensorIds = tuple[int, ...] | list[int]  # of the chunk table
 
@@ -34,7 +35,7 @@ class ChunkKind(Enum):
 @dataclass(frozen=True)
 class ChunkSpec:
     """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
-    computing device's memory. ``state``: of a STATE, what its optimizer calls it."""
+    computing device's memory. ``state``: of a STATE, its key among those of its piece."""
 
     kind: ChunkKind
     numel: int
@@ -44,8 +45,8 @@ class ChunkSpec:
 
     @property
     def label(self) -> str:
-        """What it is called in traces and reports."""
-        return self.state or self.kind.value
+        """What it is called in traces and reports, where states of usual names have those."""
+        return self.state if self.state in CHUNK_KINDS else self.kind.value
 
     @property
     def nbytes(self) -> int:

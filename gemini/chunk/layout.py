@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch.nn.parameter import is_lazy
 
+from gemini.chunk.state_spec import BLOCK_NUMEL, CUT_NUMEL
 from gemini.errors import ConfigError
 
 TENSOR_ALIGN_BYTES = 64  # a cache line, and the widest vector the kernels load
@@ -64,7 +65,8 @@ class ChunkLayout:
         Order is the given one (initialization order), or ``order`` (names by first use in execution); names
         missing from ``order`` follow at the end as given. ``itemsize`` is that of the *smallest* element of
         any chunk kind: every offset is then a multiple of ``align_bytes`` (a power of two up to a page) and
-        every chunk a whole number of 4 KiB pages in that kind and in all wider ones. ``chunk_numel`` is
+        every chunk a whole number of 4 KiB pages in that kind and in all wider ones. A tensor that a cut of
+        the chunk may go through begins where cuts then fall between its blocks. ``chunk_numel`` is
         rounded up to such a page. Only shapes and strides are read: tensors may be on ``meta``. Raises
         ConfigError for duplicate names or tensors, lazy or sparse parameters, and unknown names in ``order``.
         """
@@ -140,6 +142,8 @@ class _Packer:
             self.close_run()
             return
         offset = 0 if self._end is None else round_up(self._end, self._align_numel)
+        if offset % CUT_NUMEL + numel > CUT_NUMEL:
+            offset = round_up(offset, BLOCK_NUMEL)
         if offset + numel > self.chunk_numel:
             self._close(self.chunk_numel)
             offset = 0

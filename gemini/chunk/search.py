@@ -24,6 +24,7 @@ from gemini.chunk.layout import (
     page_elements,
     round_up,
 )
+from gemini.chunk.state_spec import BLOCK_NUMEL, CUT_NUMEL
 from gemini.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def search_chunk_size(
     sizes = [round_up(occupied_elements(numel), align_elements(itemsize, align_bytes)) for numel in numels]
     page_numel = page_elements(itemsize)
     smallest, largest = _bounds(search_range_mb, min_chunk_size_mb, itemsize, max_chunk_bytes)
-    total = round_up(max(sum(sizes), 1), page_numel)
+    total = round_up(max(_end_of_all(sizes), 1), page_numel)
     if total <= smallest:
         candidates = np.array([total], dtype=np.int64)
     else:
@@ -155,6 +156,14 @@ def _candidates(smallest: int, largest: int, hidden_dim: int, page_numel: int) -
     )  # largest is whole pages: none is rounded beyond it
 
 
+def _end_of_all(sizes: Sequence[int]) -> int:
+    """Return the end of the last of the tensors where one chunk holds them all."""
+    end = 0
+    for size in sizes:
+        end += (-end % BLOCK_NUMEL if end % CUT_NUMEL + size > CUT_NUMEL else 0) + size
+    return end
+
+
 def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numels:
     """Return, per candidate chunk size, the elements that no aligned tensor covers."""
     fill = np.zeros_like(candidates)  # of the open chunk
@@ -166,9 +175,13 @@ def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numel
             # The tensor gets a chunk of its own and ends the run, so the open chunk is cut to what it uses.
             slack[oversized] += -fill[oversized] % page_numel + -size % page_numel
             fill[oversized] = -size  # plus size below: nothing is open
-        fill += size
-        closes = fill > candidates
+        cut = (fill % CUT_NUMEL + size > CUT_NUMEL) & (fill > 0)
+        gap = np.where(cut, -fill % BLOCK_NUMEL, 0) if cut.any() else 0
+        end = fill + gap + size
+        closes = end > candidates
         if closes.any():
-            slack[closes] += candidates[closes] - (fill[closes] - size)
-            fill[closes] = size
+            slack[closes] += (candidates - fill - gap)[closes]
+            end[closes] = size
+        slack += gap
+        fill = end
     return slack + -fill % page_numel

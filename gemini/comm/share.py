@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # take the time of a message, keeping them takes next to nothing.
 _SMALL_PART = 16
 
-# Shards begin at multiples of this many elements, so that those of every dtype fill 4 KiB pages.
+# Shards begin at multiples of this many elements, as state pieces do (gemini/chunk/state_spec.py).
 _SHARD_ALIGN = 2048
 
 

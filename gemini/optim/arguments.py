@@ -14,8 +14,8 @@ from gemini.model.managed_model import ManagedModel
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
-from gemini.optim.rule import UpdateRule, rule_of
-from gemini.optim.state_format import StateFormat
+from gemini.optim.rule import UpdateRule
+from gemini.optim.rule_choice import rule_of
 from gemini.runtime import ManagedParameter
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.system.threads import usable_processors
@@ -33,9 +33,17 @@ def checked_max_norm(max_norm: float) -> float:
     return max_norm
 
 
-def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> UpdateRule:
+def check_optimizer(
+    optim: torch.optim.Optimizer, model: ManagedModel, *, elementwise: bool = False
+) -> UpdateRule:
     """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
-    rule = rule_of(optim)
+    rule = rule_of(optim, elementwise=elementwise)
+    if rule.whole and model.manager.sharding is not None:
+        raise ConfigError(
+            f"{type(optim).__name__} needs whole parameters, and over several ranks each has parts of them; "
+            "train with one process, or with an optimizer that is element-wise: HybridAdam, Lion, or one of "
+            "torch's but Muon and Adafactor"
+        )
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
     for group in optim.param_groups:
@@ -47,10 +55,11 @@ def check_optimizer(optim: torch.optim.Optimizer, model: ManagedModel) -> Update
             "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
             "nvcc is on PATH (`gemini check` says how)"
         )
-    if optim.state_format != StateFormat():
+    if optim.state_format.remainders and any(group.plan.master for group in model.storage.groups):
         raise ConfigError(
-            "the states of a managed model are fp32 in this release: pass state_dtype='fp32' and no "
-            "master_remainders to the optimizer"
+            "master_remainders keeps the rest of bf16 parameters, mixed_precision whole fp32 masters: "
+            "use one of both. To train a parameter in 14 bytes, 10 or 8, make the model bf16 "
+            "(model.to(torch.bfloat16)) and leave mixed_precision out"
         )
     return rule
 

@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
+from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 from gemini.system.profiling import shown_as
@@ -86,7 +88,7 @@ class ChunkUpdate:
         order: int,
         steps: Mapping[ManagedSlot, UpdateStep],
         completeness: Completeness,
-        kept: tuple[UpdateRule, tuple[str, ...]],
+        kept: tuple[UpdateRule, tuple[StateSpec, ...]],
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
         has a gradient. ``kept``: by which rule, and the states that it uses."""
@@ -100,13 +102,21 @@ class ChunkUpdate:
         self.steps = steps
         self._completeness = completeness
         self._rule, states = kept
+        self._states = states
         self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
-        self._left = [
-            _Piece(group, piece, touched, states, chunk_of)
-            for piece in group.pieces
-            if (touched := _touched(piece, steps))
-        ]
+        self._left: list[_Piece | WholeParameter]
+        if self._rule.whole:
+            self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps if slot.pieces]
+        else:
+            self._left = [
+                _Piece(group, piece, touched, states, chunk_of)
+                for piece in group.pieces
+                if (touched := _touched(piece, steps))
+            ]
+        here = {slot for piece in self._left for slot in piece.slots}
+        # Parameters of which all elements are other ranks'.
+        self._elsewhere = [slot for slot in steps if slot not in here and not self._rule.whole]
 
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
@@ -135,12 +145,19 @@ class ChunkUpdate:
                 self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
         while self._left:
             self._update(self._left[0], self._rewritten, operator)
+        if self._rule.keeps_small and self._elsewhere:
+            self._step_elsewhere()
         while self._used:  # once each: where this runs again, others may have come to their places
             self._used[-1].trainable_grad.end_update()
             del self._used[-1]
 
-    def _update(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+    def _update(
+        self, left: _Piece | WholeParameter, rewritten: set[ManagedSlot], operator: _Operator
+    ) -> None:
         """Update the elements of a piece, everything they need pinned at once."""
+        if isinstance(left, WholeParameter):
+            self._update_whole(left, rewritten, operator)
+            return
         if self._belongs_on_host(left):
             self._update_on_host(left, rewritten, operator)
             return
@@ -151,12 +168,33 @@ class ChunkUpdate:
                 start, stop = slot.overlapping(left.piece)
                 grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
                 param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
-                states = {name: left.piece.flat(name, start, stop) for name in left.states}
-                parts.append(Part(param, grad, states, half_out, self.steps[slot]))
+                states = {state.name: slot.state_in(left.piece, state) for state in left.states}
+                first = start - slot.start
+                parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
             run = self._prepare(parts)
             with self._completeness.change():
                 run()
                 del self._left[0]
+
+    def _update_whole(self, left: WholeParameter, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+        (slot,) = left.slots
+        with operator(left.written + left.grads, left.written), torch.no_grad():
+            for piece in left.pieces:
+                self._manager.snapshot.before_update(piece)
+            with self._completeness.change():
+                part, put_back = left.gathered(self.steps[slot], rewritten=slot in rewritten)
+                self._prepare([part])()
+                put_back()
+                del self._left[0]
+
+    def _step_elsewhere(self) -> None:
+        """Have the small states of parameters of which other ranks have all elements take the step, too."""
+        none = torch.empty(0, dtype=self._group.plan.updated_dtype, device="cpu")
+        states = {state.name: none.clone() for state in self._states}
+        steps = [self.steps[slot] for slot in self._elsewhere]
+        parts = [Part(none.clone(), none.clone(), states, None, step, 0) for step in steps]
+        with torch.no_grad():
+            self._rule.prepare(parts, "cpu")()
 
     def _belongs_on_host(self, left: _Piece) -> bool:
         """Whether the CPU updates the piece on HOST. What it needs may also not be had there, or have to be
@@ -189,13 +227,14 @@ class _Piece:
         group: ChunkGroup,
         piece: StatePiece,
         slots: Sequence[ManagedSlot],
-        states: tuple[str, ...],
+        states: tuple[StateSpec, ...],
         chunk_of: Callable[[int], int],
     ) -> None:
         self.piece = piece
         self.slots = slots
         self.states = states
-        kept = [piece.tensors[name] for name in (MASTER, *states) if name in states or piece.has(name)]
+        masters = (MASTER,) if piece.has_master else ()
+        kept = [piece.tensors[key] for key in (*masters, *(state.key for state in states))]
         self.written = group.value_tensors(slots) + kept
         self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
@@ -222,9 +261,9 @@ def _operands(
     ``rewritten``: the master follows the parameter first, which user code wrote to.
     """
     param = group.values(start, stop)
-    if not piece.has(MASTER):
+    if not piece.has_master:
         return param, None
-    master = piece.flat(MASTER, start, stop)
+    master = piece.master(start, stop)
     if rewritten:
         master.copy_(param)
     return master, param

@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
+from gemini.chunk.state_spec import BLOCK_NUMEL
 from gemini.system.threads import usable_processors
 
-from .kernels import BLOCK_NUMEL, GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
+from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
 from .state_file import Batch, Segment, Source, State, StateFile, state_bytes
 from .state_format import ARRAYS, StateFormat
 from .state_ring import Extent, StateRing

@@ -62,8 +62,8 @@ class GeminiOptimizer(ManagedGroups):
     the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
-        optim: a CPUAdam, HybridAdam, Lion or torch.optim.SGD over parameters of ``model`` (made before or
-            after wrapping).
+        optim: a CPUAdam, HybridAdam, Lion, or one of torch's but LBFGS and SparseAdam, over parameters of
+            ``model`` (made before or after wrapping). Muon and Adafactor need whole parameters: one process.
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
@@ -78,6 +78,9 @@ class GeminiOptimizer(ManagedGroups):
             the gradients of the chunk are complete, and gives them up; :meth:`step` has to follow, and
             nothing may be clipped. Where all model data fits DEVICE, all values do the same
             (docs/notes/overlap.md).
+        elementwise: for an ``optim`` of a class that is not known: what its ``step`` makes of an element of a
+            parameter depends on that element alone, so that it can be run over pieces. It is tried on a few
+            numbers, and refused where that is not so.
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
@@ -102,9 +105,10 @@ class GeminiOptimizer(ManagedGroups):
         max_scale: float = 2**32,
         gpu_margin_mem_ratio: Margin = "auto",
         overlap: Overlap = True,
+        elementwise: bool = False,
     ) -> None:
         model = handle_of(model)
-        self.rule = check_optimizer(optim, model)
+        self.rule = check_optimizer(optim, model, elementwise=elementwise)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
@@ -119,6 +123,7 @@ class GeminiOptimizer(ManagedGroups):
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
         self.steps: dict[ManagedSlot, int] = {}
+        self.small: dict[ManagedSlot, dict[str, Any]] = {}
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
@@ -399,9 +404,10 @@ class GeminiOptimizer(ManagedGroups):
         if manager.sharding is not None:
             manager.sharding.close_all()
         updates = self._chunk_updates(self.model.storage.trainable_groups())
-        updated = {slot: step.number for update in updates for slot, step in update.steps.items()}
+        updated = [slot for update in updates for slot in update.steps]
         with self._completeness.change():
-            self.steps.update(updated)
+            for update in updates:
+                self._count(update)
             if self.overlap and self._in_backward is None and manager.may_put_off:
                 manager.pending.add(updates)
                 for slot in updated:
@@ -416,9 +422,16 @@ class GeminiOptimizer(ManagedGroups):
         """Return the update of what has a gradient in ``group``, None where nothing has; count it as made."""
         updates = self._chunk_updates([group])
         for update in updates:
-            self.steps.update({slot: step.number for slot, step in update.steps.items()})
+            self._count(update)
             self._note_written(update.steps)
         return updates[0] if updates else None
+
+    def _count(self, update: ChunkUpdate) -> None:
+        """Note that the steps of ``update`` are made, which put small states where these expect them."""
+        for slot, step in update.steps.items():
+            self.steps[slot] = step.number
+            if self.rule.keeps_small:
+                self.small[slot] = step.after
 
     def _note_written(self, slots: Collection[ManagedSlot]) -> None:
         """As torch's optimizers do, so that a backward pass over an older graph is refused."""
@@ -436,17 +449,16 @@ class GeminiOptimizer(ManagedGroups):
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale, hypers = self._clipping.scale, self._hypers()
-        kept = self.rule, self.state_names
         updates = []
         for group in groups:
             steps = {
-                slot: UpdateStep(hypers[slot], self.steps.get(slot, 0) + 1, scale)
+                slot: UpdateStep(hypers[slot], self.steps.get(slot, 0) + 1, scale, self.small.get(slot))
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }
             if steps:
                 order = self._orders[group]
-                manager = self.model.manager
+                manager, kept = self.model.manager, (self.rule, self.states_of(group))
                 updates.append(self.update_type(manager, group, order, steps, self._completeness, kept))
         return updates
 

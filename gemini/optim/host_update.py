@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from gemini.chunk import ChunkManager, host_tensor
+from gemini.chunk.state_spec import StateSpec
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, make_row, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
@@ -33,7 +34,7 @@ def update_on_host(
     group: ChunkGroup,
     piece: StatePiece,
     parts: Sequence[HostPart],
-    kept: tuple[UpdateRule, tuple[str, ...]],
+    rule_and_states: tuple[UpdateRule, tuple[StateSpec, ...]],
 ) -> None:
     """Update ``parts`` of a piece in place by a rule with these states; its chunks and those of parameters
     and gradients are pinned on HOST. The same arithmetic as on DEVICE: placement changes no bit
@@ -42,20 +43,20 @@ def update_on_host(
     if grad_chunk is None:
         raise StateError("a group of frozen parameters has no update")
     values, grads = host_tensor(chunks, param_chunk), host_tensor(chunks, grad_chunk)
-    rule, names = kept
-    used = [name for name in (MASTER, *names) if name in names or piece.has(name)]
-    states = {name: host_tensor(chunks, piece.chunks[name]) for name in used}
+    rule, states = rule_and_states
+    held = {state: host_tensor(chunks, piece.chunks[state.key]) for state in states}
+    masters = host_tensor(chunks, piece.chunks[MASTER]) if piece.has_master else None
     found: list[Part] = []
     for part in parts:
         start, stop = part.slot.overlapping(piece)
-        flat = {name: state[start - piece.start : stop - piece.start] for name, state in states.items()}
+        flat = {state.name: kept[part.slot.place_in(piece, state)] for state, kept in held.items()}
         place = slice(start - first, stop - first)
         param, half_out = values[place], None
-        if MASTER in flat:
-            param, half_out = flat.pop(MASTER), param
+        if masters is not None:
+            param, half_out = masters[start - piece.start : stop - piece.start], param
             if part.rewritten:
                 param.copy_(half_out)
-        found.append(Part(param, grads[place], flat, half_out, part.step))
+        found.append(Part(param, grads[place], flat, half_out, part.step, start - part.slot.start))
     rule.prepare(found, "cpu", chunks.device.processors)()
 
 

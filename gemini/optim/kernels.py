@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
+from gemini.chunk.state_spec import BLOCK_NUMEL
 from gemini.errors import ConfigError, StateError
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching
@@ -24,14 +25,13 @@ from .dense import is_dense, ordered_like, same_order
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# Elements that share the scale of int8 moments. Pieces of compact moments start at multiples of it.
-BLOCK_NUMEL = 256
-
 # A row of the table that C++ reads (csrc/bindings/bind_adam.cpp): param, grad, exp_avg, exp_avg_sq,
 # exp_avg_scale, exp_avg_sq_scale, half_out, remainder, numel, first block, layout, index of the step.
 Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 Table = npt.NDArray[np.int64]
 GRAD_COLUMN = 1
+BLOCK_COLUMN = 9
+LAYOUT_COLUMN = 10
 STEP_COLUMN = 11
 
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -155,6 +155,14 @@ def make_row(
         _GRAD_TYPES[grad.dtype] | form << 4 | _MOMENT_TYPES[state_dtype] << 8,
         step_index,
     )
+
+
+def placed_at(row: Row, first: int) -> Row:
+    """Return ``row`` for a piece of memory of its own that begins at element ``first`` of its tensor. Raises
+    StateError where that is no start of a block of compact moments."""
+    if row[LAYOUT_COLUMN] >> 8 and first % BLOCK_NUMEL != 0:
+        raise StateError(f"a piece of compact moments starts at element {first}, inside a block")
+    return (*row[:BLOCK_COLUMN], first // BLOCK_NUMEL, *row[BLOCK_COLUMN + 1 :])  # type: ignore[return-value]
 
 
 def run_rows(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.errors import ConfigError, StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
@@ -18,8 +20,10 @@ from gemini.optim.rule import UpdateRule
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
+from gemini.optim.stepped_rule import GroupSettings
 from gemini.optim.wrapped import WrappedOptimizer
-from gemini.runtime import ManagedSlot
+from gemini.runtime import ChunkGroup, ManagedSlot
+from gemini.runtime.storage.data_sizes import Kept
 
 
 class ManagedGroups(WrappedOptimizer):
@@ -30,17 +34,36 @@ class ManagedGroups(WrappedOptimizer):
     stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
     rule: UpdateRule
     steps: dict[ManagedSlot, int]
+    small: dict[ManagedSlot, dict[str, Any]]
     loss_scale: LossScale | None
-    state_names: tuple[str, ...] = ()  # what is kept of each element, by torch's names
+    _states: Mapping[torch.dtype, tuple[StateSpec, ...]] = MappingProxyType({})  # by type of what is updated
     _driven_optim: torch.optim.Optimizer | None = None
 
     @abstractmethod
     def require_complete(self, doing: str) -> None:
         """Raise StateError where an update or a load failed half-way."""
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What is kept of parameters, by torch's names."""
+        return tuple(dict.fromkeys(state.name for states in self._states.values() for state in states))
+
+    def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
+        """Return what is kept of the parameters of a group."""
+        return self._states[group.plan.updated_dtype]
+
+    def kept_of(self, group: ChunkGroup) -> Kept:
+        """Return what chunks have to keep for updates of a group."""
+        return Kept(self.states_of(group), self.rule.whole)
+
+    def _wanted_states(self) -> dict[torch.dtype, tuple[StateSpec, ...]]:
+        dtypes = dict.fromkeys(group.plan.updated_dtype for group in self.model.storage.groups)
+        return {dtype: self.rule.states(self.param_groups, dtype) for dtype in dtypes}
+
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
-        new = set(self.rule.state_names(self.param_groups)).difference(self.state_names)
+        wanted = (state for states in self._wanted_states().values() for state in states)
+        new = {state.name for state in wanted}.difference(self.state_names)
         if new:
             raise ConfigError(
                 f"the groups' settings ask for {', '.join(sorted(new))}, which they did not when the "
@@ -55,14 +78,14 @@ class ManagedGroups(WrappedOptimizer):
             OutOfBudgetError: the budgets cannot hold them; ConfigError, IoError: as :func:`stow_share` and
                 :func:`host_updates_of`.
         """
-        before, self.state_names = self.state_names, self.rule.state_names(self.param_groups)
+        before, self._states = self._states, self._wanted_states()
         growth = self.model.manager.growth
         try:
             if growth is not None:
                 growth.provide(self)
             self._stow_and_place(optim)
         except BaseException:
-            self.state_names = before
+            self._states = before
             raise
         self._driven_optim = optim
 
@@ -139,7 +162,8 @@ class ManagedGroups(WrappedOptimizer):
 
     def exported_settings(self) -> list[dict[str, Any]]:
         """Return what :attr:`settings` says, as numbers."""
-        return [asdict(self.rule.hyper(group)) for group in self.param_groups]
+        hypers = (self.rule.hyper(group) for group in self.param_groups)
+        return [dict(h.values) if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
 
     def take_settings(self, settings: list[dict[str, Any]]) -> None:
         """Set what another rank's :meth:`exported_settings` says."""
@@ -148,7 +172,7 @@ class ManagedGroups(WrappedOptimizer):
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(value)  # a scheduler holds it
                 else:
-                    group[name] = tuple(value) if name == "betas" else value
+                    group[name] = tuple(value) if isinstance(group[name], tuple) else value
 
     @property
     def slots(self) -> set[ManagedSlot]:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.rule import UpdateRule
-from gemini.runtime import ManagedSlot
+from gemini.runtime import ChunkGroup, ManagedSlot
 
 
 class ManagedOptimizer(Protocol):
-    """``steps``: how many each parameter has made; ``state_names``: what is kept of each element, by torch's
-    names; ``stowed``: tensors of states that a file has between updates."""
+    """``steps``: how many each parameter has made; ``small``: its small states; ``state_names``: what chunks
+    keep of parameters, by torch's names; ``stowed``: tensors of states that a file has between updates."""
 
     model: ManagedModel
     rule: UpdateRule
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     steps: dict[ManagedSlot, int]
-    state_names: tuple[str, ...]
+    small: dict[ManagedSlot, dict[str, Any]]
     stowed: frozenset[int]
     loss_scale: LossScale | None
+
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
+        """Return what is kept of the parameters of a group."""
+        ...
 
     @property
     def slots(self) -> set[ManagedSlot]:

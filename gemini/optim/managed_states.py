@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from gemini.optim.managed_optimizer import ManagedOptimizer
-from gemini.optim.state_exchange import entries
-from gemini.optim.state_format import step_count
+from gemini.optim.state_exchange import counted_steps, entries
 from gemini.runtime import ManagedSlot, read_state
 
 
-class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
+class ManagedStates(Mapping[Any, Mapping[str, Any]]):
     """The state of each parameter that has one; of others of the optimizer it is empty, as in torch.
 
     To be read: ``load_state_dict()`` is what changes states. Reading moments copies them out of their chunks,
@@ -23,7 +20,7 @@ class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
     def __init__(self, optimizer: ManagedOptimizer) -> None:
         self._optimizer = optimizer
 
-    def __getitem__(self, param: Any) -> Mapping[str, torch.Tensor]:
+    def __getitem__(self, param: Any) -> Mapping[str, Any]:
         slot = getattr(param, "_slot", None)
         if slot in self._optimizer.steps:
             return ManagedState(self._optimizer, slot)
@@ -44,25 +41,27 @@ class ManagedStates(Mapping[Any, Mapping[str, torch.Tensor]]):
         return f"{type(self).__name__}({len(self)} parameters)"
 
 
-class ManagedState(Mapping[str, torch.Tensor]):
+class ManagedState(Mapping[str, Any]):
     """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for."""
 
     def __init__(self, optimizer: ManagedOptimizer, slot: ManagedSlot) -> None:
         self._optimizer, self._slot = optimizer, slot
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in entries(self._optimizer):
+    def __getitem__(self, name: str) -> Any:
+        if name not in entries(self._optimizer, self._slot):
             raise KeyError(name)
-        if name == "step":
-            return step_count(self._optimizer.steps[self._slot])
         self._optimizer.require_complete("state")
-        return read_state(self._slot, name, self._optimizer.model.manager)
+        beside = counted_steps(self._optimizer, self._slot)
+        if name in beside:
+            return beside[name]
+        (state,) = (s for s in self._optimizer.states_of(self._slot.group) if s.name == name)
+        return read_state(self._slot, state, self._optimizer.model.manager)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(entries(self._optimizer))
+        return iter(entries(self._optimizer, self._slot))
 
     def __len__(self) -> int:
-        return len(entries(self._optimizer))
+        return len(entries(self._optimizer, self._slot))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self)})"

@@ -1,4 +1,4 @@
-"""Update rules: what an optimizer keeps of each element, and how a piece of chunks is updated.
+"""Update rules: what an optimizer keeps of a parameter, and how a piece of chunks is updated.
 
 Storage knows none of them. A rule is element by element: what it makes of an element depends on that element
 alone, so a parameter may be updated a piece at a time, with the same bits.
@@ -10,33 +10,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from gemini.errors import ConfigError
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.chunk.state_spec import StateSpec
 from gemini.optim.gradients import scaled
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, run_rows
-from gemini.optim.lion import Lion, LionHyper, lion_update
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, placed_at, run_rows
+from gemini.optim.lion import LionHyper, lion_update
 from gemini.optim.settings import numbers_of, require_non_negative
+from gemini.optim.state_format import MOMENTS, StateFormat
 
 
 @dataclass(frozen=True)
 class UpdateStep:
     """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
-    happens to the gradient first."""
+    happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
+    puts those of afterwards into ``after``."""
 
     hyper: Any
     number: int
     scale: GradScale = field(default_factory=GradScale)
+    before: Mapping[str, Any] | None = None
+    after: dict[str, Any] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
     """Elements of a parameter that are updated together, as flat tensors over memory that is pinned.
 
-    ``values``: the fp32 master or the parameter itself. ``states``: fp32, by name, zeros before the first
-    step. ``half_out``: where the 16-bit copy of a master goes.
+    ``values``: the fp32 master or the parameter itself. ``states``: by name, zeros before the first step.
+    ``half_out``: where the 16-bit copy of a master goes. ``first``: which element of the parameter is the
+    first.
     """
 
     values: torch.Tensor
@@ -44,20 +48,43 @@ class Part(NamedTuple):
     states: Mapping[str, torch.Tensor]
     half_out: torch.Tensor | None
     step: UpdateStep
+    first: int
 
 
 class UpdateRule(Protocol):
-    """How one kind of optimizer updates. Without state of its own. ``counts_steps``: whether a state dict
-    says of each parameter how many steps it has made."""
+    """How one kind of optimizer updates. ``counts_steps``: whether a state dict says of each parameter how
+    many steps it has made; ``keeps_small``: whether there are small states, beside chunks; ``whole``: whether
+    a part is a whole parameter, in its shape."""
 
-    counts_steps: bool
+    @property
+    def counts_steps(self) -> bool: ...
+
+    @property
+    def keeps_small(self) -> bool: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+    @property
+    def converts(self) -> bool:
+        """Whether a state dict has something else than what is kept."""
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """Return what a step takes of a parameter group, hashable. Raises ConfigError for what is out of
         range, or not done under management."""
 
-    def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return what is kept of each element, by torch's names."""
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Return what is kept of a parameter, by torch's names; ``dtype``: of the values that are updated."""
+
+    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
+        """Return which of these a state dict must have, in the shape of the parameter."""
+
+    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is kept of a parameter, all of it, as a state dict has it."""
+
+    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+        """Return what is to be kept of a parameter from its state in a state dict. ``like``: a tensor of the
+        shape, memory order and type of the values that are updated."""
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
@@ -66,33 +93,72 @@ class UpdateRule(Protocol):
         called. ``processors``: of the CPU, to compute on."""
 
 
+@dataclass(frozen=True)
 class AdamRule:
-    """CPUAdam's and HybridAdam's kernel, one call for all parts."""
+    """CPUAdam's and HybridAdam's kernel, one call for all parts. ``format``: how moments are kept."""
 
-    counts_steps = True
+    format: StateFormat = field(default_factory=StateFormat)
+    counts_steps: ClassVar[bool] = True
+    keeps_small: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+
+    @property
+    def converts(self) -> bool:
+        return self.format.state_dtype != "fp32"
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper.from_group(group)
 
-    def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return self.format.parts_for(dtype)
+
+    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
+        return MOMENTS
+
+    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.format.exported(state)
+
+    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+        return state if self.format == StateFormat() else self.format.imported(state, like)
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
     ) -> Callable[[], object]:
-        rows: list[Row] = []
-        for index, part in enumerate(parts):
-            addresses = {name: state.data_ptr() for name, state in part.states.items()}
-            rows.append(make_row(part.values, part.grad, addresses, half_out=part.half_out, step_index=index))
+        rows = [self._row(part, index) for index, part in enumerate(parts)]
         steps = [AdamStep(part.step.hyper, part.step.number, part.step.scale) for part in parts]
         return partial(run_rows, rows, steps, device, processors)
 
+    def _row(self, part: Part, index: int) -> Row:
+        row = make_row(
+            part.values,
+            part.grad,
+            {name: state.data_ptr() for name, state in part.states.items()},
+            state_dtype=self.format.state_dtype,
+            half_out=part.half_out,
+            step_index=index,
+        )
+        return placed_at(row, part.first) if self.format.state_dtype != "fp32" else row
+
 
 class _TorchRule(ABC):
-    """Operators of torch on each part. Values of 16 bits without a master are updated in their own type, and
-    so are their states, as torch does it: fp32 holds what comes of that."""
+    """Operators of torch on each part. States are of the type of the values, as torch has them."""
 
     counts_steps = False
+    keeps_small = False
+    whole = False
+    converts = False
+
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return tuple(StateSpec(name, dtype) for name in self.state_names(groups))
+
+    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
+        return tuple(state.name for state in states)
+
+    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(state)
+
+    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+        return state
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
@@ -102,15 +168,13 @@ class _TorchRule(ABC):
     def _run(self, parts: Sequence[Part]) -> None:
         with torch.no_grad():
             for part in parts:
-                dtype = part.values.dtype
-                grad = scaled(part.grad, part.step.scale).to(dtype)
-                states = {name: state.to(dtype) for name, state in part.states.items()}
-                self.update(part._replace(states=states), grad)
-                for name, state in part.states.items():
-                    if states[name] is not state:
-                        state.copy_(states[name])
+                self.update(part, scaled(part.grad, part.step.scale).to(part.values.dtype))
                 if part.half_out is not None:
                     part.half_out.copy_(part.values)
+
+    @abstractmethod
+    def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return what is kept of each element, by torch's names."""
 
     @abstractmethod
     def update(self, part: Part, grad: torch.Tensor) -> None:
@@ -170,21 +234,3 @@ class LionRule(_TorchRule):
 
     def update(self, part: Part, grad: torch.Tensor) -> None:
         lion_update(part.values, grad, part.states["exp_avg"], part.step.hyper)
-
-
-_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
-    CPUAdam: AdamRule(),
-    torch.optim.SGD: SgdRule(),
-    Lion: LionRule(),
-}
-
-
-def rule_of(optim: torch.optim.Optimizer) -> UpdateRule:
-    """Return how ``optim`` updates. Raises ConfigError where nothing here does as it does."""
-    for kind in type(optim).__mro__:
-        if kind in _RULES and (kind is CPUAdam or type(optim).step is kind.step):
-            return _RULES[kind]
-    raise ConfigError(
-        f"GeminiOptimizer drives CPUAdam, HybridAdam, Lion and torch.optim.SGD, whose steps can be cut into "
-        f"pieces, not {type(optim).__name__}"
-    )

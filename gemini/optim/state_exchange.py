@@ -3,68 +3,82 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.comm.rank import Rank
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.optim.dense import flat
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.runtime import ManagedSlot, read_state
 
+_ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
 
-def write_state(optimizer: ManagedOptimizer, slot: ManagedSlot, name: str, values: torch.Tensor) -> None:
-    """Copy ``values`` (the parameter's shape) into the state ``name`` of a parameter."""
-    full = torch.empty_strided(
-        slot.param_view.shape, slot.param_view.stride(), dtype=torch.float32, device="cpu"
-    )
+
+def write_state(
+    optimizer: ManagedOptimizer, slot: ManagedSlot, state: StateSpec, values: torch.Tensor
+) -> None:
+    """Copy ``values`` (the parameter's shape, or one for each block) into a state of a parameter."""
+    if state.per_block:
+        full = torch.empty(state.count(slot.param_view.numel()), dtype=state.dtype, device="cpu")
+    else:
+        full = _like(slot, state.dtype)
     full.copy_(values)
-    write_state_range(optimizer, slot, name, 0, torch.as_strided(full, (full.numel(),), (1,)))
+    write_state_range(optimizer, slot, state, 0, torch.as_strided(full, (full.numel(),), (1,)))
+
+
+def _like(slot: ManagedSlot, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with the shape and memory order of a parameter, without values, on the CPU."""
+    return torch.empty_strided(slot.param_view.shape, slot.param_view.stride(), dtype=dtype, device="cpu")
 
 
 def forget_states(optimizer: ManagedOptimizer) -> None:
     """Begin with zeros where an optimizer of before has left states of the same names."""
     manager = optimizer.model.manager
     manager.run_pending()
-    zeros = torch.zeros((), dtype=torch.float32, device="cpu")
     for slot in slots_in_order(optimizer):
-        pieces = [piece for piece in slot.group.pieces if slot.start < piece.stop and piece.start < slot.stop]
-        for name in optimizer.state_names:
-            kept = (piece.tensors[name] for piece in pieces if piece.has(name))
+        if slot.grad is None:
+            continue  # it has none until it is unfrozen
+        for state in optimizer.states_of(slot.group):
+            kept = (piece.tensors[state.key] for piece in slot.pieces)
             if any(manager.chunks.has_content(tensor) for tensor in kept):
-                write_state(optimizer, slot, name, zeros)
+                write_state(optimizer, slot, state, _ZERO)
 
 
 def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
     anew, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
-        for name in optimizer.state_names:
-            write_state(optimizer, slot, name, torch.zeros((), dtype=torch.float32, device="cpu"))
+        for state in optimizer.states_of(slot.group):
+            write_state(optimizer, slot, state, _ZERO)
     optimizer.steps.clear()
     optimizer.steps.update(steps)
+    optimizer.small.clear()
 
 
 def write_state_range(
-    optimizer: ManagedOptimizer, slot: ManagedSlot, name: str, first: int, values: torch.Tensor
+    optimizer: ManagedOptimizer, slot: ManagedSlot, state: StateSpec, first: int, values: torch.Tensor
 ) -> None:
-    """Copy flat fp32 ``values`` into one state of a parameter from its element ``first``, in the order of the
+    """Copy flat ``values`` into one state of a parameter from its value ``first``, in the order of the
     parameter's memory."""
     manager = optimizer.model.manager
     manager.snapshot.before_write()
-    begin = slot.start + first
-    for piece in slot.group.pieces:
-        start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
+    for piece in slot.pieces:
+        span = slot.span_in(piece, state)
+        start, stop = max(first, span.start), min(first + values.numel(), span.stop)
         if start < stop:
-            tensors = (piece.tensors[name],)
+            tensors = (piece.tensors[state.key],)
             with manager.operator(tensors, tensors):
-                piece.flat(name, start, stop).copy_(values[start - begin : stop - begin])
+                kept = slot.state_in(piece, state)[start - span.start : stop - span.start]
+                kept.copy_(values[start - first : stop - first])
 
 
 def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
@@ -76,22 +90,47 @@ def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
     directory = chunks.budgets.disk_dir
     if directory is None and chunks.stow is not None:
         directory = chunks.stow.directory
-    names = optimizer.state_names
-    capacity = sum(len(names) * 4 * slot.param_view.numel() for slot in optimizer.steps)
+    capacity = sum(exported_bytes(optimizer, slot) for slot in optimizer.steps)
     place: Place = IN_MEMORY
     if directory is not None and capacity:
-        place = MappedTensors(directory, capacity, len(names) * len(optimizer.steps))
+        place = MappedTensors(directory, capacity, len(optimizer.state_names) * len(optimizer.steps))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, slot in enumerate(slots):
-        if slot not in optimizer.steps or not entries(optimizer):
-            continue
-        state[index] = counted_steps(optimizer, slot)
-        for name in names:
-            state[index][name] = read_state(slot, name, optimizer.model.manager, place)
+        if slot in optimizer.steps and entries(optimizer, slot):
+            state[index] = {**counted_steps(optimizer, slot), **exported_state(optimizer, slot, place)}
     exported: dict[str, Any] = {"state": state, "param_groups": exported_groups(optimizer)}
     if optimizer.loss_scale is not None:
         exported["loss_scale"] = optimizer.loss_scale.state_dict()
     return exported
+
+
+def exported_bytes(optimizer: ManagedOptimizer, slot: ManagedSlot) -> int:
+    """Return the most that the tensors of :func:`exported_state` take."""
+    states = optimizer.states_of(slot.group)
+    wide = optimizer.rule.required(states) if optimizer.rule.converts else ()
+    numel = slot.param_view.numel()
+    return sum(4 * numel if state.name in wide else state.nbytes(numel) for state in states)
+
+
+def exported_state(
+    optimizer: ManagedOptimizer, slot: ManagedSlot, place: Place = IN_MEMORY, *, only: str | None = None
+) -> dict[str, torch.Tensor]:
+    """Return what is kept of a parameter as a state dict has it, steps aside, in ``place``; ``only`` one of
+    it, or, where that follows from others, more. Over ranks all call it."""
+    manager, states = optimizer.model.manager, optimizer.states_of(slot.group)
+    if not optimizer.rule.converts:
+        states = tuple(state for state in states if only in (None, state.name))
+        return {state.name: read_state(slot, state, manager, place) for state in states}
+    kept = {state.name: read_state(slot, state, manager) for state in states}
+    return {name: _placed(value, place) for name, value in optimizer.rule.exported(kept).items()}
+
+
+def _placed(value: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return a dense tensor in ``place``, with its shape and memory order."""
+    values = flat(value)
+    kept = place.empty(values.numel(), values.dtype)
+    place.put(kept, 0, values)
+    return torch.as_strided(kept, value.shape, value.stride())
 
 
 def exported_groups(optimizer: ManagedOptimizer) -> list[dict[str, Any]]:
@@ -144,8 +183,13 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
     with torch.no_grad():
         take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
-            for name in optimizer.state_names:
-                write_state(optimizer, slot, name, entry[name])
+            states = optimizer.states_of(slot.group)
+            found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
+            for state in states:
+                value = found.get(state.name)  # None: with other settings it keeps nothing of the name
+                write_state(optimizer, slot, state, value if value is not None else _ZERO)
+            if optimizer.rule.keeps_small:
+                optimizer.small[slot] = _small(entry, states)
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
@@ -196,7 +240,7 @@ def _check_entry(optimizer: ManagedOptimizer, slot: ManagedSlot, entry: dict[str
     if optimizer.rule.counts_steps:
         require_complete(entry, repr(slot.name))
         _check_count(slot, entry["step"])
-    for name in optimizer.state_names:
+    for name in optimizer.rule.required(optimizer.states_of(slot.group)):
         if not isinstance(entry.get(name), torch.Tensor):
             found = f"a {type(entry[name]).__name__}, not a tensor" if name in entry else "not there"
             raise ConfigError(f"{name} of {slot.name!r} is {found}")
@@ -216,14 +260,30 @@ def _check_count(slot: ManagedSlot, count: Any) -> None:
         raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is no number")
 
 
-def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, torch.Tensor]:
-    """Return what a state says of how many steps a parameter has made, where its rule says it."""
-    return {"step": step_count(optimizer.steps[slot])} if optimizer.rule.counts_steps else {}
+def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, Any]:
+    """Return what a state has of a parameter beside arrays: how many steps it has made, where its rule says
+    it; small states."""
+    if optimizer.rule.counts_steps:
+        return {"step": step_count(optimizer.steps[slot])}
+    return _small(optimizer.small.get(slot, {}), ())
 
 
-def entries(optimizer: ManagedOptimizer) -> tuple[str, ...]:
-    """Return the names of all that a state dict has of a parameter."""
-    return (*(("step",) if optimizer.rule.counts_steps else ()), *optimizer.state_names)
+def _small(entry: Mapping[str, Any], arrays: Sequence[StateSpec]) -> dict[str, Any]:
+    """Return copies of the small states in an entry of a state dict."""
+    names = {state.name for state in arrays}
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+        if name not in names
+    }
+
+
+def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
+    """Return the names of all that a state has of a parameter."""
+    return (
+        *(("step",) if optimizer.rule.counts_steps else optimizer.small.get(slot, ())),
+        *(state.name for state in optimizer.states_of(slot.group)),
+    )
 
 
 def slots_in_order(optimizer: ManagedOptimizer) -> Sequence[ManagedSlot]:

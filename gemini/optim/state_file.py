@@ -16,11 +16,11 @@ from itertools import repeat
 
 import torch
 
+from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec
 from gemini.offload.async_file import AsyncFile, round_to_block
 
 from .dense import flat
-from .kernels import BLOCK_NUMEL
-from .state_format import Part, StateFormat
+from .state_format import StateFormat
 from .state_ring import NUM_BUFFERS, Extent, StateRing
 
 MAX_BATCH_BYTES = 4 * 2**20
@@ -108,7 +108,7 @@ def _batch_bytes(nbytes: int) -> int:
 
 
 def _place(
-    parts: Sequence[Part], param: torch.Tensor, start: int, numel: int, used: int
+    parts: Sequence[StateSpec], param: torch.Tensor, start: int, numel: int, used: int
 ) -> tuple[Segment, int]:
     """Return a segment whose arrays follow ``used`` bytes, and the bytes then used."""
     offsets = {}
@@ -122,7 +122,7 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
-def _fitting(parts: Sequence[Part], wanted: int, room: int) -> int:
+def _fitting(parts: Sequence[StateSpec], wanted: int, room: int) -> int:
     """Return how many of ``wanted`` elements fit ``room`` bytes: all, or whole blocks."""
 
     def needed(numel: int) -> int:
@@ -221,13 +221,13 @@ def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[B
     return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _stored(buffer: torch.Tensor, part: Part, segment: Segment) -> torch.Tensor:
+def _stored(buffer: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
     """View one array of a segment in its batch's buffer."""
     offset = segment.offsets[part.name]
     return buffer[offset : offset + part.nbytes(segment.numel)].view(part.dtype)
 
 
-def _piece(whole: torch.Tensor, part: Part, segment: Segment) -> torch.Tensor:
+def _piece(whole: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
     """View a segment's share of one whole array of its parameter's state."""
     first = segment.start // BLOCK_NUMEL if part.per_block else segment.start
     return flat(whole)[first : first + part.count(segment.numel)]

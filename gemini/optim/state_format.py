@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.errors import ConfigError
 
 from .dense import flat, is_dense, ordered_like, same_order
-from .kernels import BLOCK_NUMEL
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,39 +31,17 @@ def step_count(count: float) -> torch.Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
-@dataclass(frozen=True)
-class Part:
-    """One array of a state: ``dtype`` for every element, or for every block of 256."""
-
-    name: str
-    dtype: torch.dtype
-    per_block: bool = False
-
-    def count(self, numel: int) -> int:
-        """Return how many there are for ``numel`` elements."""
-        return num_blocks(numel) if self.per_block else numel
-
-    def nbytes(self, numel: int) -> int:
-        """Return their bytes for ``numel`` elements."""
-        return self.count(numel) * self.dtype.itemsize
-
-
-_REMAINDER = Part("remainder", torch.int16)
+_REMAINDER = StateSpec("remainder", torch.int16)
 _PARTS = {
-    "fp32": (Part("exp_avg", torch.float32), Part("exp_avg_sq", torch.float32)),
-    "bf16": (Part("exp_avg", torch.bfloat16), Part("exp_avg_sq", torch.bfloat16)),
+    "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
+    "bf16": (StateSpec("exp_avg", torch.bfloat16), StateSpec("exp_avg_sq", torch.bfloat16)),
     "int8": (
-        Part("exp_avg", torch.int8),
-        Part("exp_avg_sq", torch.uint8),
-        Part("exp_avg_scale", torch.float32, per_block=True),
-        Part("exp_avg_sq_scale", torch.float32, per_block=True),
+        StateSpec("exp_avg", torch.int8),
+        StateSpec("exp_avg_sq", torch.uint8),
+        StateSpec("exp_avg_scale", torch.float32, per_block=True),
+        StateSpec("exp_avg_sq_scale", torch.float32, per_block=True),
     ),
 }
-
-
-def num_blocks(numel: int) -> int:
-    """Return the number of blocks that share a scale."""
-    return -(-numel // BLOCK_NUMEL)
 
 
 @dataclass(frozen=True)
@@ -81,10 +59,14 @@ class StateFormat:
         if self.state_dtype not in STATE_DTYPES:
             raise ConfigError(f"state_dtype is {self.state_dtype!r}; it can be {', '.join(STATE_DTYPES)}")
 
-    def parts(self, param: torch.Tensor) -> tuple[Part, ...]:
+    def parts(self, param: torch.Tensor) -> tuple[StateSpec, ...]:
         """Return the arrays of one parameter's state."""
+        return self.parts_for(param.dtype)
+
+    def parts_for(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Return the arrays of the state of a parameter of ``dtype``."""
         parts = _PARTS[self.state_dtype]
-        return (*parts, _REMAINDER) if self.remainders and param.dtype == torch.bfloat16 else parts
+        return (*parts, _REMAINDER) if self.remainders and dtype == torch.bfloat16 else parts
 
     def nbytes(self, param: torch.Tensor) -> int:
         """Return the bytes of one parameter's state."""
@@ -98,7 +80,7 @@ class StateFormat:
         """Return the arrays of a state, to be filled."""
         return {part.name: self._empty(part, param) for part in self.parts(param)}
 
-    def _empty(self, part: Part, param: torch.Tensor) -> torch.Tensor:
+    def _empty(self, part: StateSpec, param: torch.Tensor) -> torch.Tensor:
         if part.per_block:
             return torch.empty(part.count(param.numel()), dtype=part.dtype, device=param.device)
         return torch.empty_strided(param.size(), param.stride(), dtype=part.dtype, device=param.device)

@@ -7,8 +7,13 @@ from typing import Any
 
 from gemini.errors import ConfigError, StateError
 from gemini.optim.managed_optimizer import ManagedOptimizer
-from gemini.optim.state_exchange import counted_steps, entries, export_state, slots_in_order
-from gemini.runtime import read_state
+from gemini.optim.state_exchange import (
+    counted_steps,
+    entries,
+    export_state,
+    exported_state,
+    slots_in_order,
+)
 from gemini.system.config import parse_bytes
 
 Entries = dict[int, dict[str, Any]]
@@ -56,9 +61,8 @@ def _entries(optimizer: ManagedOptimizer) -> Iterator[tuple[int, dict[str, Any]]
     manager = optimizer.model.manager
     begun, steps = manager.step, dict(optimizer.steps)
     for number, slot in enumerate(slots_in_order(optimizer)):
-        if slot not in steps or not entries(optimizer):
+        if slot not in steps or not entries(optimizer, slot):
             continue
         if (manager.step, optimizer.steps.get(slot)) != (begun, steps[slot]):
             raise StateError("states were changed while they were read in shards; begin again after the step")
-        states = {name: read_state(slot, name, manager) for name in optimizer.state_names}
-        yield number, {**counted_steps(optimizer, slot), **states}
+        yield number, {**counted_steps(optimizer, slot), **exported_state(optimizer, slot)}

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 
+from gemini.chunk.state_spec import StateSpec
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.addresses import span_bytes
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 _COMPARED_NUMEL = 2**18
 
 _AS_IT_IS = nullcontext()
+
+_MASTERS = StateSpec(MASTER)
 
 # What nn.Parameter(weight) made of managed weights.
 second_names: WeakSet[ManagedParameter] = WeakSet()
@@ -235,7 +238,7 @@ def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: 
         if start < stop:
             tensors = (piece.tensors[MASTER],)
             with manager.operator(tensors, tensors):
-                piece.flat(MASTER, start, stop).copy_(values[start - begin : stop - begin])
+                piece.master(start, stop).copy_(values[start - begin : stop - begin])
 
 
 @torch.no_grad()
@@ -253,27 +256,25 @@ def read_values(
             place.put(flat, 0, slot.group.param.tensor[slot.start : slot.stop])
         return _shaped(flat, slot)
     refresh_master(slot, manager)
-    return read_state(slot, MASTER, manager, place)
+    return read_state(slot, _MASTERS, manager, place)
 
 
 @torch.no_grad()
 def read_state(
-    slot: ManagedSlot, name: str, manager: GeminiManager, place: Place = IN_MEMORY
+    slot: ManagedSlot, state: StateSpec, manager: GeminiManager, place: Place = IN_MEMORY
 ) -> torch.Tensor:
-    """Return a copy of the state ``name`` of a parameter in ``place``, whole, fp32, in the parameter's own
-    memory layout. Over several ranks all of them call it."""
-    flat = place.empty(slot.stop - slot.start, torch.float32)
+    """Return a copy of a state of a parameter in ``place``, whole, in the parameter's own memory layout; one
+    value for each block flat. Over several ranks all of them call it."""
+    flat = place.empty(state.count(slot.stop - slot.start), state.dtype)
     if manager.sharding is not None:
         flat.zero_()
-    for piece in slot.group.pieces:
-        start, stop = slot.overlapping(piece)
-        if start < stop:
-            with manager.operator((piece.tensors[name],)):
-                place.put(flat, start - slot.start, piece.flat(name, start, stop))
+    for piece in slot.pieces:
+        with manager.operator((piece.tensors[state.key],)):
+            place.put(flat, slot.span_in(piece, state).start, slot.state_in(piece, state))
     if manager.sharding is not None:
         manager.sharding.assemble(flat)
         place.release(flat)
-    return _shaped(flat, slot)
+    return flat if state.per_block else _shaped(flat, slot)
 
 
 def _shaped(flat: torch.Tensor, slot: ManagedSlot) -> torch.Tensor:
@@ -299,7 +300,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
             master = piece.tensors[MASTER]
             manager.snapshot.before_change((master,))
             with manager.operator((*values, master), (master,)), torch.no_grad():
-                piece.flat(MASTER, start, stop).copy_(slot.group.values(start, stop))
+                piece.master(start, stop).copy_(slot.group.values(start, stop))
     except BaseException:
         manager.written.note((tensor,))
         raise
@@ -307,8 +308,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
 
 def _master_pieces(slot: ManagedSlot) -> list[StatePiece]:
     """Return the state pieces that hold a part of the parameter's master."""
-    pieces = [piece for piece in slot.group.pieces if piece.has(MASTER)]
-    return [piece for piece in pieces if slot.start < piece.stop and piece.start < slot.stop]
+    return [piece for piece in slot.pieces if piece.has_master]
 
 
 def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:

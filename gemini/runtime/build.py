@@ -35,7 +35,7 @@ from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.keep_plan import KeepPlan
 from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values
-from gemini.runtime.config import STATES_OF_RULES, GeminiConfig, check_offload
+from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, check_offload
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.growth import Growth, with_gathered
 from gemini.runtime.outline import Outline
@@ -43,6 +43,7 @@ from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupSpec,
+    Kept,
     Needs,
     data_sizes,
     largest_operator,
@@ -56,6 +57,8 @@ from gemini.system.device import default_budget_bytes
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+Trained = Mapping[str, Kept]  # parameters that train, with what is kept of them
 
 # DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
 # the next.
@@ -148,10 +151,11 @@ def build_runtime(
             partial(ChunkManager, device=device),
             share,
             device.block_bytes,
+            expected_states=MOST_STATES,
         )
         made.append(storage)
         if config.optimizer_rule is not None:
-            _refuse_full_disk(storage, STATES_OF_RULES[config.optimizer_rule])
+            _refuse_full_disk(storage, Kept(STATES_OF_RULES[config.optimizer_rule]))
         return storage
 
     try:
@@ -222,16 +226,15 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
     return plan if plan is not None else checked(Blueprint.refuse_unheld)
 
 
-def _refuse_full_disk(storage: ModelStorage, num_states: int) -> None:
-    """Raise IoError where the disk has no space for so many states of each element that trains."""
-    names = tuple(map(str, range(num_states)))
-    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), names)))
+def _refuse_full_disk(storage: ModelStorage, kept: Kept) -> None:
+    """Raise IoError where the disk has no space for what is kept of each parameter that trains."""
+    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), kept)))
     if lack is not None:
         raise IoError(errno.ENOSPC, lack, storage.chunks.budgets.disk_dir or "")
 
 
 def _least_to_train(
-    config: GeminiConfig, drawing: Drawing, error: DeviceTooSmallError, trained: Mapping[str, int]
+    config: GeminiConfig, drawing: Drawing, error: DeviceTooSmallError, trained: Trained
 ) -> int:
     """Return a DEVICE that holds what ``error`` says it cannot while parameters train, as
     :meth:`Drawing.draw` has it."""
@@ -282,9 +285,9 @@ class Drawing:
     device: ComputeDevice
     ranks_here: int
 
-    def draw(self, config: GeminiConfig, trained: Mapping[str, int] | None = None) -> Blueprint:
-        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with how many
-        states; None: all that were not frozen, with those of the rule that was announced, or Adam's.
+    def draw(self, config: GeminiConfig, trained: Trained | None = None) -> Blueprint:
+        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with what
+        is kept of it; None: all that were not frozen, with those of the rule that was announced, or Adam's.
 
         Raises:
             ConfigError: a size allows no chunk.
@@ -311,18 +314,18 @@ class Drawing:
         windows = data_sizes((plan, Needs()) for plan in plans)
         gather_bytes = _gather_bytes(windows, operator[0], room, config) if share is not None else 0
 
-        def size(trained: Mapping[str, int]) -> ModelDataSize:
+        def size(trained: Trained) -> ModelDataSize:
             needs = needs_of(groups, trained)
             return with_gathered(data_sizes(zip(plans, needs, strict=True)), gather_bytes, *operator)
 
-        everything = size(dict.fromkeys(outline.params, max(STATES_OF_RULES.values())))
+        everything = size(dict.fromkeys(outline.params, Kept(MOST_STATES)))
         capacity = _capacity(config, device_bytes, everything, device, self.ranks_here)
         signature = "+".join(spec.layout.signature() for spec in groups)
         signature += "+activations" if config.activation_offload else ""
         signature += f"/{share.size}" if share is not None else ""
         if trained is None:
             rule = config.optimizer_rule or "adam"
-            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, STATES_OF_RULES[rule])
+            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, Kept(STATES_OF_RULES[rule]))
         policy = make_policy(config.placement_policy)
         context = PlacementContext(policy, size(trained), capacity, signature)
         budgets = _budgets(config, capacity, reserve_disk=outline.trainable == outline.params.keys())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gemini.chunk import ComputeDevice
+from gemini.chunk.state_spec import StateSpec
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, TierCapacity
@@ -26,8 +27,19 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 }
 
 
-# What an optimizer keeps of each element, by the name of its rule.
-STATES_OF_RULES = {"adam": 2, "lion": 1, "sgd": 1, "none": 0}
+# What an optimizer keeps of each parameter, by the name of its rule.
+STATES_OF_RULES = {
+    "adam": (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
+    "lion": (StateSpec("exp_avg"),),
+    "sgd": (StateSpec("momentum_buffer"),),
+    "none": (),
+}
+# What tiers have places for, whichever optimizer comes: none of torch's keeps more of each element, and Adam
+# with int8 moments no more arrays.
+MOST_STATES = (
+    *(StateSpec(name) for name in ("first", "second", "third")),
+    *(StateSpec(name, per_block=True) for name in ("first_scale", "second_scale")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ States when an optimizer is made; gradients, masters and states when a frozen pa
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Protocol
 from weakref import WeakSet
 
@@ -19,24 +20,25 @@ from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter
-from gemini.runtime.storage.data_sizes import DataSizes
+from gemini.runtime.storage.data_sizes import DataSizes, Kept
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
 
 
 class StateOwner(Protocol):
-    """An optimizer: what it updates, frozen or not, and what it keeps of each element."""
-
-    state_names: tuple[str, ...]
+    """An optimizer: what it updates, frozen or not, and what it keeps of that."""
 
     @property
     def slots(self) -> set[ManagedSlot]: ...
+
+    def kept_of(self, group: ChunkGroup) -> Kept:
+        """Return what is kept of the parameters of a group."""
 
     def take_chunks(self) -> None:
         """Chunks were made for some of the slots."""
 
 
 # Return a DEVICE that would hold what an error says that it cannot, while parameters of these names train.
-LeastBytes = Callable[[DeviceTooSmallError, Mapping[str, int]], int]
+LeastBytes = Callable[[DeviceTooSmallError, Mapping[str, Kept]], int]
 
 
 class Growth:
@@ -56,7 +58,7 @@ class Growth:
         """
         trained = {slot.group for slot in owner.slots if slot.grad is not None}
         # In an order that does not change: traces name chunks by their numbers.
-        self._grow({group: owner.state_names for group in self._storage.groups if group in trained})
+        self._grow({group: owner.kept_of(group) for group in self._storage.groups if group in trained})
         self._owners.add(owner)
 
     def unfreeze(self, param: ManagedParameter) -> None:
@@ -84,12 +86,12 @@ class Growth:
         """Make the gradient of a parameter, and what an update of it needs."""
         manager, storage, group = self._manager, self._storage, slot.group
         owners = [owner for owner in self._owners if slot in owner.slots]
-        names = dict.fromkeys(name for owner in owners for name in owner.state_names)
+        kept = reduce(Kept.joined, [owner.kept_of(group) for owner in owners], Kept())
         is_first = group.grad is None
         manager.refuse_closed()
         manager.run_pending()
         manager.snapshot.before_write()
-        self._grow({group: tuple(names)})
+        self._grow({group: kept})
         assert group.grad is not None
         grad = slot.make_grad(group.grad)
         if is_first and group.has_master:
@@ -100,7 +102,7 @@ class Growth:
         for owner in owners:
             owner.take_chunks()
 
-    def _grow(self, more: Mapping[ChunkGroup, Collection[str]]) -> None:
+    def _grow(self, more: Mapping[ChunkGroup, Kept]) -> None:
         storage, manager = self._storage, self._manager
         missing = storage.missing(more)
         if not missing and (storage.trains or not more):
@@ -115,7 +117,7 @@ class Growth:
         storage.add(more)
         manager.replan(size)
 
-    def _checked(self, more: Mapping[ChunkGroup, Collection[str]]) -> ModelDataSize:
+    def _checked(self, more: Mapping[ChunkGroup, Kept]) -> ModelDataSize:
         """Return the size of model data with ``more`` of it. Raises OutOfBudgetError."""
         context, sharding = self._manager.context, self._manager.sharding
         gather_bytes = sharding.gather_bytes if sharding is not None else 0
@@ -129,11 +131,11 @@ class Growth:
             raise error.asking(self._least_bytes(error, self._trained(more))) from None
         return size
 
-    def _trained(self, more: Mapping[ChunkGroup, Collection[str]]) -> dict[str, int]:
-        """Return by name what trains, with how many states."""
-        counts = {group: len({*group.states, *more.get(group, ())}) for group in self._storage.groups}
+    def _trained(self, more: Mapping[ChunkGroup, Kept]) -> dict[str, Kept]:
+        """Return by name what trains, with what is kept of it."""
+        kept = {group: group.kept.joined(more.get(group, Kept())) for group in self._storage.groups}
         return {
-            name: counts[slot.group]
+            name: kept[slot.group]
             for name, slot in self._storage.slots.items()
             if slot.group.grad is not None or slot.group in more
         }

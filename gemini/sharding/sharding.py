@@ -120,9 +120,9 @@ class Sharding:
         values.copy_(contiguous)
 
     def assemble(self, flat: torch.Tensor) -> None:
-        """Make fp32 values whole of which every rank has given its part, zeros elsewhere; bit for bit."""
-        # As integers: -0.0 + 0.0 would lose its sign.
-        self.peers.sum(flat.view(torch.int32))
+        """Make values whole of which every rank has given its part, zeros elsewhere; bit for bit."""
+        # As integers: -0.0 + 0.0 would lose its sign. Of two bytes communication libraries know none.
+        self.peers.sum(flat.view(torch.int32 if flat.dtype.itemsize >= 4 else torch.uint8))
 
     # -- the step --------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from test_layers import PYTHON_FILES, identify
 
 # Torch's own, which are there to be assigned.
 TORCHS = {"grad", "data", "__class__"}
-# The context of an autograd function, and what belongs to one thread.
-BAGS = {"ctx", "self._threads"}
+# The context of an autograd function, what belongs to one thread, exceptions, optimizers of torch.
+BAGS = {"ctx", "self._threads", "error", "shell"}
 
 
 def targets_of(node: ast.AST) -> Iterator[ast.expr]:

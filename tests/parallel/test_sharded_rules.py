@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from processes import own_part, run_on_ranks
 from sharded_harness import SMALL_CHUNKS, assert_near, batch, mlp
 from torch import Tensor
 
-from gemini import GeminiDDP, GeminiOptimizer, Lion
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, Lion, checkpoint
 
 STEPS = 5
+TINY = {"min_chunk_size_mb": 2**-8, "search_range_mb": 2**-8, "device_bytes": "1MiB", "non_model_bytes": 0}
 
 
 def _make(rule: str, params: Any) -> torch.optim.Optimizer:
@@ -47,3 +49,50 @@ def test_ranks_update_as_one(rule: str, state: str) -> None:
     for weights, names in run_on_ranks(_train, 2, rule):
         assert names == {state}
         assert_near(weights, want, tolerance)
+
+
+def _nadam(saved: Path, load: bool) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Train with batches that all ranks have, whose mean gradient is each rank's to the bit."""
+    model = GeminiDDP(mlp(), **TINY)
+    optimizer = GeminiOptimizer(torch.optim.NAdam(model.parameters()), model)
+    if load:
+        checkpoint.load(saved, model, optimizer)
+    for step in range(3 if load else 0, STEPS if load else 3):
+        optimizer.backward(model(batch(step)).square().mean())
+        optimizer.step()
+    if not load:
+        checkpoint.save(saved, model, optimizer)
+    weights, states = dict(model.state_dict()), optimizer.state_dict()["state"]
+    model.close()
+    return weights, states
+
+
+def test_small_states_are_those_of_ranks_that_have_no_part_of_a_parameter_too(tmp_path: Path) -> None:
+    plain = mlp()
+    optimizer = torch.optim.NAdam(plain.parameters())
+    for step in range(STEPS):
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = optimizer.state_dict()["state"]
+    run_on_ranks(_nadam, 2, tmp_path, False)
+    for weights, states in [*run_on_ranks(_nadam, 2, tmp_path, True), _nadam(tmp_path, True)]:
+        for name, value in plain.state_dict().items():
+            assert torch.equal(weights[name], value), name
+        for number, entry in want.items():
+            assert states[number].keys() == entry.keys()
+            for name, value in entry.items():
+                assert torch.equal(states[number][name], value), (number, name)
+
+
+def _muon() -> str:
+    with GeminiDDP(mlp(), **TINY) as model:
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        with pytest.raises(ConfigError) as refused:
+            GeminiOptimizer(torch.optim.Muon(matrices), model)
+        return str(refused.value)
+
+
+def test_what_needs_whole_parameters_is_refused_over_ranks() -> None:
+    for message in run_on_ranks(_muon, 2):
+        assert "train with one process" in message

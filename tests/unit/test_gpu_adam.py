@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from gemini import _C
+from gemini.chunk.state_spec import BLOCK_NUMEL
 from gemini.errors import GeminiError, StateError
 from gemini.optim import CPUAdam, FusedAdam
-from gemini.optim.kernels import BLOCK_NUMEL, AdamHyper, AdamStep, GradScale, Row, has_cuda_kernel, run_rows
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, has_cuda_kernel, run_rows
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Type of the parameter, type of its 16-bit copy, whether its fp32 remainder is kept; in the kernel's order.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, TENSOR_ALIGN_BYTES, ChunkLayout
+from gemini.chunk.state_spec import BLOCK_NUMEL, CUT_NUMEL
 from gemini.errors import ConfigError
 
 ITEMSIZES = [1, 2, 4, 8]
@@ -55,7 +56,21 @@ def test_each_chunk_is_a_continuous_run_and_as_full_as_the_order_allows(
     for last, following in zip(layout.slots, layout.slots[1:], strict=False):
         if last.chunk != following.chunk and max(last.numel, following.numel) <= layout.chunk_numel:
             next_offset = -(-(last.offset + max(last.numel, 1)) // unit) * unit
+            if next_offset % CUT_NUMEL + max(following.numel, 1) > CUT_NUMEL:
+                next_offset = -(-next_offset // BLOCK_NUMEL) * BLOCK_NUMEL
             assert next_offset + max(following.numel, 1) > layout.chunk_numel
+
+
+@given(NUMELS, st.integers(1, 6000), st.sampled_from(ITEMSIZES))
+def test_no_cut_goes_through_a_block_and_small_tensors_pay_nothing_for_that(
+    numels: list[int], chunk_numel: int, itemsize: int
+) -> None:
+    layout = ChunkLayout.build(named(numels), chunk_numel, itemsize=itemsize)
+    for slot in layout.slots:
+        cuts = range(-(-(slot.offset + 1) // CUT_NUMEL) * CUT_NUMEL, slot.offset + slot.numel, CUT_NUMEL)
+        assert all((cut - slot.offset) % BLOCK_NUMEL == 0 for cut in cuts)
+    packed = ChunkLayout.build(named([64] * 96), 2**20, itemsize=itemsize)
+    assert packed.slots[-1].offset == 95 * 64
 
 
 @given(NUMELS, st.integers(1, 6000), st.sampled_from(ITEMSIZES))

@@ -15,18 +15,21 @@ MASTER = ChunkKind.MASTER.value  # the name of fp32 masters among the states of 
 class StatePiece:
     """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that moves as one.
 
-    By name: :data:`MASTER`, where there are fp32 masters, and what optimizers keep.
+    By key: :data:`MASTER`, where there are fp32 masters, and what optimizers keep. ``first_block``: the first
+    block of it, of those of all parameters of the chunk.
     """
 
     start: int
     stop: int
+    first_block: int
     chunks: dict[str, Chunk] = field(default_factory=dict)
     tensors: dict[str, int] = field(default_factory=dict)
 
-    def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the parameter chunk as they stand in the state ``name``."""
-        return self.chunks[name].tensor[start - self.start : stop - self.start]
+    def master(self, start: int, stop: int) -> torch.Tensor:
+        """Return the masters of elements ``[start, stop)`` of the parameter chunk."""
+        return self.chunks[MASTER].tensor[start - self.start : stop - self.start]
 
-    def has(self, name: str) -> bool:
-        """Say whether there is a state of this name."""
-        return name in self.chunks
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 masters."""
+        return MASTER in self.chunks

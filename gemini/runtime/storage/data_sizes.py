@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import CPU, ChunkKind, ChunkLayout, ChunkSpec
+from gemini.chunk import CPU, ChunkKind, ChunkLayout, ChunkSpec, TensorSlot
 from gemini.chunk.chunk import whole_blocks
+from gemini.chunk.layout import CHUNK_ALIGN_BYTES, round_up
+from gemini.chunk.state_spec import CUT_NUMEL, StateSpec, num_blocks
 from gemini.comm.share import Share, stays_whole
-
-# State pieces begin at multiples of this many elements, so that every kind stays 4 KiB aligned.
-_PIECE_ALIGN = 2048
 
 
 @dataclass(frozen=True)
@@ -28,27 +29,46 @@ class GroupSpec:
     master: bool
 
 
+class Kept(NamedTuple):
+    """What an optimizer keeps of each parameter of a chunk; ``whole``: an update needs all of a parameter."""
+
+    states: tuple[StateSpec, ...] = ()
+    whole: bool = False
+
+    def joined(self, other: Kept) -> Kept:
+        """Return what two optimizers keep, one after the other."""
+        return Kept(tuple(dict.fromkeys(self.states + other.states)), self.whole or other.whole)
+
+
 class Needs(NamedTuple):
     """What a parameter chunk needs beside itself. ``trains``: a gradient and, where its type asks for them,
-    masters; ``masters`` alone are what a model has that nobody trains yet. ``states``: how many of each
-    element an optimizer keeps."""
+    masters; ``masters`` alone are what a model has that nobody trains yet. ``kept``: by optimizers."""
 
     masters: bool = False
     trains: bool = False
-    states: int = 0
+    kept: Kept = Kept()
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A parameter chunk and the chunks that may go with it. Over ranks ``pieces`` cover this rank's part."""
+    """A parameter chunk and the chunks that may go with it. Over ranks ``pieces`` cover this rank's part.
+
+    ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
+    """
 
     numel: int
     dtype: torch.dtype
     trainable: bool
     master: bool
     pieces: tuple[tuple[int, int], ...]
+    blocks: tuple[tuple[int, int], ...]
     share: Share | None
     block_bytes: int
+
+    @property
+    def updated_dtype(self) -> torch.dtype:
+        """The type of what an optimizer updates: of masters, where there are any."""
+        return torch.float32 if self.master else self.dtype
 
     @property
     def owned(self) -> tuple[int, int]:
@@ -77,12 +97,14 @@ class GroupPlan:
         for start, stop in self.pieces if self.master else ():
             yield self._spec(ChunkKind.MASTER, stop - start, torch.float32)
 
-    def states(self, names: Iterable[str]) -> Iterator[ChunkSpec]:
-        """Yield the states of these names, one chunk a piece of each, piece by piece."""
-        each = list(names)
-        for start, stop in self.pieces:
-            for name in each:
-                yield self._spec(ChunkKind.STATE, stop - start, torch.float32, name)
+    def states(self, states: Iterable[StateSpec]) -> Iterator[ChunkSpec]:
+        """Yield the chunks of these states, one a piece of each, piece by piece."""
+        each = list(states)
+        for (start, stop), (first, end) in zip(self.pieces, self.blocks, strict=True):
+            for state in each:
+                numel = end - first if state.per_block else stop - start
+                numel = round_up(max(numel, 1), CHUNK_ALIGN_BYTES // state.dtype.itemsize)
+                yield self._spec(ChunkKind.STATE, numel, state.dtype, state.key)
 
     def at_first(self) -> Iterator[ChunkSpec]:
         """Yield the chunks that wrapping makes, in the order in which they are built."""
@@ -91,7 +113,7 @@ class GroupPlan:
             yield from self.gradients()
             yield from self.masters()
 
-    def later(self, states: Sequence[str]) -> Iterator[ChunkSpec]:
+    def later(self, states: Sequence[StateSpec]) -> Iterator[ChunkSpec]:
         """Yield the chunks that may come once parameters were unfrozen, or have an optimizer."""
         if not self.trainable:
             yield from self.gradients()
@@ -129,16 +151,31 @@ def plan_groups(
     """Return the plan of each parameter chunk, those of the first group first. ``piece_numel`` bounds a state
     chunk, in elements."""
     plans = []
-    step = max(_PIECE_ALIGN, piece_numel // _PIECE_ALIGN * _PIECE_ALIGN)
+    step = max(CUT_NUMEL, piece_numel // CUT_NUMEL * CUT_NUMEL)
     for spec in groups:
-        for bare_numel in spec.layout.chunk_numels:
+        for chunk, bare_numel in enumerate(spec.layout.chunk_numels):
             numel = share.whole_numel(bare_numel) if share is not None else bare_numel
             first, end = share.range_of(numel) if share is not None else (0, numel)
             pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
+            blocks = _blocks_of(pieces, spec.layout.slots_of(chunk))
             plans.append(
-                GroupPlan(numel, spec.dtype, spec.trainable, spec.master, pieces, share, block_bytes)
+                GroupPlan(numel, spec.dtype, spec.trainable, spec.master, pieces, blocks, share, block_bytes)
             )
     return plans
+
+
+def _blocks_of(pieces: Sequence[tuple[int, int]], slots: Sequence[TensorSlot]) -> tuple[tuple[int, int], ...]:
+    """Return which blocks of the parameters of a chunk are in each piece; no block is in two."""
+    offsets = [slot.offset for slot in slots]
+    firsts = [0, *accumulate(num_blocks(slot.numel) for slot in slots)]
+
+    def before(place: int) -> int:
+        index = bisect_left(offsets, place) - 1  # of the last tensor that begins before
+        if index < 0:
+            return 0
+        return firsts[index] + num_blocks(min(place - offsets[index], slots[index].numel))
+
+    return tuple((before(start), before(stop)) for start, stop in pieces)
 
 
 def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
@@ -166,18 +203,26 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
     values = list(plan.params())
     values += plan.gradients() if need.trains else ()
     masters = list(plan.masters()) if need.trains or need.masters else []
-    states = list(plan.states(map(str, range(need.states))))
+    states = list(plan.states(need.kept.states))
     kept = [chunk for chunk in values if plan.share is None or chunk.kind in _SHARDS]
-    piece = max((stop - start for start, stop in plan.pieces), default=0)
-    kinds = bool(masters) + need.states
+    by_piece = [
+        sum(chunk.nbytes for chunk in (*masters[index : index + 1], *_nth(states, index, need.kept.states)))
+        for index in range(len(plan.pieces))
+    ]
     whole = [chunk for chunk in values if plan.share is not None and chunk.kind not in _SHARDS]
     return DataSizes(
         total=sum(chunk.nbytes for chunk in (*kept, *masters, *states)),
-        working=sum(chunk.nbytes for chunk in kept) + kinds * whole_blocks(piece * 4, plan.block_bytes),
+        working=sum(chunk.nbytes for chunk in kept)
+        + (sum(by_piece) if need.kept.whole else max(by_piece, default=0)),
         largest=max(chunk.nbytes for chunk in (*values, *masters, *states)),
         windows=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.PARAM),
         largest_gradient=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.GRAD),
     )
+
+
+def _nth(chunks: Sequence[ChunkSpec], index: int, states: Sequence[StateSpec]) -> Sequence[ChunkSpec]:
+    """Return the chunks of the piece ``index``, which has one of each state."""
+    return chunks[index * len(states) : (index + 1) * len(states)]
 
 
 _SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
@@ -207,12 +252,12 @@ def largest_operator(
     return largest, largest_name
 
 
-def needs_of(groups: Sequence[GroupSpec], trained: Mapping[str, int]) -> list[Needs]:
-    """Return what each parameter chunk needs where the parameters that ``trained`` names train, each with so
-    many states; what shares a chunk with them trains as well. Masters are there from the beginning."""
+def needs_of(groups: Sequence[GroupSpec], trained: Mapping[str, Kept]) -> list[Needs]:
+    """Return what each parameter chunk needs where the parameters that ``trained`` names train, with what is
+    kept of each; what shares a chunk with them trains as well. Masters are there from the beginning."""
     found = []
     for spec in groups:
         for chunk in range(spec.layout.num_chunks):
-            states = [trained[slot.name] for slot in spec.layout.slots_of(chunk) if slot.name in trained]
-            found.append(Needs(spec.trainable, bool(states), max(states, default=0)))
+            kept = [trained[slot.name] for slot in spec.layout.slots_of(chunk) if slot.name in trained]
+            found.append(Needs(spec.trainable, bool(kept), reduce(Kept.joined, kept, Kept())))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -10,17 +11,23 @@ from typing import Protocol
 import torch
 
 from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.comm.share import Share
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
-from gemini.runtime.storage.data_sizes import DataSizes, GroupPlan, GroupSpec, Needs, data_sizes, plan_groups
+from gemini.runtime.storage.data_sizes import (
+    DataSizes,
+    GroupPlan,
+    GroupSpec,
+    Kept,
+    Needs,
+    data_sizes,
+    plan_groups,
+)
 from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.mixture import Mixture
 from gemini.runtime.storage.sharded_gradient import GroupShard, ShardedGradient, ShardPlace
-
-# Addresses are reserved for so many states of each element; they take no memory.
-_EXPECTED_STATES = ("first", "second")
 
 
 class MakeChunks(Protocol):
@@ -54,18 +61,13 @@ class ChunkGroup:
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept)  # of its parameters, by optimizers
     watcher: GradientWatcher | None = None  # of the gradients of its parameters
 
     @property
     def has_master(self) -> bool:
         """Whether there are fp32 masters, be they this rank's or others'."""
-        return any(piece.has(MASTER) for piece in self.pieces)
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of what optimizers keep of each element."""
-        names = dict.fromkeys(name for piece in self.pieces for name in piece.chunks)
-        return tuple(name for name in names if name != MASTER)
+        return any(piece.has_master for piece in self.pieces)
 
     def values(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``[start, stop)`` where an update changes them: in the shard if there is one."""
@@ -91,11 +93,13 @@ class ChunkGroup:
 class ManagedSlot:
     """One parameter: its place in its group's chunks and its gradient."""
 
-    def __init__(self, gate: Gate, group: ChunkGroup, slot: TensorSlot) -> None:
+    def __init__(self, gate: Gate, group: ChunkGroup, slot: TensorSlot, first_block: int) -> None:
+        """``first_block``: how many blocks the parameters before it in its chunk have."""
         self.name = slot.name
         self.group = group
         self.start = slot.offset
         self.stop = slot.offset + slot.numel
+        self._first_block = first_block
         add = gate.chunks.add_tensor
         self.param_ref = TensorRef(gate, add(group.param))
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
@@ -120,6 +124,30 @@ class ManagedSlot:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
         >= stop."""
         return max(self.start, piece.start), min(self.stop, piece.stop)
+
+    def place_in(self, piece: StatePiece, state: StateSpec) -> slice:
+        """Return where in the chunk of a state the values are that ``piece`` has of this parameter."""
+        start, stop = self.overlapping(piece)
+        if not state.per_block:
+            return slice(start - piece.start, stop - piece.start)
+        first = self._first_block + (start - self.start) // BLOCK_NUMEL - piece.first_block
+        return slice(first, first + num_blocks(stop - start))
+
+    def span_in(self, piece: StatePiece, state: StateSpec) -> slice:
+        """Return which values of a state of this parameter, flat, ``piece`` has."""
+        start, stop = (place - self.start for place in self.overlapping(piece))
+        if state.per_block:
+            return slice(start // BLOCK_NUMEL, num_blocks(stop))
+        return slice(start, stop)
+
+    def state_in(self, piece: StatePiece, state: StateSpec) -> torch.Tensor:
+        """Return what ``piece`` has of a state of this parameter; pin its chunk before."""
+        return piece.chunks[state.key].tensor[self.place_in(piece, state)]
+
+    @property
+    def pieces(self) -> list[StatePiece]:
+        """The state pieces that have a part of this parameter, here."""
+        return [p for p in self.group.pieces if self.start < p.stop and p.start < self.stop]
 
     @property
     def has_grad(self) -> bool:
@@ -164,14 +192,15 @@ class ModelStorage:
         make_chunks: MakeChunks = ChunkManager,
         share: Share | None = None,
         block_bytes: int = CPU.block_bytes,
+        expected_states: Sequence[StateSpec] = (),
     ) -> None:
         """Reserve windows and tiers for all groups, also for what may come later: gradients of what is
-        unfrozen, and states. ``piece_numel`` bounds a state chunk, in elements; ``make_chunks`` gives the
-        chunks their memory, in blocks of ``block_bytes``; ``share`` is this rank's part of them, None:
-        all."""
+        unfrozen, and ``expected_states``, which take addresses and no memory. ``piece_numel`` bounds a state
+        chunk, in elements; ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``;
+        ``share`` is this rank's part of them, None: all."""
         plans = plan_groups(groups, piece_numel, share, block_bytes)
         specs = [chunk for plan in plans for chunk in plan.at_first()]
-        expected = [chunk for plan in plans for chunk in plan.later(_EXPECTED_STATES)]
+        expected = [chunk for plan in plans for chunk in plan.later(expected_states)]
         if share is not None and plans:  # one for what trains now, and a larger one some day
             expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
         self.chunks = make_chunks(specs, budgets, expected=expected)
@@ -186,9 +215,11 @@ class ModelStorage:
     def register(self, gate: Gate) -> None:
         """Create a slot per parameter, whose use goes through ``gate``."""
         for spec, base in self._layouts:
+            first_blocks: Counter[int] = Counter()
             for slot in spec.layout.slots:
                 group = self.groups[base + slot.chunk]
-                managed = ManagedSlot(gate, group, slot)
+                managed = ManagedSlot(gate, group, slot, first_blocks[slot.chunk])
+                first_blocks[slot.chunk] += num_blocks(slot.numel)
                 group.slots.append(managed)
                 self.slots[slot.name] = managed
 
@@ -214,9 +245,9 @@ class ModelStorage:
 
     # -- what comes later ------------------------------------------------------------------------
 
-    def sizes(self, more: Mapping[ChunkGroup, Collection[str]] = MappingProxyType({})) -> DataSizes:
-        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, each
-        with states of these names."""
+    def sizes(self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({})) -> DataSizes:
+        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, of
+        which it keeps that."""
         trains = self.trains or bool(more)
         return data_sizes(
             (
@@ -224,28 +255,30 @@ class ModelStorage:
                 Needs(
                     group.has_master,
                     trains and (group.grad is not None or group in more),
-                    len({*group.states, *more.get(group, ())}),
+                    group.kept.joined(more.get(group, Kept())),
                 ),
             )
             for group in self.groups
         )
 
-    def missing(self, more: Mapping[ChunkGroup, Collection[str]]) -> list[ChunkSpec]:
+    def missing(self, more: Mapping[ChunkGroup, Kept]) -> list[ChunkSpec]:
         """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
         found: list[ChunkSpec] = []
-        for group, names in more.items():
+        for group, kept in more.items():
             if group.grad is None:
                 found += [*group.plan.gradients(), *group.plan.masters()]
-            found += group.plan.states(_new(names, group.states))
+            found += group.plan.states(_new(kept.states, group.kept.states))
         return found
 
-    def add(self, more: Mapping[ChunkGroup, Collection[str]]) -> None:
+    def add(self, more: Mapping[ChunkGroup, Kept]) -> None:
         """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
-        for group, names in more.items():
+        for group, kept in more.items():
             if group.grad is None:
                 self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
-                self._add_states(group, (MASTER,) if group.plan.master else ())
-            self._add_states(group, _new(names, group.states))
+                for piece, spec in zip(group.pieces, group.plan.masters(), strict=False):
+                    self._add_state(piece, MASTER, self.chunks.add_chunk(spec))
+            self._add_states(group, _new(kept.states, group.kept.states))
+            group.kept = group.kept.joined(kept)
         self.trains = True
 
     def widen_exchange(self) -> bool:
@@ -280,25 +313,26 @@ class ModelStorage:
         group.grad = next(chunks)
         if group.shard is not None:
             group.shard = replace(group.shard, grad=next(chunks))
-        group.pieces = [StatePiece(start, stop) for start, stop in group.plan.pieces]
+        each = zip(group.plan.pieces, group.plan.blocks, strict=True)
+        group.pieces = [StatePiece(start, stop, first) for (start, stop), (first, _) in each]
 
-    def _add_states(self, group: ChunkGroup, names: Sequence[str]) -> None:
-        specs = group.plan.masters() if names == (MASTER,) else group.plan.states(names)
+    def _add_states(self, group: ChunkGroup, states: Sequence[StateSpec]) -> None:
+        specs = group.plan.states(states)
         for piece in group.pieces:
-            for name in names:
-                self._add_state(piece, name, self.chunks.add_chunk(next(specs)))
+            for state in states:
+                self._add_state(piece, state.key, self.chunks.add_chunk(next(specs)))
 
-    def _add_state(self, piece: StatePiece, name: str, chunk: Chunk) -> None:
-        piece.chunks[name] = chunk
-        piece.tensors[name] = self.chunks.add_tensor(chunk)
+    def _add_state(self, piece: StatePiece, key: str, chunk: Chunk) -> None:
+        piece.chunks[key] = chunk
+        piece.tensors[key] = self.chunks.add_tensor(chunk)
 
 
 def _exchange(plan: GroupPlan) -> ChunkSpec:
     return ChunkSpec(ChunkKind.EXCHANGE, plan.numel, torch.float32, plan.block_bytes)
 
 
-def _new(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in known]
+def _new(states: Iterable[StateSpec], known: Sequence[StateSpec]) -> list[StateSpec]:
+    return [state for state in states if state not in known]
 
 
 def _bases(groups: Sequence[GroupSpec]) -> list[int]:

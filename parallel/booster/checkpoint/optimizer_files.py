@@ -17,7 +17,7 @@ from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import counted_steps
+from gemini.optim.state_exchange import counted_steps, exported_state
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
@@ -26,7 +26,7 @@ from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
-from gemini.runtime import read_state
+from gemini.runtime import ManagedSlot
 from gemini.system.files import parse_json
 
 _METADATA = OWN_METADATA + "optimizer"
@@ -117,10 +117,7 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
             continue
         # As torch's optimizer has it, whose state this can become.
         values[slot.name] = dict(counted_steps(optimizer, slot))
-        for moment in optimizer.state_names:
-            read = partial(read_state, slot, moment, optimizer.model.manager)
-            shape = tuple(slot.param_view.shape)
-            sources.append(whole_source(f"{slot.name}/{moment}", torch.float32, shape, read))
+        sources += _managed_sources(optimizer, slot)
     groups = [
         {**_settings(group), "decoupled_weight_decay": group["adamw_mode"]}
         if "adamw_mode" in group
@@ -129,6 +126,26 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
     ]
     rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
     return OptimizerContents(sources, values, groups, rest)
+
+
+def _managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[TensorSource]:
+    """Return sources of what is kept of a parameter, as its state dict has it."""
+    numel, shape = slot.param_view.numel(), tuple(slot.param_view.shape)
+    states = optimizer.states_of(slot.group)
+    moments = optimizer.rule.required(states) if optimizer.rule.converts else ()
+
+    def read(name: str) -> torch.Tensor:
+        return exported_state(optimizer, slot, only=name)[name]
+
+    return [
+        whole_source(
+            f"{slot.name}/{state.name}",
+            torch.float32 if state.name in moments else state.dtype,
+            (state.count(numel),) if state.per_block else shape,
+            partial(read, state.name),
+        )
+        for state in states
+    ]
 
 
 def _sharded_contents(optimizer: LowLevelZeroOptimizer, names: Names) -> OptimizerContents:

@@ -10,10 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.collectives import group_of
-from gemini.errors import ConfigError
+from gemini.errors import GeminiError
 from gemini.model.ddp import GeminiDDP
+from gemini.model.managed_model import handle_of
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.rule_choice import rule_of
+from gemini.optim.state_format import StateFormat
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
@@ -32,14 +35,14 @@ class GeminiPlugin(Plugin):
         GeminiPlugin(placement_policy="auto", device_bytes="4GiB", disk_dir="/nvme", max_norm=1.0)
 
     Over several processes every chunk is cut among them (ZeRO-3). The model may be on ``meta``. The optimizer
-    is a CPUAdam or HybridAdam, made before :meth:`Booster.boost` over the model's parameters. With a 16-bit
-    ``mixed_precision`` here or in the booster, all parameters are cast and fp32 masters are kept.
+    is one that GeminiOptimizer drives, made before :meth:`Booster.boost` over the model's parameters. With a
+    16-bit ``mixed_precision`` here or in the booster, all parameters are cast and fp32 masters are kept.
 
     Args:
         device, placement_policy: see GeminiDDP.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
-            ``overlap``).
+            ``overlap``, ``elementwise``).
 
     Raises:
         TypeError: a keyword that neither has.
@@ -69,20 +72,24 @@ class GeminiPlugin(Plugin):
         model_options, optimizer_options = with_precision(
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
         )
-        if optimizer is not None and not isinstance(optimizer, CPUAdam):
-            raise ConfigError(
-                f"GeminiPlugin updates chunks with our Adam, not with {type(optimizer).__name__}: make the "
-                "optimizer gemini.HybridAdam(model.parameters(), ...), or use TorchDDPPlugin"
-            )
+        if optimizer is not None:
+            rule_of(
+                optimizer, elementwise=optimizer_options.get("elementwise", False)
+            )  # refuses before anything
         if optimizer is not None and model_options.get("config") is None:
-            model_options = {
-                "optimizer_rule": "adam",
-                **model_options,
-            }  # what cannot train is refused at once
+            # What cannot train is refused at once: where the rule is known before chunks are, by wrapping.
+            is_adam = isinstance(optimizer, CPUAdam) and optimizer.state_format == StateFormat()
+            model_options = {"optimizer_rule": "adam" if is_adam else "none", **model_options}
         managed = GeminiDDP(model, **model_options)
         if optimizer is None:
             return Boosted(managed, None, criterion)
-        boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
+        try:
+            boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
+        except GeminiError:
+            handle = handle_of(managed)
+            if handle.peers is None:  # what one rank alone was refused would keep the others waiting
+                handle.release()
+            raise
         return Boosted(managed, boosted, criterion)
 
     def no_sync(
