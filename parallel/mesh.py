@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.comm.collectives import ProcessGroupPeers, group_of
+from gemini.comm.collectives import ProcessGroupPeers, break_off, group_of
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 
@@ -84,6 +85,28 @@ class Axis(ProcessGroupPeers):
         super().leave(why)
         for axis in self._neighbours.values():
             axis.leave(why)
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """After how long an operation of theirs fails, where the backend says it."""
+        return self._timeout
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The group of these ranks that takes CPU memory."""
+        return self._on_host
+
+    def note_sent(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that is sent to one of them."""
+        self._count("send", tensor.nbytes)
+
+    def settle(self, work: Any, doing: str) -> None:
+        """Wait for a message between two of them. Raises StateError where a rank has left, or is gone."""
+        self.attendance.wait(work, doing, self.break_off, of_all=False)
+
+    def break_off(self) -> None:
+        """Make messages that are under way fail: the end of the process would wait for them."""
+        break_off(self._on_host)
 
     def _count(self, collective: str, nbytes: int) -> None:
         self.calls[collective] += 1

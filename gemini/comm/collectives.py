@@ -187,14 +187,14 @@ class ProcessGroupPeers(Peers):
         if dist.get_backend(group) != "gloo":
             work.wait()  # on a GPU it only orders streams
             return
-        self.attendance.wait(work, doing, partial(_break_off, group))
+        self.attendance.wait(work, doing, partial(break_off, group))
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return the group of this copy whose backend takes the memory of ``tensor``."""
         return self._on_host if tensor.device.type == "cpu" else self.group
 
 
-def _break_off(group: dist.ProcessGroup) -> None:
+def break_off(group: dist.ProcessGroup) -> None:
     """Make what is under way in a group of gloo fail: the end of the process would wait for it until the
     group's timeout. An operation that runs into its own timeout closes the connections of all."""
     with suppress(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, ref
@@ -110,6 +110,52 @@ class Booster:
         if model not in self._models:
             raise ConfigError("no_sync() takes a model that boost() of this booster has returned")
         return self.plugin.no_sync(model, optimizer or self._models[model]())
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        count: Callable[[Any], float] | None = None,
+    ) -> dict[str, Any]:
+        """Take the next batch, cut it into micro-batches and run them through the stages of the model,
+        forward and backward; without an ``optimizer``, forward alone. For models that HybridParallelPlugin
+        boosted, with one stage or several. All ranks call it; ``optimizer.step()`` comes next, or another
+        batch, whose gradients are added.
+
+        A batch is a dict, whose items are keywords of the model, or a tensor, or a tuple of the model's input
+        and what else ``criterion(outputs, micro_batch)`` needs; that returns the mean loss of a micro-batch.
+        The stages of a pipeline are given the same batch.
+
+        Args:
+            return_loss: the result has ``"loss"``, on every rank: the mean over micro-batches and ranks.
+            return_outputs: it has ``"outputs"``, a list by micro-batch, on ranks with the last stage (None
+                elsewhere).
+            count: what the loss of a micro-batch counts, its number of tokens for example; None: all count
+                the same.
+
+        Raises:
+            ConfigError: the batch cannot be cut, or the plugin has no stages.
+            StateError: another rank has failed; the message says where and why.
+        """
+        if model not in self._models:
+            raise ConfigError("execute_pipeline() takes a model that boost() of this booster has returned")
+        if optimizer is not None:
+            self._require_boosted(optimizer)
+        with torch.set_grad_enabled(optimizer is not None):
+            done = self.plugin.execute_pipeline(
+                next(data_iter),
+                model,
+                criterion,
+                count=count,
+                return_loss=return_loss,
+                return_outputs=return_outputs,
+            )
+        return {"loss": done.loss, "outputs": done.outputs}
 
     # -- files -----------------------------------------------------------------------------------
 

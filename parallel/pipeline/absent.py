@@ -25,11 +25,20 @@ class EndOfStage(Exception):
 
 
 class Passage:
-    """What comes into a stage in the forward pass under way; None before the model has got there."""
+    """The forward pass of a stage that is under way: what it has received, and whether it got there."""
 
     def __init__(self) -> None:
+        self.runs = False
         self.received: torch.Tensor | None = None
         self.has_entered = False
+
+    def refuse_others(self, name: str) -> None:
+        """Raise ConfigError where the model is called, and not one of its stages."""
+        if not self.runs:
+            raise ConfigError(
+                f"model(...) gets to {name!r}, which another stage of the pipeline has; call "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all of them"
+            )
 
 
 def outline_of(model: nn.Module) -> nn.Module:
@@ -68,6 +77,7 @@ class Absent(nn.Module):
         Raises:
             ConfigError: the module runs behind the blocks, and was taken for one that runs before them.
         """
+        self._passage.refuse_others(self._name)
         if self._passage.has_entered:
             raise ConfigError(
                 f"{self._name!r} is registered before the blocks and runs behind them; say "
@@ -90,8 +100,8 @@ class Absent(nn.Module):
             output = self._held[0](*args, **kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._name!r} is of another stage, and what shape it returns cannot be found by running it "
-                f"on 'meta' ({type(error).__name__}: {error}); cut the model elsewhere"
+                f"{self._name!r} is of another stage, and what shape it returns cannot be found by running "
+                f"it on 'meta' ({type(error).__name__}: {error}); cut the model elsewhere"
             ) from error
         return tree_map(lambda value: _nothing(value, device), output)
 
@@ -109,6 +119,7 @@ class Entry(Absent):
         Raises:
             ConfigError: the blocks take something else that the first stage alone can compute.
         """
+        self._passage.refuse_others(self._name)
         fresh = _shapes(args, kwargs) not in self._answers
         values, form = tree_flatten(self._answer(args, kwargs))
         if fresh:
@@ -139,6 +150,7 @@ class Exit(Absent):
         Raises:
             ConfigError: something else would have to travel with it.
         """
+        self._passage.refuse_others(self._name)
         forward = self._held[0].forward
         output = _first(forward, args, kwargs)
         if not isinstance(output, torch.Tensor):

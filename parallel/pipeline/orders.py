@@ -17,7 +17,7 @@ from gemini.errors import ConfigError
 
 
 class Kind(Enum):
-    """What is computed of a micro-batch in a stage: ``INPUT`` and ``WEIGHT`` are the halves of ``BACKWARD``."""
+    """What is computed of a micro-batch in a stage; ``INPUT`` and ``WEIGHT`` are halves of ``BACKWARD``."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -95,7 +95,8 @@ def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ..
         raise ConfigError(f"{schedule} has 2 stages on each rank, not {chunks}: set num_model_chunks=2")
     if kind.of_torch is None and chunks != 1:
         raise ConfigError(
-            f"{schedule} has one stage on each rank, not {chunks}; 'interleaved' and 'zero_bubble' have several"
+            f"{schedule} has one stage on each rank, not {chunks}; 'interleaved' and 'zero_bubble' have "
+            "several"
         )
     if kind.is_v:
         return (*range(num_ranks), *reversed(range(num_ranks)))

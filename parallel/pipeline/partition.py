@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from gemini.errors import ConfigError
@@ -11,8 +11,8 @@ from gemini.errors import ConfigError
 def partition_uniform(
     num_items: int, pipeline_parallel_size: int, num_chunks: int = 1
 ) -> list[list[tuple[int, int]]]:
-    """Return, for each rank, the ranges ``(start, end)`` of its chunks, as equal as they can be: the items are
-    cut into ``num_chunks`` stretches, each of them over all ranks; longer ranges come last.
+    """Return, for each rank, the ranges ``(start, end)`` of its chunks, as equal as they can be: the items
+    are cut into ``num_chunks`` stretches, each of them over all ranks; longer ranges come last.
 
     Raises:
         ConfigError: a range would be empty.
@@ -58,17 +58,17 @@ def partition_balanced(costs: Sequence[float], parts: int) -> list[tuple[int, in
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _best_cuts(sums: Sequence[float], parts: int, add: object) -> tuple[float, list[int]]:
+def _best_cuts(
+    sums: Sequence[float], parts: int, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
     """Return the least total of ``parts`` ranges, and their ends; ``add(total, cost)`` adds a range."""
-    assert callable(add)
     count = len(sums) - 1
-    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(float("inf"), [])] * count
+    best: list[tuple[float, list[int]]] = [(float("inf"), [])] * (count + 1)
+    best[0] = (0.0, [])
     for part in range(1, parts + 1):
         row: list[tuple[float, list[int]]] = [(float("inf"), [])] * (count + 1)
         for end in range(part, count - (parts - part) + 1):
-            totals = [
-                (add(best[start][0], sums[end] - sums[start]), start) for start in range(part - 1, end)
-            ]
+            totals = [(add(best[start][0], sums[end] - sums[start]), start) for start in range(part - 1, end)]
             total, start = min(totals)
             row[end] = (total, [*best[start][1], end])
         best = row

@@ -62,7 +62,11 @@ def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] |
                 busy[rank] += takes
                 places[rank] += 1
                 advances = True
-    stuck = [str(actions[place]) for actions, place in zip(order.by_rank, places, strict=True) if place < len(actions)]
+    stuck = [
+        str(actions[place])
+        for actions, place in zip(order.by_rank, places, strict=True)
+        if place < len(actions)
+    ]
     if stuck:
         raise ValueError(f"the order of {order.schedule} waits for itself: {stuck}")
     return Simulated(max(clocks), tuple(busy), tuple(_peak(actions, shares) for actions in order.by_rank))

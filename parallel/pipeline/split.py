@@ -1,4 +1,4 @@
-"""Leaving a rank the stages of a model that it has: the whole model, with the rest absent, under its names."""
+"""Leaving a rank its stages of a model: the whole model, with the rest absent, under its own names."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Stage:
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
 
     def run(self, received: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of this stage: from ``received`` (None: the first) to what the next one is sent
+        """Run the forward pass of this stage: from ``received`` (None: the first) to what the next one gets
         or, in the last, to what the model returns. ``args`` and ``kwargs`` are those of the whole model."""
         for here, there in self.mirrored:
             here.training = there.training
-        self.passage.received, self.passage.has_entered = received, False
+        self.passage.received, self.passage.has_entered, self.passage.runs = received, False, True
         try:
             return self.tree(*args, **kwargs)
         except EndOfStage as end:
             return end.output
         finally:
-            self.passage.received = None
+            self.passage.received, self.passage.runs = None, False
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class StagedModel:
     """What :func:`split` made of a model on this rank.
 
     ``ranges[stage]`` are the blocks of a stage. ``shared`` are parameters that several stages have (tied), by
-    the first of their names, with those stages ascending; ``whole_names`` are all names of the whole model's
-    state.
+    the first of their names, with those stages ascending; ``aliases`` are all names of a parameter, by the
+    first, and ``names`` those of the whole model's state.
     """
 
     module: nn.Module
@@ -56,18 +56,29 @@ class StagedModel:
     ranges: tuple[tuple[int, int], ...]
     stages: tuple[Stage, ...]
     shared: dict[str, tuple[int, ...]]
-    whole_names: tuple[str, ...]
+    aliases: dict[str, tuple[str, ...]]
+    names: tuple[str, ...]
+
+    @classmethod
+    def undivided(cls, model: nn.Module) -> StagedModel:
+        """Return a model as one stage."""
+        stage = Stage(0, model, Passage())
+        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, {}, tuple(model.state_dict()))
 
     def owner_of(self, name: str) -> int:
         """Return the first stage that has the parameter or buffer ``name``; 0 for what all have."""
-        for stage, (start, stop) in enumerate(self.ranges):
+        for stage, (start, stop) in enumerate(self.ranges if len(self.ranges) > 1 else ()):
             if _is_within(name, self.units.of_stage(start, stop)):
                 return stage
         return 0
 
 
 def choose_ranges(
-    model: nn.Module, units: Units, num_stages: int, split: Split = "bytes", costs: Sequence[float] | None = None
+    model: nn.Module,
+    units: Units,
+    num_stages: int,
+    split: Split = "bytes",
+    costs: Sequence[float] | None = None,
 ) -> tuple[tuple[int, int], ...]:
     """Return the blocks ``[start, stop)`` of each stage.
 
@@ -83,14 +94,11 @@ def choose_ranges(
     if costs is not None and len(costs) != count:
         raise ConfigError(f"there are {len(costs)} costs, and the model has {count} blocks")
     if costs is None and not isinstance(split, str):
-        unknown = [name for name in split if name not in units.blocks]
         starts = [0, *(units.blocks.index(name) for name in split if name in units.blocks)]
-        if unknown or len(starts) != num_stages or sorted(set(starts)) != starts:
+        if len(starts) != len(split) + 1 or len(starts) != num_stages or sorted(set(starts)) != starts:
             raise ConfigError(
-                f"split={list(split)} must name {num_stages - 1} blocks, ascending, of {units.blocks[1]!r} to "
-                f"{units.blocks[-1]!r}, for {num_stages} stages"
-                if count > 1
-                else f"the model has one block, and cannot be cut into {num_stages} stages"
+                f"split={list(split)}: for {num_stages} stages name {num_stages - 1} blocks in ascending "
+                f"order, without the first; the {count} blocks are {units.blocks[0]!r} to {units.blocks[-1]!r}"
             )
         return tuple(zip(starts, [*starts[1:], count], strict=True))
     if costs is None and split not in ("bytes", "layers"):
@@ -107,8 +115,8 @@ def split(
     own: Iterable[int],
     outline: nn.Module | None = None,
 ) -> StagedModel:
-    """Leave ``model``, in place, the stages ``own``; what others have is given up, and what is on ``meta`` gets
-    the first values that one process would draw.
+    """Leave ``model``, in place, the stages ``own``; what others have is given up, and what is on ``meta``
+    gets the first values that one process would draw.
 
     ``outline`` is that of the whole model where its layers have been cut since (tensor parallelism): what is
     absent must not take part in collectives.
@@ -116,7 +124,8 @@ def split(
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
-    shared = _shared_parameters(model, units, ranges)
+    aliases = _aliases(model)
+    shared = _shared_parameters(aliases, units, ranges)
     every = frozenset().union(*(units.of_stage(*each) for each in ranges))
     kept = frozenset().union(*(units.of_stage(*ranges[stage]) for stage in own))
     _give_first_values(model, every - kept)
@@ -135,9 +144,9 @@ def split(
         for name in every - kept:
             _put(model, name, outline, lambda n, o: Absent(n, o, Passage()))
     config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False  # keys of the stage alone; nothing is generated here
-    return StagedModel(model, units, tuple(ranges), tuple(stages), shared, names)
+    return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
 
 
 def _holds_units(name: str, units: Collection[str]) -> bool:
@@ -194,18 +203,24 @@ def _put(tree: nn.Module, name: str, outline: nn.Module, make: Any) -> None:
     owner.__dict__[key] = nothing  # no buffer: it is in no state dict
 
 
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of each parameter, by the first of them."""
+    found: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
+
+
 def _shared_parameters(
-    model: nn.Module, units: Units, ranges: Sequence[tuple[int, int]]
+    aliases: dict[str, tuple[str, ...]], units: Units, ranges: Sequence[tuple[int, int]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the parameters that several stages have, by the first of their names."""
-    first: dict[int, str] = {}
-    stages: dict[str, set[int]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(param), name)
-        for stage, blocks in enumerate(ranges):
-            if _is_within(name, units.of_stage(*blocks)):
-                stages.setdefault(first[id(param)], set()).add(stage)
-    return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
+    have = [units.of_stage(*blocks) for blocks in ranges]
+    stages = {
+        first: tuple(stage for stage, own in enumerate(have) if any(_is_within(name, own) for name in names))
+        for first, names in aliases.items()
+    }
+    return {first: found for first, found in stages.items() if len(found) > 1}
 
 
 def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
@@ -231,5 +246,3 @@ def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
             f"{initialization.unset[0]!r}): no reset_parameters() or _init_weights() gives them any; build "
             "the model on 'cpu'"
         )
-
-

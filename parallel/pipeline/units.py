@@ -35,9 +35,7 @@ class Units:
         return frozenset(names)
 
 
-def find_units(
-    model: nn.Module, blocks: Sequence[str] | None = None, behind: Collection[str] = ()
-) -> Units:
+def find_units(model: nn.Module, blocks: Sequence[str] | None = None, behind: Collection[str] = ()) -> Units:
     """Return the units of ``model``: members of its longest list of modules, unless ``blocks`` names others.
 
     What is registered before the blocks counts as running before them; ``behind`` names what is not so.
@@ -125,7 +123,9 @@ def block_bytes(model: nn.Module, units: Units) -> list[float]:
 
     def nbytes(unit: str) -> float:
         names = [name for name in params if name == unit or name.startswith(f"{unit}.")]
-        return float(sum({id(params[n]): params[n].numel() * params[n].element_size() for n in names}.values()))
+        return float(
+            sum({id(params[n]): params[n].numel() * params[n].element_size() for n in names}.values())
+        )
 
     found = [nbytes(name) for name in units.blocks]
     found[0] += sum(map(nbytes, units.front))

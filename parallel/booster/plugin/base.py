@@ -12,9 +12,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from gemini.errors import ConfigError
 from gemini.parallel.booster.dataloader import prepare_dataloader
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
+from gemini.parallel.pipeline import Executed
 
 Criterion = Callable[..., Any]
 
@@ -53,6 +55,21 @@ class Plugin(ABC):
     ) -> AbstractContextManager[Any]:
         """Return a context in which backward passes accumulate gradients without synchronizing ranks."""
 
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes that divide the data; others get the same as one of them."""
+        return self.ranks
+
+    def execute_pipeline(
+        self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
+    ) -> Executed:
+        """Run a batch through the stages of a model; see :meth:`Booster.execute_pipeline`. Raises ConfigError
+        for a plugin without stages."""
+        raise ConfigError(
+            f"{type(self).__name__} has no stages: call model(...) and booster.backward(loss, optimizer), or "
+            "use HybridParallelPlugin, which runs with pp_size=1 too"
+        )
+
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],
@@ -89,7 +106,7 @@ class Plugin(ABC):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            ranks=self.ranks,
+            ranks=self.data_ranks,
             sampler_type=distributed_sampler_cls,
             options={"pin_memory": pin_memory, "num_workers": num_workers, **kwargs},
         )

@@ -1,0 +1,90 @@
+"""Weights that several stages have: one gradient, the sum of what each has made, and one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gemini.model.managed_model import ManagedModel
+from gemini.parallel.mesh import Axis
+from gemini.parallel.pipeline.split import StagedModel
+from gemini.runtime.storage.model_storage import slot_of
+
+_Members = tuple[int, ...]  # places along the axis pp
+
+
+class TiedWeights:
+    """The weights of a staged model that other ranks along ``axis`` have, too.
+
+    All ranks of the axis make one. Each rank trains its own copy: they begin alike, get the same gradients,
+    bit for bit, and stay so.
+    """
+
+    def __init__(self, staged: StagedModel, axis: Axis | None, rank_of: Sequence[int]) -> None:
+        self._axes: dict[_Members, Axis] = {}
+        self._weights: list[tuple[nn.Parameter, Axis]] = []
+        self.owned_elsewhere: list[nn.Parameter] = []
+        self._seen: object = None
+        if axis is None:
+            return
+        names = {name: param for name, param in staged.module.named_parameters(remove_duplicate=False)}
+        aliases = staged.aliases
+        for name, stages in staged.shared.items():
+            members = tuple(sorted({rank_of[stage] for stage in stages}))
+            if axis.rank not in members or len(members) == 1:
+                continue
+            param = next(names[alias] for alias in aliases[name] if alias in names)
+            self._weights.append((param, self._among(axis, members)))
+            if axis.rank != rank_of[stages[0]]:
+                self.owned_elsewhere.append(param)
+
+    def _among(self, axis: Axis, members: _Members) -> Axis:
+        if members not in self._axes:
+            every = dist.get_process_group_ranks(axis.group)
+            ranks = [every[place] for place in members]
+            group = dist.new_group(ranks, axis.timeout, use_local_synchronization=True)
+            self._axes[members] = Axis(f"{axis.name} (ranks with one weight)", group)
+        return self._axes[members]
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Take over the values of the first stage that has a weight. Before the model is wrapped."""
+        for param, axis in self._weights:
+            values = param.data.contiguous()
+            axis.broadcast(values)
+            param.data.copy_(values)
+
+    def watch(self, model: ManagedModel) -> None:
+        """Have gradients summed once backward passes are over, and not exchanged before."""
+        if not self._weights:
+            return
+        sharding = model.manager.sharding
+        for param, _ in self._weights:
+            if sharding is not None and param.requires_grad:
+                sharding.keep_gradient(slot_of(param).trainable_grad)
+        model.add_up = lambda: self._add_up(model)
+
+    def _add_up(self, model: ManagedModel) -> None:
+        """Give every copy the sum of the gradients of all, unless nothing has come to them since."""
+        if model.gradient_state() == self._seen:
+            return
+        for param, axis in self._weights:
+            if not param.requires_grad:
+                continue
+            grad = param.grad
+            total = torch.zeros(param.numel() + 1, dtype=torch.float32, device="cpu")
+            if grad is not None:
+                total[:-1].copy_(grad.detach().reshape(-1))
+                total[-1] = 1.0
+            axis.all_reduce(total)
+            if total[-1] > 0:
+                param.grad = total[:-1].view(param.shape).to(param.device)
+        self._seen = model.gradient_state()
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one makes no more calls, and ``why``."""
+        for axis in self._axes.values():
+            axis.leave(why)
