@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.pipelining._backward import stage_backward_input
 
 from gemini.errors import ConfigError
 
@@ -24,6 +23,9 @@ def backward_input(
     Raises:
         ConfigError: ``output`` does not depend on ``received``.
     """
+    # Not at the top: it takes a second to import, and gemini.parallel is used without pipelines.
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     try:
         (found,), rest = stage_backward_input([output], [grad], [received], iter(list(weights)))
     except RuntimeError as error:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch.distributed.pipelining as torch_pipelining
 from torch import nn
 
 from gemini.errors import ConfigError
@@ -165,8 +164,10 @@ def _of_torch(name: str, num_ranks: int, count: int, chunks: int) -> list[list[A
     Raises:
         ConfigError: this torch has none of the name.
     """
-    make: Callable[..., Any] | None = getattr(torch_pipelining, name, None)
-    make = make or getattr(torch_pipelining.schedules, name, None)
+    # Not at the top: it takes a second to import, and gemini.parallel is used without pipelines.
+    from torch.distributed.pipelining import schedules
+
+    make: Callable[..., Any] | None = getattr(schedules, name, None)
     if make is None:
         raise ConfigError(f"this version of torch has no {name}; a later one has, or choose another schedule")
     stages = [

@@ -98,7 +98,7 @@ def choose_ranges(
         if len(starts) != len(split) + 1 or len(starts) != num_stages or sorted(set(starts)) != starts:
             raise ConfigError(
                 f"split={list(split)}: for {num_stages} stages name {num_stages - 1} blocks in ascending "
-                f"order, without the first; the {count} blocks are {units.blocks[0]!r} to {units.blocks[-1]!r}"
+                f"order, without the first; there are {count}, {units.blocks[0]!r} to {units.blocks[-1]!r}"
             )
         return tuple(zip(starts, [*starts[1:], count], strict=True))
     if costs is None and split not in ("bytes", "layers"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,8 @@ BATCH = 16  # samples of a step, on all ranks together
 
 @dataclass
 class Trained:
-    """``moved``: bytes that left DEVICE; ``peak``: the most that was there; ``exchanges``: of gradients, by
-    step."""
+    """``moved``: bytes that left DEVICE; ``peak``: the most that was there; ``more``: the bytes of gradients
+    that were ``"sent"``, and those of ``"one exchange"`` of all between two ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -58,39 +59,47 @@ def train_whole(steps: int, *, tied: bool = True, max_norm: float = MAX_NORM) ->
         found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-        found.losses.append(float(loss))
+        found.losses.append(loss.item())
     found.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return found
 
 
-def train_staged(steps: int, style: str, sizes: dict[str, int], tied: bool = True, **options: Any) -> Trained:
-    """Train over the ranks; return what this rank has."""
-    plugin = HybridParallelPlugin(
-        pp_style=style,
-        **sizes,
-        **{"tp_plan": LANGUAGE_PLAN, "num_microbatches": 4, "max_norm": MAX_NORM, **CHUNKS, **options},
-    )
+def train_staged(
+    steps: int, style: str, sizes: dict[str, int], tied: bool = True, options: dict[str, Any] | None = None
+) -> Trained:
+    """Train over the ranks; return what this rank has. ``options``: of the plugin, and ``batches``, into
+    which that of a step is cut beforehand, all but the last of them under ``no_sync``."""
+    options = {
+        "tp_plan": LANGUAGE_PLAN,
+        "num_microbatches": 4,
+        "max_norm": MAX_NORM,
+        **CHUNKS,
+        **(options or {}),
+    }
+    batches, no_sync = options.pop("batches", 1), options.pop("no_sync", False)
+    plugin = HybridParallelPlugin(pp_style=style, **sizes, **options)
     booster = Booster(plugin=plugin)
     model = language(tied=tied)
     model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
     ranks, found = plugin.data_ranks, Trained([], [], {})
     for step in range(steps):
-        part = batch_of(step).chunk(ranks.size)[ranks.number]
-        out = booster.execute_pipeline(iter([part]), model, loss_of, optimizer)
+        parts = batch_of(step).chunk(ranks.size)[ranks.number].chunk(batches)
+        for index, part in enumerate(parts):
+            waits = no_sync and index < batches - 1
+            with booster.no_sync(model) if waits else nullcontext():
+                out = booster.execute_pipeline(iter([part]), model, loss_of, optimizer)
         optimizer.step()
         found.losses.append(float(out["loss"]))
         found.norms.append(optimizer.get_grad_norm())
-    found.weights = {
-        k: v.clone() for k, v in plugin.parts[id(model)].partition.gather_state(model.state_dict()).items()
-    }
+    partition = plugin.parts[id(model)].partition
+    found.weights = {k: v.clone() for k, v in partition.gather_state(model.state_dict()).items()}
     stats = model.stats()
     found.moved, found.peak = stats["d2h"]["bytes"], stats["device"]["peak_bytes"]
+    if model.peers is not None:
+        found.more["sent"] = model.peers.traffic.reduced
+        found.more["one exchange"] = sum(group.grad.spec.nbytes for group in model.storage.groups) // 2
     model.manager.chunks.table.check_invariants()
-    plugin.mesh.leave("ended the test")
+    if plugin.mesh is not None:
+        plugin.mesh.leave("ended the test")
     model.close()
     return found
-
-
-def run(steps: int, style: str, sizes: dict[str, int], options: dict[str, Any]) -> Trained:
-    """As :func:`train_staged`, with arguments that can be sent to a process."""
-    return train_staged(steps, style, sizes, **options)
