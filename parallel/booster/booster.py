@@ -191,7 +191,7 @@ class Booster:
             use_safetensors,
             "torch.save(model.state_dict(), ...) writes the pickled format",
         )
-        files.save_model(model, self._optimizer_of(model), checkpoint, layout, self.plugin.ranks)
+        self.plugin.save_model(model, self._optimizer_of(model), checkpoint, layout)
 
     def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:
         """Read weights into a model, boosted or not; all ranks into a boosted one.
@@ -205,7 +205,7 @@ class Booster:
                 model, on another rank; nothing was changed.
         """
         ranks = self.plugin.ranks if model in self._models else None
-        files.load_model(model, self._optimizer_of(model), checkpoint, ranks, strict=strict)
+        self.plugin.load_model(model, self._optimizer_of(model), checkpoint, ranks, strict=strict)
 
     def save_optimizer(
         self,
@@ -221,7 +221,7 @@ class Booster:
         States are stored by parameter name: any number of ranks can load them, and so can the other plugins
         if their optimizer is of the same kind.
         """
-        names = self._require_boosted(optimizer)
+        names = self._require_files(optimizer)
         layout = files.layout(shard, prefix, size_per_shard)
         files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
         files.save_optimizer(optimizer, names, checkpoint, layout, self.plugin.ranks)
@@ -233,7 +233,7 @@ class Booster:
             CheckpointError: it is damaged or made for other parameters, here or on another rank; nothing was
                 changed.
         """
-        names = self._require_boosted(optimizer)
+        names = self._require_files(optimizer)
         files.load_optimizer(optimizer, names, checkpoint, self.plugin.ranks)
 
     def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
@@ -252,6 +252,11 @@ class Booster:
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         return self._models[model]() if model in self._models else None
+
+    def _require_files(self, optimizer: torch.optim.Optimizer) -> files.Names:
+        if why := self.plugin.why_no_optimizer_files():
+            raise ConfigError(why)
+        return self._require_boosted(optimizer)
 
     def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
         try:

@@ -63,14 +63,20 @@ class StagedModel:
     def undivided(cls, model: nn.Module) -> StagedModel:
         """Return a model as one stage."""
         stage = Stage(0, model, Passage())
-        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, {}, tuple(model.state_dict()))
+        names = tuple(model.state_dict(keep_vars=True))
+        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, _aliases(model), names)
 
-    def owner_of(self, name: str) -> int:
-        """Return the first stage that has the parameter or buffer ``name``; 0 for what all have."""
+    def owner_of(self, names: Iterable[str]) -> int:
+        """Return the first stage that has a parameter or buffer, under any of its ``names``; 0 for what all
+        have."""
         for stage, (start, stop) in enumerate(self.ranges if len(self.ranges) > 1 else ()):
-            if _is_within(name, self.units.of_stage(start, stop)):
+            if any(_is_within(name, self.units.of_stage(start, stop)) for name in names):
                 return stage
         return 0
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of what has this one, the first one first."""
+        return next((names for names in self.aliases.values() if name in names), (name,))
 
 
 def choose_ranges(

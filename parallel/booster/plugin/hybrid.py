@@ -10,14 +10,15 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.layout import Layout
@@ -164,7 +165,7 @@ class HybridParallelPlugin(Plugin):
             model_options = {
                 **model_options,
                 "process_group": mesh["dp"],
-                "model_ranks": parts.model_ranks(mesh),
+                "model_ranks": parts.model_ranks,
             }
         managed = GeminiDDP(model, **model_options)
         boosted = None if optimizer is None else GeminiOptimizer(optimizer, managed, **optimizer_options)
@@ -175,13 +176,12 @@ class HybridParallelPlugin(Plugin):
 
     def _take_part(self, model: nn.Module, mesh: Mesh | None) -> Parts:
         """Leave ``model`` this rank's part."""
-        axis, whole = mesh.axis("pp") if mesh is not None else None, {}
-        if mesh is not None:
-            whole = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
+        axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model)
         if axis is None:
             staged = StagedModel.undivided(model)
             partition = Partition(None, {}) if mesh is None else parallelize(model, mesh, **self._cut)
-            return Parts(staged, partition, TiedWeights(staged, None, self._rank_of), whole)
+            tied = TiedWeights(staged, None, self._rank_of)
+            return Parts(staged, partition, tied, whole, mesh, self._rank_of)
 
         def decide() -> tuple[Any, ...]:
             units = find_units(model, **self._units)
@@ -195,7 +195,7 @@ class HybridParallelPlugin(Plugin):
         partition.keep_only(dict(model.named_parameters(remove_duplicate=False)))
         tied = TiedWeights(staged, axis, self._rank_of)
         tied.spread()
-        return Parts(staged, partition, tied, whole)
+        return Parts(staged, partition, tied, whole, mesh, self._rank_of)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -212,37 +212,50 @@ class HybridParallelPlugin(Plugin):
         assert pipeline is not None
         return pipeline.run(batch, criterion, **options)
 
+    def save_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        layout: files.Layout,
+    ) -> None:
+        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
+        parts = self.parts.get(id(model))
+        if parts is None:
+            super().save_model(model, optimizer, checkpoint, layout)
+            return
+        save_parts(model, parts, checkpoint, layout, self.ranks)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        ranks: Ranks | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
+        parts = self.parts.get(id(model))
+        if parts is None:
+            super().load_model(model, optimizer, checkpoint, ranks, strict=strict)
+            return
+        load_parts(model, parts, checkpoint, self.ranks, strict=strict)
+
+    def why_no_optimizer_files(self) -> str:
+        """See :class:`Plugin`."""
+        if self._sizes.world_size == 1:
+            return ""
+        return (
+            "the state of an optimizer over parts of a model has no files yet; gemini.checkpoint.save writes "
+            "that of each rank along pp and tp to a directory of its own, for the same layout"
+        )
+
     @property
     def data_ranks(self) -> Ranks:
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
-
-
-class Parts:
-    """What one model became on this rank. ``whole_shapes`` are those of the whole model, by name."""
-
-    def __init__(
-        self,
-        staged: StagedModel,
-        partition: Partition,
-        tied: TiedWeights,
-        whole_shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        self.staged, self.partition, self.tied, self.whole_shapes = staged, partition, tied, whole_shapes
-        self.pipeline: Pipeline | None = None
-
-    def model_ranks(self, mesh: Mesh) -> ModelRanks | None:
-        """Return what GeminiDDP takes as ``model_ranks=``."""
-        every, layers = mesh.axis("pp", "tp"), mesh.axis("tp")
-        if every is None:
-            return None
-        elsewhere = {id(param) for param in self.tied.owned_elsewhere}
-
-        def counts(param: torch.Tensor) -> bool:
-            return id(param) not in elsewhere and self.partition.counts(param)
-
-        return ModelRanks(every, counts, [layers] if layers is not None else [])
 
 
 class _Managed:
