@@ -95,22 +95,36 @@ class Absent(nn.Module):
 
     @torch.no_grad()
     def _run_outline(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         try:
-            output = self._held[0](*args, **kwargs)
+            output = self._held[0](*there_args, **there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self._name!r} is of another stage, and what shape it returns cannot be found by running "
-                f"it on 'meta' ({type(error).__name__}: {error}); cut the model elsewhere"
-            ) from error
+            output = self._assume(args, kwargs, error)
         return tree_map(lambda value: _nothing(value, device), output)
+
+    def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Return what has the form of the output, where the module does not run on ``meta``."""
+        raise ConfigError(
+            f"{self._name!r} is of another stage, and what shape it returns cannot be found by running it on "
+            f"'meta' ({type(error).__name__}: {error}); make it the first of the blocks (blocks=)"
+        ) from error
 
     def extra_repr(self) -> str:
         """Say what is not here."""
         return f"{type(self._held[0]).__name__} of another stage"
 
 
-class Entry(Absent):
+class AbsentBlock(Absent):
+    """Stands in for a block."""
+
+    def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Return the first argument: blocks whose forward pass depends on values (routing) rarely change its
+        shape, and nothing that counts comes of it."""
+        first = _first(self._held[0].forward, args, kwargs)
+        return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
+
+
+class Entry(AbsentBlock):
     """Stands in for the block before a stage: it returns what that stage has received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

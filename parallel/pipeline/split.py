@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.absent import Absent, EndOfStage, Entry, Exit, Passage, outline_of
+from gemini.parallel.pipeline.absent import Absent, AbsentBlock, EndOfStage, Entry, Exit, Passage, outline_of
 from gemini.parallel.pipeline.partition import partition_balanced
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
@@ -188,7 +188,7 @@ def _replace_absent(
     for name in (*units.front, *units.blocks, *units.behind):
         if name in have:
             continue
-        kind: type[Absent] = Absent
+        kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
         if start and name == units.blocks[start - 1]:
             kind = Entry
         elif stop < len(units.blocks) and name == units.blocks[stop]:
