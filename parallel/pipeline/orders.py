@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -102,6 +103,7 @@ def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ..
     return tuple(range(num_ranks)) * chunks
 
 
+@cache
 def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Order:
     """Return the order of a schedule over ``num_ranks``, each with ``chunks`` stages.
 

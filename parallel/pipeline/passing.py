@@ -77,7 +77,9 @@ class Passing:
         """Send what type and sizes a tensor has that is going to be sent."""
         dtype, shape = form
         said = [_DTYPES.index(dtype), len(shape), *shape]
-        self.send(torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), device="cpu"), rank, tag)
+        self.send(
+            torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
+        )
 
     def receive_form(self, rank: int, tag: int, doing: str) -> Form:
         """Return what :meth:`send_form` said on the other rank."""

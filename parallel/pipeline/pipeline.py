@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from gemini.comm.peers import digest_of
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.pipeline.batches import cut_batch, form_of
 from gemini.parallel.pipeline.engine import Criterion, Engine, Trained
-from gemini.parallel.pipeline.orders import make_order
+from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.passing import Passing
 from gemini.parallel.pipeline.split import StagedModel
 
@@ -56,10 +56,12 @@ class Pipeline:
         self._mesh, self._schedule = mesh, schedule
         self._axis = mesh.axis("pp") if mesh is not None else None
         self._losses = mesh.axis("pp", "dp") if mesh is not None else None
+        self._everyone = mesh.axis("pp", "dp", "sp", "tp") if mesh is not None else None
         self._data = mesh.axis("dp") if mesh is not None else None
         self._passing = Passing(self._axis) if self._axis is not None else None
-        self._rank = self._axis.rank if self._axis is not None else 0
-        self._engine = Engine(staged, trained, self._passing, self._rank)
+        self._num_ranks = self._axis.size if self._axis is not None else 1
+        rank = self._axis.rank if self._axis is not None else 0
+        self._engine = Engine(staged, trained, self._passing, rank)
         self._has_last = len(staged.ranges) - 1 in {stage.index for stage in staged.stages}
         self._cause = _Cause()
 
@@ -79,47 +81,55 @@ class Pipeline:
         with ``count(micro_batch)``, by the number that returns (of tokens, say).
 
         Raises:
-            ConfigError: the batch cannot be cut so; ranks of one pipeline have batches of other shapes.
+            ConfigError: on all ranks, and nothing was done: a batch cannot be cut so, or ranks of one
+                pipeline have batches of other shapes.
             StateError: another rank has failed; the message says which one and why. What this rank itself
                 raises is let through. Neither can go on: start again from the last checkpoint.
         """
+        with self._told():
+            refusal, batches, order = self._agree(batch, lacks_loss=criterion is None)
+        if refusal is not None:
+            raise refusal  # on all ranks, before anything was done: they may go on with another batch
+        assert order is not None
+        with self._told():
+            weights = self._weigh(batches, count)
+            done = self._engine.run(order, batches, criterion, weights, keep_outputs=return_outputs)
+            self._engine.begin("the loss of a pass through the pipeline")
+            loss = self._mean(done.losses, weights) if return_loss and criterion is not None else None
+        return Executed(loss, done.outputs if return_outputs and self._has_last else None)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the other ranks of what is raised within the block."""
         try:
-            return self._run(batch, criterion, count, return_loss, return_outputs)
+            yield
         except BaseException as error:
-            raise self._failed(error) from (None if isinstance(error, StateError) else error.__cause__)
+            told = self._failed(error)
+            if told is error:
+                raise
+            raise told from error
 
-    def _run(
-        self, batch: Any, criterion: Criterion | None, count: Count | None, return_loss: bool, keeps: bool
-    ) -> Executed:
+    def _agree(self, batch: Any, *, lacks_loss: bool) -> tuple[GeminiError | None, list[Any], Order | None]:
+        """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages;
+        all ranks of the mesh together."""
         self._engine.begin("the beginning of a pass through the pipeline")
-        plan = self._schedule
-        batches = cut_batch(batch, plan.num_microbatches, plan.microbatch_size)
-        ranks = self._axis.size if self._axis is not None else 1
-        order = make_order(plan.style, ranks, len(batches), plan.chunks)
-        self._agree(batches)
-        weights = self._weigh(batches, count)
-        if torch.is_grad_enabled() and criterion is None:
-            raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
-        done = self._engine.run(order, batches, criterion, weights, keep_outputs=keeps)
-        self._engine.begin("the loss of a pass through the pipeline")
-        loss = self._mean(done.losses, weights) if return_loss and criterion is not None else None
-        return Executed(loss, done.outputs if keeps and self._has_last else None)
-
-    def _agree(self, batches: Sequence[Any]) -> None:
-        """Raise ConfigError, on all ranks, where those of one pipeline have other batches."""
-        if self._axis is None:
-            return
-        said = torch.tensor(
-            [len(batches), digest_of(str([form_of(batch) for batch in batches]))], device="cpu"
-        )
-        every = self._axis.all_gather(said)
-        if any(not torch.equal(said, other) for other in every):
-            counts = [int(each[0]) for each in every]
-            raise ConfigError(
-                f"the stages of a pipeline were given batches of different shapes ({counts} micro-batches, "
-                "by stage): ranks along pp and tp take the same batches; plugin.prepare_dataloader() cuts "
-                "the data over dp alone"
-            )
+        plan, batches = self._schedule, []
+        order: Order | None = None
+        refusal: GeminiError | None = None
+        try:
+            if lacks_loss and torch.is_grad_enabled():
+                raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
+            batches = cut_batch(batch, plan.num_microbatches, plan.microbatch_size)
+            order = make_order(plan.style, self._num_ranks, len(batches), plan.chunks)
+        except GeminiError as error:
+            refusal = error
+        if self._everyone is not None:
+            place = self._data.rank if self._data is not None else 0
+            digest = digest_of(str([form_of(each) for each in batches]))
+            said = [place, -1 if refusal is not None else len(batches), digest]
+            every = self._everyone.all_gather(torch.tensor(said, dtype=torch.int64, device="cpu"))
+            refusal = refusal or _different([each.tolist() for each in every])
+        return refusal, batches, order
 
     def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:
         """Return by what the loss of each micro-batch counts in this rank's: gradients are the mean over
@@ -146,7 +156,7 @@ class Pipeline:
 
     def _failed(self, error: BaseException) -> BaseException:
         """Tell the other ranks of an error; return what to raise here: it, or what it came of elsewhere."""
-        if self._axis is None and self._losses is None:
+        if self._everyone is None:
             return error
         where = f"{self._engine.place} (rank {dist.get_rank()})"
         own = f"{where}: {type(error).__name__}: {error}"
@@ -164,6 +174,31 @@ class Pipeline:
         if self._mesh is not None:
             self._mesh.leave(why)
         self._engine.leave(why)
+
+
+def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
+    """Return what to raise where ranks were given batches that do not go together; each said its place along
+    dp, how many micro-batches it has (-1: it refuses its batch) and what their shapes are."""
+    counts = [count for _, count, _ in every]
+    if -1 in counts:
+        return ConfigError(
+            f"ranks {[rank for rank, count in enumerate(counts) if count < 0]} (of the mesh) refuse their "
+            "batches: see what they raised"
+        )
+    if len(set(counts)) > 1:
+        return ConfigError(
+            f"ranks have other numbers of micro-batches, by rank: {counts}; give all of them batches of one "
+            "size (prepare_dataloader(drop_last=True))"
+        )
+    for rank, (place, _, digest) in enumerate(every):
+        first = next(other for other, said in enumerate(every) if said[0] == place)
+        if every[first][2] != digest:
+            return ConfigError(
+                f"ranks {first} and {rank} (of the mesh) have parts of one model and were given batches of "
+                "different shapes: ranks along pp and tp take the same batches; plugin.prepare_dataloader() "
+                "divides the data over dp alone"
+            )
+    return None
 
 
 class _Cause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class TiedWeights:
     def __init__(self, staged: StagedModel, axis: Axis | None, rank_of: Sequence[int]) -> None:
         self._axes: dict[_Members, Axis] = {}
         self._weights: list[tuple[nn.Parameter, Axis]] = []
+        self._kept: list[nn.Parameter] = []  # of several stages, on this rank or not
         self.owned_elsewhere: list[nn.Parameter] = []
         self._seen: object = None
         if axis is None:
@@ -34,9 +36,12 @@ class TiedWeights:
         aliases = staged.aliases
         for name, stages in staged.shared.items():
             members = tuple(sorted({rank_of[stage] for stage in stages}))
-            if axis.rank not in members or len(members) == 1:
+            if axis.rank not in members:
                 continue
             param = next(names[alias] for alias in aliases[name] if alias in names)
+            self._kept.append(param)
+            if len(members) == 1:
+                continue
             self._weights.append((param, self._among(axis, members)))
             if axis.rank != rank_of[stages[0]]:
                 self.owned_elsewhere.append(param)
@@ -58,14 +63,14 @@ class TiedWeights:
             param.data.copy_(values)
 
     def watch(self, model: ManagedModel) -> None:
-        """Have gradients summed once backward passes are over, and not exchanged before."""
-        if not self._weights:
-            return
+        """Have gradients summed once backward passes are over, and not exchanged before: each stage has a
+        last backward pass of its own."""
         sharding = model.manager.sharding
-        for param, _ in self._weights:
+        for param in self._kept:
             if sharding is not None and param.requires_grad:
                 sharding.keep_gradient(slot_of(param).trainable_grad)
-        model.add_up = lambda: self._add_up(model)
+        if self._weights:
+            model.add_up = partial(self._add_up, model)
 
     def _add_up(self, model: ManagedModel) -> None:
         """Give every copy the sum of the gradients of all, unless nothing has come to them since."""

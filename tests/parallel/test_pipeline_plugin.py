@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pipeline_harness import ADAM, CHUNKS, batch_of, language, loss_of
 from processes import run_on_ranks
 from tensor_harness import LANGUAGE_PLAN
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
 from gemini import ConfigError, CPUAdam, HybridAdam
@@ -127,20 +129,38 @@ def test_the_data_is_divided_over_dp_alone() -> None:
     assert sorted(i for batch in every[0] + every[1] for i in batch) == list(range(16))
 
 
-def _different_data() -> str:
-    from torch import distributed as dist
+BAD = {
+    "other shapes": "take the same batches",
+    "another number": "cannot be cut",
+    "one bad": "refuse their batches|cannot be cut",
+    "no criterion": "needs a criterion",
+}
 
+
+def _bad_batch(bad: str) -> tuple[str, float]:
     booster, model, optimizer = boosted(pp_size=2)
-    ids = batch_of(0)[:, : 6 - dist.get_rank()]
-    with pytest.raises((ConfigError, Exception)) as caught:
-        booster.execute_pipeline(iter([ids]), model, loss_of, optimizer)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    rank, criterion, ids = dist.get_rank(), loss_of, batch_of(0)
+    if bad == "other shapes":
+        ids = ids[:, : 6 - rank]
+    elif bad == "another number":
+        ids = ids[:7]
+    elif bad == "one bad":
+        ids = ids[: 7 + rank]
+    else:
+        criterion = None
+    with pytest.raises(ConfigError) as caught:
+        booster.execute_pipeline(iter([ids]), model, criterion, optimizer)
+    out = booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)  # it goes on
+    optimizer.step()
+    return str(caught.value), float(out["loss"])
 
 
-def test_stages_that_are_given_other_batches_are_told() -> None:
-    for message in run_on_ranks(_different_data, 2):
-        assert "ConfigError" in message
-        assert "take the same batches" in message
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_batch_is_refused_on_all_ranks_which_go_on(bad: str) -> None:
+    wanted = loss_of(language()(batch_of(0)), batch_of(0)).item()
+    for message, loss in run_on_ranks(_bad_batch, 2, bad):
+        assert re.search(BAD[bad], message)
+        assert loss == pytest.approx(wanted, rel=1e-5)
 
 
 # -- calls -------------------------------------------------------------------------------------------
