@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ class Axis(ProcessGroupPeers):
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self._neighbours: dict[int, Axis] = {}
+        self._subsets: dict[tuple[int, ...], Axis] = {}
 
     @property
     def size(self) -> int:
@@ -81,15 +81,20 @@ class Axis(ProcessGroupPeers):
             self._neighbours[count] = Axis(f"{self.name}/{count}", group)
         return self._neighbours[count]
 
+    def among(self, places: tuple[int, ...]) -> Axis:
+        """Return the ranks at some ``places``, this one among them, as an axis of their own; they call this
+        in the same order."""
+        if places not in self._subsets:
+            every = dist.get_process_group_ranks(self.group)
+            ranks = [every[place] for place in places]
+            group = dist.new_group(ranks, self._timeout, use_local_synchronization=True)
+            self._subsets[places] = Axis(f"{self.name} at {places}", group)
+        return self._subsets[places]
+
     def leave(self, why: str) -> None:
         super().leave(why)
-        for axis in self._neighbours.values():
+        for axis in (*self._neighbours.values(), *self._subsets.values()):
             axis.leave(why)
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """After how long an operation of theirs fails, where the backend says it."""
-        return self._timeout
 
     @property
     def host_group(self) -> dist.ProcessGroup:

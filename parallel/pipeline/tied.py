@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gemini.model.managed_model import ManagedModel
 from gemini.parallel.mesh import Axis
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.runtime.storage.model_storage import slot_of
-
-_Members = tuple[int, ...]  # places along the axis pp
 
 
 class TiedWeights:
@@ -25,7 +22,6 @@ class TiedWeights:
     """
 
     def __init__(self, staged: StagedModel, axis: Axis | None, rank_of: Sequence[int]) -> None:
-        self._axes: dict[_Members, Axis] = {}
         self._weights: list[tuple[nn.Parameter, Axis]] = []
         self._kept: list[nn.Parameter] = []  # of several stages, on this rank or not
         self.owned_elsewhere: list[nn.Parameter] = []
@@ -42,21 +38,13 @@ class TiedWeights:
             self._kept.append(param)
             if len(members) == 1:
                 continue
-            self._weights.append((param, self._among(axis, members)))
+            self._weights.append((param, axis.among(members)))
             if axis.rank != rank_of[stages[0]]:
                 self.owned_elsewhere.append(param)
 
-    def _among(self, axis: Axis, members: _Members) -> Axis:
-        if members not in self._axes:
-            every = dist.get_process_group_ranks(axis.group)
-            ranks = [every[place] for place in members]
-            group = dist.new_group(ranks, axis.timeout, use_local_synchronization=True)
-            self._axes[members] = Axis(f"{axis.name} (ranks with one weight)", group)
-        return self._axes[members]
-
     @torch.no_grad()
     def spread(self) -> None:
-        """Take over the values of the first stage that has a weight. Before the model is wrapped."""
+        """Take over the values of the first rank that has a weight. Before the model is wrapped."""
         for param, axis in self._weights:
             values = param.data.contiguous()
             axis.broadcast(values)
@@ -88,8 +76,3 @@ class TiedWeights:
             if total[-1] > 0:
                 param.grad = total[:-1].view(param.shape).to(param.device)
         self._seen = model.gradient_state()
-
-    def leave(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls, and ``why``."""
-        for axis in self._axes.values():
-            axis.leave(why)

@@ -119,6 +119,31 @@ def test_ranks_beside_a_failed_stage_hear_of_it_too(sizes: dict[str, int]) -> No
         assert seconds < SOON
 
 
+def _raise_between() -> tuple[str, float]:
+    _set_patience(4.0)
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, tp_plan=PLAN, max_norm=1.0, **CHUNKS)
+    booster, model = Booster(plugin=plugin), language()
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    begin, message = time.monotonic(), ""
+    try:
+        with plugin.mesh:
+            booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)
+            if dist.get_rank() == 1:
+                raise ValueError("in the program itself")
+            optimizer.step()
+    except Exception as error:
+        message = str(error)
+    seconds = time.monotonic() - begin
+    model.close()
+    return message, seconds
+
+
+def test_a_rank_that_raises_between_pass_and_step_is_named() -> None:
+    for message, seconds in run_on_ranks(_raise_between, 2):
+        assert "in the program itself" in message
+        assert seconds < SOON
+
+
 def test_a_stage_that_dies_is_noticed() -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=r"rank 1:\ndied") as caught:
