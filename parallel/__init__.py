@@ -7,7 +7,13 @@ if __name__ == "parallel":
     raise ImportError("import it as gemini.parallel")
 
 from gemini.comm.collectives import join_ranks
-from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.parallel.booster import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
@@ -17,6 +23,7 @@ from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 __all__ = [
     "Booster",
     "GeminiPlugin",
+    "HybridParallelPlugin",
     "Layout",
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.comm.collectives import ProcessGroupPeers, group_of
+from gemini.comm.collectives import ProcessGroupPeers, break_off, group_of
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 
@@ -87,7 +87,7 @@ class Axis(ProcessGroupPeers):
         first = self.rank // count * count
         return self.among(range(first, first + count), str(count))
 
-    def among(self, ranks: Iterable[int], name: str) -> Axis:
+    def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
         """Return some ``ranks``, this one among them, in ascending order, as an axis of its own; all of them
         call this in the same order."""
         key = tuple(ranks)
@@ -112,6 +112,23 @@ class Axis(ProcessGroupPeers):
         super().leave(why)
         for axis in self._parts.values():
             axis.leave(why)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The group of these ranks that takes CPU memory."""
+        return self._on_host
+
+    def note_sent(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that is sent to one of them."""
+        self._count("send", tensor.nbytes)
+
+    def settle(self, work: Any, doing: str) -> None:
+        """Wait for a message between two of them. Raises StateError where a rank has left, or is gone."""
+        self.attendance.wait(work, doing, self.break_off, of_all=False)
+
+    def break_off(self) -> None:
+        """Make messages that are under way fail: the end of the process would wait for them."""
+        break_off(self._on_host)
 
     def _count(self, collective: str, nbytes: int) -> None:
         self.calls[collective] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ class Partition:
     def note(self, param: nn.Parameter, cut: PartOfTensor) -> None:
         """Say that ``param`` is this rank's part of a tensor."""
         self._cuts[id(param)] = cut
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget the parameters of all other names: another stage of a pipeline has them."""
+        self._names = {name: param for name, param in self._names.items() if name in names}
 
     def cut_of(self, param: torch.Tensor) -> PartOfTensor | None:
         """Return how a parameter of this model was cut, None for a whole one."""

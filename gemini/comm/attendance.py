@@ -114,18 +114,19 @@ class Attendance:
 
     # -- what this rank does ---------------------------------------------------------------------
 
-    def wait(self, work: Any, doing: str, break_off: Callable[[], None]) -> None:
+    def wait(self, work: Any, doing: str, break_off: Callable[[], None], *, of_all: bool = True) -> None:
         """Wait for the collective ``work``, the next call that ranks make together; ``break_off`` makes it
-        fail where it never ends.
+        fail where it never ends. Without ``of_all`` it is a message between two of them, which is no such
+        call: a rank that has left will not send or take it, however many calls it made.
 
         Raises:
             StateError: a rank has left, gives no sign, or waits for something else; or a connection broke.
         """
-        self._calls += 1
+        self._calls += of_all
         self._doing, self._waits, self._thread = doing, True, threading.get_ident()
         try:
             while not self._is_over(work):
-                trouble = self._find_trouble()
+                trouble = self._find_trouble(of_all)
                 if trouble:
                     self.leave(f"gave up ({trouble})")
                     break_off()
@@ -192,18 +193,19 @@ class Attendance:
             self._wake.set()
         self._looks_until = now + (_MISSED_BEATS + 2) * self._beat_s + self.patience_s
 
-    def _find_trouble(self) -> str:
+    def _find_trouble(self, of_all: bool) -> str:
         self._ask_for_signs()
-        return self._find_gone(self.patience_s) or self._find_apart()
+        return self._find_gone(self.patience_s, of_all=of_all) or self._find_apart()
 
-    def _find_gone(self, silence_s: float) -> str:
-        """Return which rank has left before this call, or given no sign for so long; nothing: none."""
+    def _find_gone(self, silence_s: float, *, of_all: bool = True) -> str:
+        """Return which rank has left before this call (``of_all``, else at any time), or given no sign for so
+        long; nothing: none."""
         now = time.monotonic()
         for rank in range(self._count):
             if rank == self._place:
                 continue
             seen = self._seen.get(rank) or _Seen(Sign(), self._since_s, self._since_s)
-            if seen.sign.left and seen.sign.calls < self._calls:
+            if seen.sign.left and (seen.sign.calls < self._calls or not of_all):
                 return f"rank {rank} will not come: it {seen.sign.left}"
             if not seen.sign.left and now - seen.beat_s > silence_s:
                 return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,13 @@ class ModelRanks:
 
     They wrap their parts together and with one DEVICE budget, take one norm of all gradients, and skip a step
     together. ``counts(param)`` says whether this rank is the one whose gradient of a parameter counts in the
-    norm: several may have the same parameter.
+    norm: several may have the same parameter. ``alike`` are those among them whose chunks must be laid out
+    as here, because they run the same operators; None: all.
     """
 
     peers: Peers
     counts: Callable[[torch.Tensor], bool]
+    alike: Sequence[Peers] | None = None
 
     def bind(self, module: nn.Module) -> PartOfModel:
         """Return what the runtime keeps of this for ``module``, which is this rank's part."""

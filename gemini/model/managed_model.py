@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,8 @@ from gemini.system.config import format_bytes
 from gemini.system.profiling import shown_as
 from gemini.timeline import TimelineRecorder
 
+T = TypeVar("T")
+
 TIERS = ("device", "host", "disk")
 _SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
 
@@ -43,7 +45,7 @@ class ManagedModel:
     """A module whose parameters lie in chunks, and all that belongs to it. For one thread at a time.
 
     ``optimizers``: each GeminiOptimizer of a part of the parameters; ``accumulates``: within
-    :meth:`no_sync`.
+    :meth:`no_sync`; ``add_up``: see :meth:`add_before_use`.
     """
 
     # What a wrapper shows, too, where its module has none of that name.
@@ -68,6 +70,7 @@ class ManagedModel:
         self._adopted = built.adopted
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
+        self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
         self.manager.take_types(config.precision, list(self.storage.slots.values()))
@@ -128,12 +131,21 @@ class ManagedModel:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
 
-    @in_one_thread("backward")
-    @shown_as("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
+        self.run_backward(loss.backward)
+
+    @in_one_thread("backward")
+    @shown_as("backward")
+    def run_backward(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` does, a backward pass or a part of one."""
         with self.manager.shortage.watched():
-            loss.backward()
+            return call()
+
+    def add_before_use(self, add_up: Callable[[], None]) -> None:
+        """Have ``add_up`` add to gradients what others have made of the same weight (stages of a pipeline),
+        once backward passes are over and before gradients are used."""
+        self.add_up = add_up
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -53,6 +53,8 @@ from gemini.runtime.gate.phases import OPTIMIZER
 from gemini.runtime.storage.mixture import HALF_LOADED
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.profiling import shown_as
+
+T = TypeVar("T")
 
 
 class GeminiOptimizer(ManagedGroups):
@@ -155,16 +157,29 @@ class GeminiOptimizer(ManagedGroups):
             StateError: with ``overlap="backward"``: step() has not followed the backward pass before, or a
                 parameter that was updated is used again.
         """
-        if self.loss_scale is not None:
-            self._begin_losses(self.loss_scale)
-            with self._losses.backward_pass(self.loss_scale.scale):
-                self.model.backward(loss.float() * self.loss_scale.scale)
-        elif self._in_backward is not None:
+        if self._in_backward is not None:
             self.require_complete("backward")
             with self._in_backward.backward_pass(last=not self.model.accumulates):
                 self.model.backward(loss)
         else:
-            self.model.backward(loss)
+            self.run_backward(lambda scale: (loss if scale is None else loss.float() * scale).backward())
+
+    def run_backward(self, call: Callable[[float | None], T]) -> T:
+        """Return what ``call`` does: a backward pass, or a part of one, of a loss times what it is given,
+        under fp16 the loss scale, else None. For losses that are not this rank's (pipelines); everything else
+        is :meth:`backward`.
+
+        Raises:
+            ConfigError: with ``overlap="backward"``, which has to know where a pass ends.
+        """
+        if self._in_backward is not None:
+            raise ConfigError("overlap='backward' updates in backward(loss) alone; choose overlap=True")
+        if self.loss_scale is None:
+            return self.model.run_backward(lambda: call(None))
+        self._begin_losses(self.loss_scale)
+        scale = self.loss_scale.scale
+        with self._losses.backward_pass(scale):
+            return self.model.run_backward(lambda: call(scale))
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -366,14 +381,16 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.check()
 
     def _finish_gradients(self, call: str, **arguments: Any) -> None:
-        sharding = self.model.manager.sharding
+        sharding, add_up = self.model.manager.sharding, self.model.add_up
+        if sharding is None and add_up is not None:
+            add_up()
         if sharding is not None:
             scale = self.loss_scale and self.loss_scale.scale
             doing = f"{call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
             if call == "step":
                 doing = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
             described = json.dumps([call, arguments, self.exported_settings()], default=float)
-            sharding.finish_gradients(doing, described)
+            sharding.finish_gradients(doing, described, add_up)
 
     def _follow(self, described: str) -> None:
         """Make a call with gradients as other ranks make it, whose settings are taken over."""

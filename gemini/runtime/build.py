@@ -136,7 +136,10 @@ def build_runtime(
 
     drawing, blueprint = together(draw)
     said = (blueprint.context.chunk_signature, blueprint.gather_bytes)
-    for each in every:
+    alike = every
+    if model_ranks is not None and model_ranks.alike is not None:
+        alike = [*([peers] if peers is not None else []), *model_ranks.alike]
+    for each in alike:
         require_equal(each, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
     offload = config.activation_offload
     made: list[ModelStorage] = []

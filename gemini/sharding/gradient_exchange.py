@@ -47,6 +47,7 @@ class GradientExchange:
         self._groups = storage.groups
         self._had: set[int] = set()  # places in _gradients of what had one here since they were given up
         self._arrived: list[set[int]] = [set() for _ in storage.groups]
+        self._kept: set[int] = set()  # places of what is exchanged at the end of the step alone
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
         self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
@@ -80,6 +81,11 @@ class GradientExchange:
         (index,) = (i for i, group in enumerate(self._groups) if grad in _gradients(group))
         assert isinstance(grad, ShardedGradient)
         self._add(index, grad)
+
+    def keep(self, grad: ShardedGradient) -> None:
+        """Let ``grad`` accumulate whole on each rank until the end of the step, whatever is exchanged before:
+        something is added to it there."""
+        self._kept.add(self._gradients.index(grad))
 
     def _add(self, index: int, grad: ShardedGradient) -> None:
         grad.tell(_Events(self, index, len(self._gradients)))
@@ -224,7 +230,7 @@ class GradientExchange:
     def note_arrival(self, index: int, place: int) -> bool:
         """Backward has made a gradient of a group; say whether it is exchanged from now on."""
         self._had.add(place)
-        if self._is_held:
+        if self._is_held or place in self._kept:
             return False
         arrived = self._arrived[index]
         arrived.add(place)

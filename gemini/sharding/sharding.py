@@ -14,6 +14,7 @@ from gemini.errors import StateError
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage
+from gemini.runtime.storage.sharded_gradient import ShardedGradient
 from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
 from gemini.sharding.joining import Follow, Joining, count_present
@@ -172,9 +173,16 @@ class Sharding:
         with self._gradients.held():
             yield
 
-    def finish_gradients(self, doing: str = "", call: str = "") -> None:
+    def keep_gradient(self, grad: SlotGradient) -> None:
+        """Let ``grad`` accumulate whole on each rank until :meth:`finish_gradients`."""
+        assert isinstance(grad, ShardedGradient)
+        self._gradients.keep(grad)
+
+    def finish_gradients(
+        self, doing: str = "", call: str = "", add_up: Callable[[], None] | None = None
+    ) -> None:
         """Exchange what is left of all gradients, when every rank has come here. ``call``: what ranks that
-        have no batches left are to do.
+        have no batches left are to do; ``add_up``: what comes to gradients before they are exchanged.
 
         Raises:
             StateError: on all ranks: they are not ``doing`` the same with them. Nothing was exchanged.
@@ -184,6 +192,8 @@ class Sharding:
             if said is not None and said.joined:
                 self.peers.say(call)
         self._is_told = False
+        if add_up is not None:
+            add_up()
         self._gradients.finish(doing)
 
     def give_up_passes(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, ref
@@ -111,6 +111,52 @@ class Booster:
             raise ConfigError("no_sync() takes a model that boost() of this booster has returned")
         return self.plugin.no_sync(model, optimizer or self._models[model]())
 
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        count: Callable[[Any], float] | None = None,
+    ) -> dict[str, Any]:
+        """Take the next batch, cut it into micro-batches and run them through the stages of the model,
+        forward and backward; without an ``optimizer``, forward alone. For models that HybridParallelPlugin
+        boosted, with one stage or several. All ranks call it; ``optimizer.step()`` comes next, or another
+        batch, whose gradients are added.
+
+        A batch is a dict, whose items are keywords of the model, or a tensor, or a tuple of the model's input
+        and what else ``criterion(outputs, micro_batch)`` needs; that returns the mean loss of a micro-batch.
+        The stages of a pipeline are given the same batch.
+
+        Args:
+            return_loss: the result has ``"loss"``, on every rank: the mean over micro-batches and ranks.
+            return_outputs: it has ``"outputs"``, a list by micro-batch, on ranks with the last stage (None
+                elsewhere).
+            count: what the loss of a micro-batch counts, its number of tokens for example; None: all count
+                the same.
+
+        Raises:
+            ConfigError: the batch cannot be cut, or the plugin has no stages.
+            StateError: another rank has failed; the message says where and why.
+        """
+        if model not in self._models:
+            raise ConfigError("execute_pipeline() takes a model that boost() of this booster has returned")
+        if optimizer is not None:
+            self._require_boosted(optimizer)
+        with torch.set_grad_enabled(optimizer is not None):
+            done = self.plugin.execute_pipeline(
+                next(data_iter),
+                model,
+                criterion,
+                count=count,
+                return_loss=return_loss,
+                return_outputs=return_outputs,
+            )
+        return {"loss": done.loss, "outputs": done.outputs}
+
     # -- files -----------------------------------------------------------------------------------
 
     def save_model(
@@ -145,7 +191,7 @@ class Booster:
             use_safetensors,
             "torch.save(model.state_dict(), ...) writes the pickled format",
         )
-        files.save_model(model, self._optimizer_of(model), checkpoint, layout, self.plugin.ranks)
+        self.plugin.save_model(model, self._optimizer_of(model), checkpoint, layout)
 
     def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:
         """Read weights into a model, boosted or not; all ranks into a boosted one.
@@ -159,7 +205,7 @@ class Booster:
                 model, on another rank; nothing was changed.
         """
         ranks = self.plugin.ranks if model in self._models else None
-        files.load_model(model, self._optimizer_of(model), checkpoint, ranks, strict=strict)
+        self.plugin.load_model(model, self._optimizer_of(model), checkpoint, ranks, strict=strict)
 
     def save_optimizer(
         self,
@@ -175,7 +221,7 @@ class Booster:
         States are stored by parameter name: any number of ranks can load them, and so can the other plugins
         if their optimizer is of the same kind.
         """
-        names = self._require_boosted(optimizer)
+        names = self._require_files(optimizer)
         layout = files.layout(shard, prefix, size_per_shard)
         files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
         files.save_optimizer(optimizer, names, checkpoint, layout, self.plugin.ranks)
@@ -187,7 +233,7 @@ class Booster:
             CheckpointError: it is damaged or made for other parameters, here or on another rank; nothing was
                 changed.
         """
-        names = self._require_boosted(optimizer)
+        names = self._require_files(optimizer)
         files.load_optimizer(optimizer, names, checkpoint, self.plugin.ranks)
 
     def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
@@ -206,6 +252,11 @@ class Booster:
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         return self._models[model]() if model in self._models else None
+
+    def _require_files(self, optimizer: torch.optim.Optimizer) -> files.Names:
+        if why := self.plugin.why_no_optimizer_files():
+            raise ConfigError(why)
+        return self._require_boosted(optimizer)
 
     def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
         try:

@@ -10,7 +10,7 @@ import pytest
 from test_layers import PYTHON_FILES, identify
 
 # Torch's own, which are there to be assigned.
-TORCHS = {"grad", "data", "__class__"}
+TORCHS = {"grad", "data", "__class__", "forward", "_modules", "_parameters"}
 # The context of an autograd function, what belongs to one thread, exceptions, optimizers of torch.
 BAGS = {"ctx", "self._threads", "error", "shell"}
 

@@ -2,7 +2,8 @@
 
 from gemini.parallel.booster.plugin.base import Plugin
 from gemini.parallel.booster.plugin.gemini import GeminiPlugin
+from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
 from gemini.parallel.booster.plugin.low_level_zero import LowLevelZeroPlugin
 from gemini.parallel.booster.plugin.torch_ddp import TorchDDPPlugin
 
-__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]
+__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,11 +13,15 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from gemini.errors import ConfigError
+from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.dataloader import prepare_dataloader
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
+from gemini.parallel.pipeline import Executed
 
 Criterion = Callable[..., Any]
+Path = str | os.PathLike[str]
 
 
 class Boosted(NamedTuple):
@@ -52,6 +57,47 @@ class Plugin(ABC):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
         """Return a context in which backward passes accumulate gradients without synchronizing ranks."""
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes that divide the data; others get the same as one of them."""
+        return self.ranks
+
+    def execute_pipeline(
+        self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
+    ) -> Executed:
+        """Run a batch through the stages of a model; see :meth:`Booster.execute_pipeline`. Raises ConfigError
+        for a plugin without stages."""
+        raise ConfigError(
+            f"{type(self).__name__} has no stages: call model(...) and booster.backward(loss, optimizer), or "
+            "use HybridParallelPlugin, which runs with pp_size=1 too"
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        layout: files.Layout,
+    ) -> None:
+        """Write the weights of a model, boosted or not; see :meth:`Booster.save_model`."""
+        files.save_model(model, optimizer, checkpoint, layout, self.ranks)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        ranks: Ranks | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """Read weights into a model; ``ranks``: None: it is not boosted. See :meth:`Booster.load_model`."""
+        files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
+
+    def why_no_optimizer_files(self) -> str:
+        """Return why the state of an optimizer has no files; nothing where it has."""
+        return ""
 
     def prepare_dataloader(
         self,
@@ -89,7 +135,7 @@ class Plugin(ABC):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            ranks=self.ranks,
+            ranks=self.data_ranks,
             sampler_type=distributed_sampler_cls,
             options={"pin_memory": pin_memory, "num_workers": num_workers, **kwargs},
         )

@@ -1,0 +1,192 @@
+"""Weights of a model that is in stages and parts: files have whole tensors, as those of any other model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.checkpoint.sealed_file import making_sense_of
+from gemini.checkpoint.tensor_file import TensorSpec
+from gemini.comm.model_ranks import ModelRanks
+from gemini.errors import CheckpointError
+from gemini.parallel.booster.checkpoint.layout import Layout
+from gemini.parallel.booster.checkpoint.reading import TensorFiles
+from gemini.parallel.booster.checkpoint.sources import config_file, model_contents
+from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
+from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.mesh import Mesh
+from gemini.parallel.partition import Partition
+from gemini.parallel.pipeline import StagedModel
+from gemini.parallel.pipeline.passing import Incoming, Passing
+from gemini.parallel.pipeline.tied import TiedWeights
+
+_Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a model was before ranks took their parts: its tensors on ``meta``, by name, and its config file,
+    where it has one."""
+
+    tensors: Mapping[str, torch.Tensor]
+    companions: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeModel:
+        """Describe ``model``. Weights count in the type of files: fp32, unless they are wider."""
+        params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tensors = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                widened = name in params and value.dtype.itemsize <= 4
+                dtype = torch.float32 if widened else value.dtype
+                tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+        return cls(tensors, config_file(model))
+
+
+class Parts:
+    """What one model became on this rank."""
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        partition: Partition,
+        tied: TiedWeights,
+        whole: WholeModel,
+        mesh: Mesh | None,
+        rank_of: Sequence[int],
+    ) -> None:
+        """``mesh``: None where there is one process; ``rank_of``: which rank along ``pp`` has which stage."""
+        self.staged, self.partition, self.tied, self.whole = staged, partition, tied, whole
+        self.axis = mesh.axis("pp") if mesh is not None else None
+        self.is_first_column = mesh is None or (
+            mesh["dp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0
+        )
+        self._mesh, self._rank_of = mesh, rank_of
+
+    @property
+    def model_ranks(self) -> ModelRanks | None:
+        """What GeminiDDP takes as ``model_ranks=``."""
+        if self._mesh is None or (every := self._mesh.axis("pp", "tp")) is None:
+            return None
+        layers, elsewhere = self._mesh.axis("tp"), {id(param) for param in self.tied.owned_elsewhere}
+
+        def counts(param: torch.Tensor) -> bool:
+            return id(param) not in elsewhere and self.partition.counts(param)
+
+        return ModelRanks(every, counts, [layers] if layers is not None else [])
+
+    def owner_of(self, name: str) -> int:
+        """Return which rank along ``pp`` saves a tensor."""
+        return self._rank_of[self.staged.owner_of(self.staged.names_of(name))]
+
+
+def save_parts(model: nn.Module, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks) -> None:
+    """Write the whole model, a tensor at a time in memory; all ranks call it and the first one writes. Raises
+    as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
+    held = model_contents(model, None)
+    local = {source.spec.name: source for source in held.sources}
+    local.update({alias: local[first] for alias, first in held.aliases.items()})
+    passing = Passing(parts.axis) if parts.axis is not None else None
+    sources, aliases = [], {}
+    for name, like in parts.whole.tensors.items():
+        first, *_ = names = parts.staged.names_of(name)
+        if name != first:
+            aliases[name] = first
+            continue
+        own = next((local[each] for each in names if each in local), None)
+        spec = TensorSpec(name, like.dtype, tuple(like.shape))
+        sources.append(TensorSource(spec, partial(_stream, parts, passing, name, own)))
+    save_tensors(checkpoint, "model", sources, aliases, layout, ranks, parts.whole.companions)
+
+
+def _stream(parts: Parts, passing: Passing | None, name: str, own: TensorSource | None, sink: Sink) -> None:
+    """Hand a tensor, whole, to ``sink`` on the first rank: from the stage that owns it."""
+    owner, place = parts.owner_of(name), parts.axis.rank if parts.axis is not None else 0
+    value: torch.Tensor | None = None
+    if place == owner:
+        assert own is not None
+        value = _whole(own, parts)
+    if not parts.is_first_column:
+        return
+    if owner != 0 and passing is not None:
+        if place == owner and value is not None:
+            passing.send(value, 0, 0)
+            passing.finish()
+        elif place == 0:
+            like = parts.whole.tensors[name]
+            coming = Incoming(passing, owner, 0, (like.dtype, tuple(like.shape)))
+            value = coming.wait(f"waits for {name} of another stage (save_model)")
+    if place == 0 and value is not None:
+        sink(value)
+
+
+def _whole(source: TensorSource, parts: Parts) -> torch.Tensor:
+    """Return the whole of a tensor of which this rank has a part; ranks along ``dp`` and ``tp`` together."""
+    value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
+    flat, place = value.view(-1), 0
+
+    def collect(piece: torch.Tensor) -> None:
+        nonlocal place
+        flat[place : place + piece.numel()].copy_(piece.reshape(-1))
+        place += piece.numel()
+
+    source.stream(collect)
+    found: torch.Tensor = parts.partition.gather_state({source.spec.name: value})[source.spec.name]
+    return found
+
+
+def load_parts(model: nn.Module, parts: Parts, checkpoint: _Path, ranks: Ranks, *, strict: bool) -> None:
+    """Read this rank's part of the whole model; all ranks call it.
+
+    Raises:
+        CheckpointError: it is damaged, or made for another model, here or on another rank; nothing was
+            changed.
+    """
+    with ExitStack() as stack:
+
+        def read() -> dict[str, Any]:
+            files = stack.enter_context(TensorFiles(checkpoint))
+            with making_sense_of(Path(checkpoint)):
+                return _own_part(parts, files, checkpoint, strict=strict)
+
+        known = ranks.together(read)
+        with torch.no_grad():
+            model.load_state_dict(known, strict=False)
+
+
+def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bool) -> dict[str, Any]:
+    """Return the state that this rank loads. Raises CheckpointError unless it was made for such a model."""
+    stored = {
+        name: found
+        for name in parts.whole.tensors
+        if (found := next((n for n in parts.staged.names_of(name) if n in files), None)) is not None
+    }
+    missing = sorted(parts.whole.tensors.keys() - stored.keys())
+    unexpected = sorted(files.keys() - parts.whole.tensors.keys())
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{checkpoint} was made for another model: {len(missing)} names of the model are not in it "
+            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; "
+            "pass strict=False to load what both have"
+        )
+    own = parts.staged.module.state_dict(keep_vars=True)
+    state = {}
+    for name in own.keys() & stored.keys():
+        value, shape = files[stored[name]], tuple(parts.whole.tensors[name].shape)
+        if tuple(value.shape) != shape:
+            raise CheckpointError(
+                f"{checkpoint} was made for another model: {name!r} has shape {tuple(value.shape)} there and "
+                f"{shape} here"
+            )
+        state.update(parts.partition.cut_state({name: value}))
+    return state

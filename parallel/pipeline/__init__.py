@@ -1,0 +1,26 @@
+"""Pipeline parallelism: a model cut into stages, which pass micro-batches on (docs/parallel.md)."""
+
+from gemini.parallel.pipeline.orders import SCHEDULES, make_order
+from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
+from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
+from gemini.parallel.pipeline.simulator import Costs, Simulated, simulate
+from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
+from gemini.parallel.pipeline.units import Units, find_units
+
+__all__ = [
+    "SCHEDULES",
+    "Costs",
+    "Executed",
+    "Pipeline",
+    "Schedule",
+    "Simulated",
+    "StagedModel",
+    "Units",
+    "choose_ranges",
+    "find_units",
+    "make_order",
+    "partition_balanced",
+    "partition_uniform",
+    "simulate",
+    "split",
+]

@@ -1,0 +1,61 @@
+"""Cutting a batch into micro-batches, and handing them to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from gemini.errors import ConfigError
+
+
+def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> list[Any]:
+    """Return ``count`` micro-batches of ``batch``, or those of ``size`` samples: each of its tensors is cut
+    along the first dimension; what is no tensor is in all of them. Neither: the batch is one.
+
+    Raises:
+        ConfigError: it has no tensors, or of other numbers of samples, or they do not divide.
+    """
+    tensors = [value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor) and value.dim()]
+    samples = {len(tensor) for tensor in tensors}
+    if len(samples) != 1:
+        raise ConfigError(
+            f"a batch is cut along the first dimension of its tensors, and these have {sorted(samples)} "
+            "samples; give one number of samples, in tensors, dicts, lists or tuples of them"
+        )
+    (number,) = samples
+    if count is None:
+        count = number // size if size is not None and size > 0 else 1
+    if count < 1 or number % count or (size is not None and number != count * size):
+        raise ConfigError(
+            f"a batch of {number} samples cannot be cut into "
+            + (f"micro-batches of {size}" if size is not None else f"{count} equal micro-batches")
+            + f"; numbers that do are {[n for n in range(1, number + 1) if number % n == 0]}"
+        )
+    return [tree_map(partial(_piece, index=index, count=count), batch) for index in range(count)]
+
+
+def _piece(value: Any, index: int, count: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.chunk(count)[index]
+    return value
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with: a mapping's items as keywords, else the batch itself or, of several
+    (inputs and targets), the first."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
+
+
+def form_of(batch: Any) -> str:
+    """Return what batches have in common between whose stages tensors of the same shapes go."""
+    return str([(tuple(t.shape), t.dtype) for t in _tensors(batch)])
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    return (value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor))

@@ -1,0 +1,189 @@
+"""Orders: which rank computes which part of which micro-batch after which, in every schedule.
+
+Those of several stages per rank are torch's (torch.distributed.pipelining); nothing is run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from gemini.errors import ConfigError
+
+
+class Kind(Enum):
+    """What is computed of a micro-batch in a stage; ``INPUT`` and ``WEIGHT`` are halves of ``BACKWARD``."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation; ``str()`` of it is torch's notation, 2F0 for example."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What each rank computes, in order. ``rank_of[stage]`` is the rank that has a stage."""
+
+    schedule: str
+    num_micro_batches: int
+    rank_of: tuple[int, ...]
+    by_rank: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are, of all ranks."""
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank has, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def last_backward(self, stage: int) -> Action:
+        """Return the action with which the gradients of a stage's weights are complete."""
+        ends = (Kind.BACKWARD, Kind.WEIGHT)
+        actions = self.by_rank[self.rank_of[stage]]
+        return next(a for a in reversed(actions) if a.stage == stage and a.kind in ends)
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """``of_torch``: its class there; ``is_v``: stages go down the ranks and up again; ``splits``: the two
+    halves of backward are apart."""
+
+    of_torch: str | None = None
+    is_v: bool = False
+    splits: bool = False
+
+
+SCHEDULES = {
+    "gpipe": _Schedule(),
+    "1f1b": _Schedule(),
+    "interleaved": _Schedule("ScheduleInterleaved1F1B"),
+    "zero_bubble": _Schedule("ScheduleInterleavedZeroBubble", splits=True),
+    "zbv": _Schedule("ScheduleZBVZeroBubble", is_v=True, splits=True),
+    "dualpipev": _Schedule("ScheduleDualPipeV", is_v=True, splits=True),
+}
+
+
+def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """Return which rank has which stage, where each has ``chunks`` of them.
+
+    Raises:
+        ConfigError: there is no such schedule, or it needs another number of stages per rank.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    kind = SCHEDULES[schedule]
+    if kind.is_v and chunks != 2:
+        raise ConfigError(f"{schedule} has 2 stages on each rank, not {chunks}: set num_model_chunks=2")
+    if kind.of_torch is None and chunks != 1:
+        raise ConfigError(
+            f"{schedule} has one stage on each rank, not {chunks}; 'interleaved' and 'zero_bubble' have "
+            "several"
+        )
+    if kind.is_v:
+        return (*range(num_ranks), *reversed(range(num_ranks)))
+    return tuple(range(num_ranks)) * chunks
+
+
+@cache
+def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Order:
+    """Return the order of a schedule over ``num_ranks``, each with ``chunks`` stages.
+
+    Raises:
+        ConfigError: it does not go with these numbers; the message says with which.
+    """
+    rank_of = ranks_of_stages(schedule, num_ranks, chunks)
+    if num_micro_batches < 1:
+        raise ConfigError(f"there are {num_micro_batches} micro-batches; give 1 or more")
+    kind = SCHEDULES[schedule]
+    if schedule in ("interleaved", "zero_bubble") and num_micro_batches % num_ranks:
+        raise ConfigError(
+            f"{schedule} over {num_ranks} ranks takes a multiple of {num_ranks} micro-batches, not "
+            f"{num_micro_batches}"
+        )
+    if schedule == "dualpipev" and num_micro_batches < 2 * num_ranks:
+        raise ConfigError(
+            f"dualpipev over {num_ranks} ranks takes {2 * num_ranks} micro-batches or more, not "
+            f"{num_micro_batches}; zbv takes any number"
+        )
+    if kind.of_torch is None:
+        make = _gpipe if schedule == "gpipe" else _one_forward_one_backward
+        found: Iterable[Iterable[Action]] = (make(r, num_ranks, num_micro_batches) for r in range(num_ranks))
+    else:
+        found = _of_torch(kind.of_torch, num_ranks, num_micro_batches, chunks)
+    return Order(schedule, num_micro_batches, rank_of, tuple(map(tuple, found)))
+
+
+def _gpipe(rank: int, _num_ranks: int, count: int) -> Iterator[Action]:
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        yield from (Action(kind, rank, number) for number in range(count))
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
+    ahead = min(num_ranks - 1 - rank, count)
+    yield from (Action(Kind.FORWARD, rank, number) for number in range(ahead))
+    for number in range(count):
+        if number + ahead < count:
+            yield Action(Kind.FORWARD, rank, number + ahead)
+        yield Action(Kind.BACKWARD, rank, number)
+
+
+@dataclass
+class _Stage:
+    """What a schedule of torch asks of a stage to make its order."""
+
+    stage_index: int
+    num_stages: int
+    group_size: int
+    group_rank: int = 0
+    submod: nn.Module | None = None
+    is_first: bool = False
+    is_last: bool = False
+    has_backward: bool = True
+
+
+def _of_torch(name: str, num_ranks: int, count: int, chunks: int) -> list[list[Action]]:
+    """Return the order that a schedule of torch has.
+
+    Raises:
+        ConfigError: this torch has none of the name.
+    """
+    # Not at the top: it takes a second to import, and gemini.parallel is used without pipelines.
+    from torch.distributed.pipelining import schedules
+
+    make: Callable[..., Any] | None = getattr(schedules, name, None)
+    if make is None:
+        raise ConfigError(f"this version of torch has no {name}; a later one has, or choose another schedule")
+    stages = [
+        _Stage(index * num_ranks, chunks * num_ranks, num_ranks, submod=nn.Identity())
+        for index in range(chunks)
+    ]
+    order: dict[int, list[Any]] = make(stages, count).pipeline_order
+    return [[_converted(a) for action in order[rank] for a in _apart(action)] for rank in range(num_ranks)]
+
+
+def _apart(action: Any) -> Iterable[Any]:
+    """Return what an action of torch consists of: nothing, itself, or several that may overlap."""
+    return () if action is None else getattr(action, "sub_actions", None) or (action,)
+
+
+def _converted(action: Any) -> Action:
+    return Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)

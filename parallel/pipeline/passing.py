@@ -1,0 +1,138 @@
+"""Passing tensors between the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent import futures
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini.parallel.mesh import Axis
+from gemini.system.threads import start_thread
+
+_FIRST_TAG = 2**16  # below are tags of the runtime
+_HEAD_NUMEL = 12  # type, number of dimensions, sizes
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor
+
+
+class Incoming:
+    """A tensor of ``form`` that another rank sends; ``wait`` returns it."""
+
+    def __init__(self, passing: Passing, rank: int, tag: int, form: Form) -> None:
+        self._passing = passing
+        self._room = torch.empty(form[1], dtype=form[0], device="cpu")
+        self._work = passing.receive(self._room, rank, tag)
+
+    def wait(self, doing: str) -> torch.Tensor:
+        """Return the tensor, in CPU memory, once it is here. Raises StateError as :meth:`Axis.settle`."""
+        self._passing.settle(self._work, doing)
+        return self._room
+
+
+class Passing:
+    """Sends and receives over an axis, in CPU memory. For one thread.
+
+    Messages are told apart by tags, so ranks need not agree on their order. Whoever waits for one looks at
+    the others' signs meanwhile, and hears of one that has left, died or is stuck.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._waits: SimpleQueue[tuple[Any, futures.Future[None]] | None] = SimpleQueue()
+        # gloo closes its connections where a wait ends early: another thread waits, for as long as it takes.
+        start_thread(Thread(target=_wait_for_each, args=(self._waits,), daemon=True), "waiting for a stage")
+        weakref.finalize(self, self._waits.put, None)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Begin to send ``tensor``, which nobody may write to until :meth:`finish`."""
+        tensor = tensor.detach().cpu().contiguous()
+        self._axis.note_sent(tensor)
+        work = dist.isend(
+            _bytes_of(tensor), group=self._axis.host_group, group_dst=rank, tag=_FIRST_TAG + tag
+        )
+        self._sent.append((work, tensor))
+
+    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Any:
+        """Begin to receive into ``room``; return what :meth:`settle` takes."""
+        return dist.irecv(_bytes_of(room), group=self._axis.host_group, group_src=rank, tag=_FIRST_TAG + tag)
+
+    def send_form(self, form: Form, rank: int, tag: int) -> None:
+        """Send what type and sizes a tensor has that is going to be sent."""
+        dtype, shape = form
+        said = [_DTYPES.index(dtype), len(shape), *shape]
+        self.send(
+            torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
+        )
+
+    def receive_form(self, rank: int, tag: int, doing: str) -> Form:
+        """Return what :meth:`send_form` said on the other rank."""
+        room = torch.empty(_HEAD_NUMEL, dtype=torch.int64, device="cpu")
+        self.settle(self.receive(room, rank, tag), doing)
+        dtype, dims, *shape = room.tolist()
+        return _DTYPES[dtype], tuple(shape[:dims])
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        while self._sent:
+            self.settle(self._sent[-1][0], "sends what its stage has computed (forward, backward)")
+            self._sent.pop()
+
+    def settle(self, work: Any, doing: str) -> None:
+        """Wait for a message. Raises StateError as :meth:`gemini.comm.attendance.Attendance.wait`."""
+        done: futures.Future[None] = futures.Future()
+        self._waits.put((work, done))
+        self._axis.settle(_Watched(done), doing)
+
+    def abandon(self) -> None:
+        """Give up what is under way: the process is about to end."""
+        self._axis.break_off()
+        self._sent.clear()
+
+
+class _Watched:
+    """A wait in another thread, as a collective that can be waited for in pieces."""
+
+    def __init__(self, done: futures.Future[None]) -> None:
+        self._done = done
+
+    def wait(self, limit: timedelta) -> None:
+        try:
+            self._done.result(limit.total_seconds())
+        except futures.TimeoutError:
+            raise RuntimeError("not yet") from None
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+
+def _wait_for_each(waits: SimpleQueue[tuple[Any, futures.Future[None]] | None]) -> None:
+    while (job := waits.get()) is not None:
+        work, done = job
+        try:
+            work.wait()
+        except RuntimeError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del job, work, done
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.view(-1)

@@ -1,0 +1,220 @@
+"""Pipeline: a model whose stages are on the ranks along an axis of the mesh, trained batch by batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini.comm.peers import digest_of
+from gemini.errors import ConfigError, GeminiError, StateError
+from gemini.parallel.mesh import Mesh
+from gemini.parallel.pipeline.batches import cut_batch, form_of
+from gemini.parallel.pipeline.engine import Criterion, Engine, Trained
+from gemini.parallel.pipeline.orders import Order, make_order
+from gemini.parallel.pipeline.passing import Passing
+from gemini.parallel.pipeline.split import StagedModel
+
+logger = logging.getLogger(__name__)
+
+Count = Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a batch goes through the stages: ``style`` is a name in ``SCHEDULES``, with ``chunks`` stages on
+    each rank; ``num_microbatches`` or ``microbatch_size`` says how a batch is cut."""
+
+    style: str = "1f1b"
+    chunks: int = 1
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+
+
+@dataclass
+class Executed:
+    """``loss`` is the mean over all micro-batches and ranks, on every rank; ``outputs`` those of this rank's
+    micro-batches, where the last stage is."""
+
+    loss: torch.Tensor | None
+    outputs: list[Any] | None
+
+
+class Pipeline:
+    """Runs batches through the stages of a model; all ranks of the mesh make the same calls.
+
+    Ranks along ``pp`` and ``tp`` are given the same batch, those along ``dp`` each its own.
+    """
+
+    def __init__(self, staged: StagedModel, trained: Trained, mesh: Mesh | None, schedule: Schedule) -> None:
+        """``mesh``: None where one process trains alone."""
+        self._mesh, self._schedule = mesh, schedule
+        self._axis = mesh.axis("pp") if mesh is not None else None
+        self._losses = mesh.axis("pp", "dp") if mesh is not None else None
+        self._everyone = mesh.axis("pp", "dp", "sp", "tp") if mesh is not None else None
+        self._data = mesh.axis("dp") if mesh is not None else None
+        self._passing = Passing(self._axis) if self._axis is not None else None
+        self._num_ranks = self._axis.size if self._axis is not None else 1
+        rank = self._axis.rank if self._axis is not None else 0
+        self._engine = Engine(staged, trained, self._passing, rank)
+        self._has_last = len(staged.ranges) - 1 in {stage.index for stage in staged.stages}
+        self._cause = _Cause()
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Criterion | None,
+        *,
+        count: Count | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> Executed:
+        """Cut a batch, run it through all stages, forward and backward (forward alone where gradients are not
+        enabled); gradients are exchanged in the last backward pass of each stage.
+
+        ``criterion(output, micro_batch)`` returns the mean loss of a micro-batch. It counts as any other or,
+        with ``count(micro_batch)``, by the number that returns (of tokens, say).
+
+        Raises:
+            ConfigError: on all ranks, and nothing was done: a batch cannot be cut so, or ranks of one
+                pipeline have batches of other shapes.
+            StateError: another rank has failed; the message says which one and why. What this rank itself
+                raises is let through. Neither can go on: start again from the last checkpoint.
+        """
+        with self._told():
+            refusal, batches, order = self._agree(batch, lacks_loss=criterion is None)
+        if refusal is not None:
+            raise refusal  # on all ranks, before anything was done: they may go on with another batch
+        assert order is not None
+        with self._told():
+            weights = self._weigh(batches, count)
+            done = self._engine.run(order, batches, criterion, weights, keep_outputs=return_outputs)
+            self._engine.begin("the loss of a pass through the pipeline")
+            loss = self._mean(done.losses, weights) if return_loss and criterion is not None else None
+        return Executed(loss, done.outputs if return_outputs and self._has_last else None)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the other ranks of what is raised within the block."""
+        try:
+            yield
+        except BaseException as error:
+            told = self._failed(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _agree(self, batch: Any, *, lacks_loss: bool) -> tuple[GeminiError | None, list[Any], Order | None]:
+        """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages;
+        all ranks of the mesh together."""
+        self._engine.begin("the beginning of a pass through the pipeline")
+        plan, batches = self._schedule, []
+        order: Order | None = None
+        refusal: GeminiError | None = None
+        try:
+            if lacks_loss and torch.is_grad_enabled():
+                raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
+            batches = cut_batch(batch, plan.num_microbatches, plan.microbatch_size)
+            order = make_order(plan.style, self._num_ranks, len(batches), plan.chunks)
+        except GeminiError as error:
+            refusal = error
+        if self._everyone is not None:
+            place = self._data.rank if self._data is not None else 0
+            digest = digest_of(str([form_of(each) for each in batches]))
+            said = [place, -1 if refusal is not None else len(batches), digest]
+            every = self._everyone.all_gather(torch.tensor(said, dtype=torch.int64, device="cpu"))
+            refusal = refusal or _different([each.tolist() for each in every])
+        return refusal, batches, order
+
+    def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:
+        """Return by what the loss of each micro-batch counts in this rank's: gradients are the mean over
+        dp."""
+        if count is None:
+            return [1 / len(batches)] * len(batches)
+        counts = torch.tensor([float(count(batch)) for batch in batches], dtype=torch.float64, device="cpu")
+        total = counts.sum().reshape(1)
+        if self._data is not None:
+            self._data.all_reduce(total)
+        if not float(total) > 0:
+            raise ConfigError(f"count() returned {counts.tolist()}; all micro-batches together count nothing")
+        copies = self._data.size if self._data is not None else 1
+        return [float(number) * copies / float(total) for number in counts]
+
+    def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        mean = torch.zeros(1, dtype=torch.float64, device="cpu")
+        for loss, weight in zip(losses, weights, strict=False):
+            mean += loss.double().cpu().reshape(1) * weight
+        if self._losses is not None:
+            self._losses.all_reduce(mean)
+        copies = self._data.size if self._data is not None else 1
+        return (mean[0] / copies).float()
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Tell the other ranks of an error; return what to raise here: it, or what it came of elsewhere."""
+        if self._everyone is None:
+            return error
+        where = f"{self._engine.place} (rank {dist.get_rank()})"
+        own = f"{where}: {type(error).__name__}: {error}"
+        cause = self._cause.tell(own)
+        reason = f"failed: {cause}"
+        self.leave(reason)
+        if self._passing is not None:
+            self._passing.abandon()
+        if cause == own or not isinstance(error, (StateError, RuntimeError)):
+            return error
+        return StateError(f"{cause}. It was noticed in {where}")
+
+    def leave(self, why: str) -> None:
+        """Tell the ranks that wait for this one that it makes no more calls, and ``why``."""
+        if self._mesh is not None:
+            self._mesh.leave(why)
+        self._engine.leave(why)
+
+
+def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
+    """Return what to raise where ranks were given batches that do not go together; each said its place along
+    dp, how many micro-batches it has (-1: it refuses its batch) and what their shapes are."""
+    counts = [count for _, count, _ in every]
+    if -1 in counts:
+        return ConfigError(
+            f"ranks {[rank for rank, count in enumerate(counts) if count < 0]} (of the mesh) refuse their "
+            "batches: see what they raised"
+        )
+    if len(set(counts)) > 1:
+        return ConfigError(
+            f"ranks have other numbers of micro-batches, by rank: {counts}; give all of them batches of one "
+            "size (prepare_dataloader(drop_last=True))"
+        )
+    for rank, (place, _, digest) in enumerate(every):
+        first = next(other for other, said in enumerate(every) if said[0] == place)
+        if every[first][2] != digest:
+            return ConfigError(
+                f"ranks {first} and {rank} (of the mesh) have parts of one model and were given batches of "
+                "different shapes: ranks along pp and tp take the same batches; plugin.prepare_dataloader() "
+                "divides the data over dp alone"
+            )
+    return None
+
+
+class _Cause:
+    """What the first rank that failed said: it outlives that rank's process."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        if dist.is_available() and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore("gemini-pipeline", store)  # type: ignore[attr-defined]
+
+    def tell(self, why: str) -> str:
+        """Say why this rank failed; return what the first one said."""
+        if self._store is None:
+            return why
+        with suppress(RuntimeError):  # who keeps the store is gone
+            first: bytes = self._store.compare_set("cause", "", why)
+            return first.decode(errors="replace")
+        return why

@@ -1,0 +1,252 @@
+"""Leaving a rank its stages of a model: the whole model, with the rest absent, under its own names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.pipeline.absent import Absent, AbsentBlock, EndOfStage, Entry, Exit, Passage, outline_of
+from gemini.parallel.pipeline.partition import partition_balanced
+from gemini.parallel.pipeline.units import Units, block_bytes
+from gemini.runtime.storage.initialize import Initialization, children_first
+
+Split = str | Sequence[str]
+
+
+@dataclass
+class Stage:
+    """One stage of this rank: ``tree`` is the model as it runs, with all other stages absent."""
+
+    index: int
+    tree: nn.Module
+    passage: Passage
+    mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+
+    def run(self, received: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of this stage: from ``received`` (None: the first) to what the next one gets
+        or, in the last, to what the model returns. ``args`` and ``kwargs`` are those of the whole model."""
+        for here, there in self.mirrored:
+            here.training = there.training
+        with self.passage.begun(received):
+            try:
+                return self.tree(*args, **kwargs)
+            except EndOfStage as end:
+                return end.output
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """What :func:`split` made of a model on this rank.
+
+    ``ranges[stage]`` are the blocks of a stage. ``shared`` are parameters that several stages have (tied), by
+    the first of their names, with those stages ascending; ``aliases`` are all names of a parameter, by the
+    first, and ``names`` those of the whole model's state.
+    """
+
+    module: nn.Module
+    units: Units
+    ranges: tuple[tuple[int, int], ...]
+    stages: tuple[Stage, ...]
+    shared: dict[str, tuple[int, ...]]
+    aliases: dict[str, tuple[str, ...]]
+    names: tuple[str, ...]
+
+    @classmethod
+    def undivided(cls, model: nn.Module) -> StagedModel:
+        """Return a model as one stage."""
+        stage = Stage(0, model, Passage())
+        names = tuple(model.state_dict(keep_vars=True))
+        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, _aliases(model), names)
+
+    def owner_of(self, names: Iterable[str]) -> int:
+        """Return the first stage that has a parameter or buffer, under any of its ``names``; 0 for what all
+        have."""
+        for stage, (start, stop) in enumerate(self.ranges if len(self.ranges) > 1 else ()):
+            if any(_is_within(name, self.units.of_stage(start, stop)) for name in names):
+                return stage
+        return 0
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of what has this one, the first one first."""
+        return next((names for names in self.aliases.values() if name in names), (name,))
+
+
+def choose_ranges(
+    model: nn.Module,
+    units: Units,
+    num_stages: int,
+    split: Split = "bytes",
+    costs: Sequence[float] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Return the blocks ``[start, stop)`` of each stage.
+
+    Args:
+        split: ``"bytes"`` of parameters, ``"layers"``, or the names of the blocks that stages begin with,
+            but the first.
+        costs: of each block, in any unit, in the place of ``split``.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or the names are no such blocks.
+    """
+    count = len(units.blocks)
+    if costs is not None and len(costs) != count:
+        raise ConfigError(f"there are {len(costs)} costs, and the model has {count} blocks")
+    if costs is None and not isinstance(split, str):
+        starts = [0, *(units.blocks.index(name) for name in split if name in units.blocks)]
+        if len(starts) != len(split) + 1 or len(starts) != num_stages or sorted(set(starts)) != starts:
+            raise ConfigError(
+                f"split={list(split)}: for {num_stages} stages name {num_stages - 1} blocks in ascending "
+                f"order, without the first; there are {count}, {units.blocks[0]!r} to {units.blocks[-1]!r}"
+            )
+        return tuple(zip(starts, [*starts[1:], count], strict=True))
+    if costs is None and split not in ("bytes", "layers"):
+        raise ConfigError(f"split is {split!r}; give 'bytes', 'layers', names of blocks, or costs=")
+    if costs is None:
+        costs = block_bytes(model, units) if split == "bytes" else [1.0] * count
+    return tuple(partition_balanced(costs, num_stages))
+
+
+def split(
+    model: nn.Module,
+    units: Units,
+    ranges: Sequence[tuple[int, int]],
+    own: Iterable[int],
+    outline: nn.Module | None = None,
+) -> StagedModel:
+    """Leave ``model``, in place, the stages ``own``; what others have is given up, and what is on ``meta``
+    gets the first values that one process would draw.
+
+    ``outline`` is that of the whole model where its layers have been cut since (tensor parallelism): what is
+    absent must not take part in collectives.
+    """
+    own = tuple(sorted(own))
+    outline = outline if outline is not None else outline_of(model)
+    names = tuple(model.state_dict(keep_vars=True))
+    aliases = _aliases(model)
+    shared = _shared_parameters(aliases, units, ranges)
+    every = frozenset().union(*(units.of_stage(*each) for each in ranges))
+    kept = frozenset().union(*(units.of_stage(*ranges[stage]) for stage in own))
+    _give_first_values(model, every - kept)
+    stages = []
+    if len(own) == 1:
+        passage = Passage()
+        _replace_absent(model, units, ranges[own[0]], outline, passage)
+        stages.append(Stage(own[0], model, passage))
+    else:
+        for index in own:
+            passage, mirrored = Passage(), []  # type: ignore[var-annotated]
+            around = {name for name, module in model.named_modules() if _holds_units(name, every)}
+            tree = _mirror(model, "", around, mirrored)
+            _replace_absent(tree, units, ranges[index], outline, passage)
+            stages.append(Stage(index, tree, passage, mirrored))
+        for name in every - kept:
+            _put(model, name, outline, lambda n, o: Absent(n, o, Passage()))
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False  # keys of the stage alone; nothing is generated here
+    return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
+
+
+def _holds_units(name: str, units: Collection[str]) -> bool:
+    return not name or any(unit.startswith(f"{name}.") for unit in units)
+
+
+def _is_within(name: str, units: Collection[str]) -> bool:
+    """Say whether a parameter, or a module, is one of ``units`` or lies in one."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in units for count in range(1, len(parts) + 1))
+
+
+def _mirror(
+    module: nn.Module, name: str, around: Collection[str], mirrored: list[tuple[nn.Module, nn.Module]]
+) -> nn.Module:
+    """Return a copy of the modules around units, which has the same units and everything else."""
+    mirror = copy.copy(module)
+    mirror._modules = dict(module._modules)
+    mirror._parameters = dict(module._parameters)
+    mirrored.append((mirror, module))
+    for key, child in module._modules.items():
+        full = f"{name}.{key}".lstrip(".")
+        if child is not None and full in around:
+            mirror._modules[key] = _mirror(child, full, around, mirrored)
+    return mirror
+
+
+def _replace_absent(
+    tree: nn.Module, units: Units, blocks: tuple[int, int], outline: nn.Module, passage: Passage
+) -> None:
+    start, stop = blocks
+    have = units.of_stage(start, stop)
+    for name in (*units.front, *units.blocks, *units.behind):
+        if name in have:
+            continue
+        kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
+        if start and name == units.blocks[start - 1]:
+            kind = Entry
+        elif stop < len(units.blocks) and name == units.blocks[stop]:
+            kind = Exit
+        _put(tree, name, outline, lambda n, o, kind=kind: kind(n, o, passage))
+
+
+def _put(tree: nn.Module, name: str, outline: nn.Module, make: Any) -> None:
+    """Put a stand-in in the place of a module, or of a parameter that a module around blocks holds."""
+    around, _, key = name.rpartition(".")
+    owner = tree.get_submodule(around)
+    if key in owner._modules:
+        owner._modules[key] = make(name, outline.get_submodule(name))
+        return
+    param = owner._parameters.pop(key)
+    assert param is not None
+    nothing = torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
+    owner.__dict__[key] = nothing  # no buffer: it is in no state dict
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of each parameter, by the first of them."""
+    found: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
+
+
+def _shared_parameters(
+    aliases: dict[str, tuple[str, ...]], units: Units, ranges: Sequence[tuple[int, int]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several stages have, by the first of their names."""
+    have = [units.of_stage(*blocks) for blocks in ranges]
+    stages = {
+        first: tuple(stage for stage, own in enumerate(have) if any(_is_within(name, own) for name in names))
+        for first, names in aliases.items()
+    }
+    return {first: found for first, found in stages.items() if len(found) > 1}
+
+
+def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
+    """Initialize what is on ``meta`` in the order of one process, and keep nothing of what is ``absent``.
+
+    Raises:
+        ConfigError: nothing gives a weight its values.
+    """
+    if not any(param.is_meta for param in model.parameters()):
+        return
+    initialization = Initialization(model)
+    kept = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if not _is_within(n, absent)}
+    for name, owner in list(children_first(model)):
+        initialization.run(name, owner)
+        if name in absent:
+            for param in owner.parameters():
+                if id(param) not in kept:
+                    # Modules around it may draw it again. Memory that nobody writes to takes no room.
+                    param.data = torch.empty_like(param)
+    if initialization.unset:
+        raise ConfigError(
+            f"{len(initialization.unset)} weights that were built on 'meta' have no values (first: "
+            f"{initialization.unset[0]!r}): no reset_parameters() or _init_weights() gives them any; build "
+            "the model on 'cpu'"
+        )

@@ -1,0 +1,211 @@
+"""Stages of a model, run one after another, give the bits of the whole one, and hold their own part alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipeline_harness import language
+from tensor_harness import WIDTH, Language
+from torch import Tensor, nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def convolutional() -> nn.Module:
+    """A plain row of layers whose tensors change their shape."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+    )
+
+
+class Around(nn.Module):
+    """Weights of its own around blocks that return more than a tensor, and take more than one."""
+
+    def __init__(self, *, late_norm: bool = False) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(WIDTH))
+        self.embed = nn.Embedding(37, WIDTH)
+        if late_norm:
+            self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        if not late_norm:
+            self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids) + self.start
+        for block in self.blocks:
+            x, _ = block(hidden=x, scale=self.scale)
+        return {"out": self.norm(x)}
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(self.inner(hidden)) * scale, None
+
+
+class Biased(nn.Module):
+    """Blocks that take, beside their input, what the front has computed."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH).requires_grad_(not frozen)
+        self.blocks = nn.ModuleList(Adding() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + first
+        return out
+
+
+def staged(
+    build: Callable[[], nn.Module], own: tuple[int, ...], num_stages: int = 4, **how: Any
+) -> StagedModel:
+    """The model with some of its stages."""
+    torch.manual_seed(4)
+    model = build()
+    units = find_units(model, **how)
+    return split(model, units, choose_ranges(model, units, num_stages, "layers"), own)
+
+
+def run_all(parts: list[StagedModel], *args: Tensor) -> Any:
+    """Run the stages of all parts in order."""
+    stages = sorted((stage for part in parts for stage in part.stages), key=lambda stage: stage.index)
+    out: Any = None
+    for stage in stages:
+        out = stage.run(out, args, {})
+    return out
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "tied": (lambda: Language(), IDS),
+    "untied": (lambda: Language(tied=False), IDS),
+    "convolutional": (convolutional, torch.ones(2, 3, 8, 8)),
+    "weights around": (Around, IDS),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("owned", [[(0,), (1,), (2,), (3,)], [(0, 3), (1, 2)], [(0, 2), (1, 3)]])
+def test_stages_give_the_bits_of_the_whole(name: str, owned: list[tuple[int, ...]]) -> None:
+    build, inputs = CASES[name]
+    torch.manual_seed(4)
+    whole = build()
+    parts = [staged(build, own) for own in owned]
+    wanted, got = whole(inputs), run_all(parts, inputs)
+    for a, b in (
+        zip(got.values(), wanted.values(), strict=True) if isinstance(wanted, dict) else [(got, wanted)]
+    ):
+        assert torch.equal(a, b)
+    states = [part.module.state_dict() for part in parts]
+    assert set().union(*states) == set(whole.state_dict())
+    for state in states:
+        assert all(torch.equal(value, whole.state_dict()[key]) for key, value in state.items())
+
+
+def test_a_stage_holds_its_own_part_alone() -> None:
+    counts = [
+        sum(p.numel() for p in staged(lambda: Language(tied=False), (i,)).module.parameters())
+        for i in range(4)
+    ]
+    assert sum(counts) == sum(p.numel() for p in Language(tied=False).parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("owned", [[(0,), (1,), (2,), (3,)], [(0, 3), (1, 2)]])
+def test_what_begins_on_meta_has_the_values_of_one_process(owned: list[tuple[int, ...]], tied: bool) -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return Language(tied=tied)
+
+    drawn = staged(on_meta, (0, 1, 2, 3)).module.state_dict()
+    torch.manual_seed(4)
+    built = Language(tied=tied).state_dict()
+    if not tied:  # a tied head draws, too, before it is tied
+        assert all(torch.equal(value, built[key]) for key, value in drawn.items())
+    for own in owned:
+        state = staged(on_meta, own).module.state_dict()
+        assert state
+        assert all(torch.equal(value, drawn[key]) for key, value in state.items())
+
+
+def test_train_and_eval_reach_every_stage_of_a_rank() -> None:
+    part = staged(Around, (0, 3))
+    part.module.eval()
+    part.stages[0].run(None, (IDS,), {})
+    assert not part.stages[0].tree.training
+
+
+def test_a_model_in_stages_refuses_to_be_called() -> None:
+    for own in ((0,), (3,), (0, 3)):
+        with pytest.raises(ConfigError, match="execute_pipeline"):
+            staged(Language, own).module(IDS)
+
+
+def test_what_runs_behind_and_is_registered_before_is_named() -> None:
+    build = lambda: Around(late_norm=True)  # noqa: E731
+    with pytest.raises(ConfigError, match=r"behind=\['norm'\]"):
+        run_all([staged(build, (0,)), staged(build, (1, 2, 3))], IDS)
+    torch.manual_seed(4)
+    wanted = build()(IDS)["out"]
+    parts = [staged(build, (i,), behind=["norm"]) for i in range(4)]
+    assert torch.equal(run_all(parts, IDS)["out"], wanted)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_blocks_that_need_more_than_one_tensor_are_refused(frozen: bool) -> None:
+    build = lambda: Biased(frozen=frozen)  # noqa: E731
+    with pytest.raises(ConfigError, match="argument 1"):
+        run_all([staged(build, (i,)) for i in range(4)], IDS)
+
+
+def test_models_that_cannot_be_cut_are_refused_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match="blocks="):
+        find_units(nn.Linear(3, 3))
+    two = nn.ModuleDict({k: nn.ModuleList(nn.Linear(3, 3) for _ in range(2)) for k in "ab"})
+    with pytest.raises(ConfigError, match="'a' and 'b'"):
+        find_units(two)
+    model = language()
+    units = find_units(model)
+    with pytest.raises(ConfigError, match="4 stages or fewer"):
+        choose_ranges(model, units, 5)
+    with pytest.raises(ConfigError, match="name 1 blocks"):
+        choose_ranges(model, units, 2, ["blocks.2", "blocks.1"])
+    with pytest.raises(ConfigError, match="no 'nothing'"):
+        find_units(model, behind=["nothing"])
+
+
+def test_boundaries_bytes_and_costs() -> None:
+    model = language(tied=False)
+    units = find_units(model)
+    assert choose_ranges(model, units, 2, ["blocks.3"]) == ((0, 3), (3, 4))
+    assert choose_ranges(model, units, 2, costs=[9, 1, 1, 1]) == ((0, 1), (1, 4))
+    assert choose_ranges(model, units, 2) == ((0, 2), (2, 4))
+    two = nn.ModuleDict({k: nn.ModuleList(nn.Linear(3, 3) for _ in range(2)) for k in "ab"})
+    assert find_units(two, blocks=["a.0", "a.1", "b.0", "b.1"]).blocks == ("a.0", "a.1", "b.0", "b.1")
