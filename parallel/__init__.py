@@ -11,6 +11,7 @@ from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, T
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
+from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
@@ -23,7 +24,9 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Mesh",
     "Partition",
+    "SequenceParallel",
     "TorchDDPPlugin",
     "join_ranks",
     "parallelize",
+    "parallelize_sequence",
 ]

@@ -77,9 +77,10 @@ def parallelize(
 
 
 def _refuse_layout(layout: Layout) -> None:
-    if layout.mode not in (None, "1d") or layout.pp > 1 or layout.sp > 1:
+    if layout.mode not in (None, "1d", "sequence") or layout.pp > 1:
         raise ConfigError(
-            f"{layout}: layers are cut in mode '1d', beside data parallelism alone; give Layout(dp=, tp=)"
+            f"{layout}: layers are cut in mode '1d', beside data and sequence parallelism; give "
+            "Layout(dp=, sp=, tp=)"
         )
 
 
