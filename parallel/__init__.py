@@ -7,7 +7,7 @@ if __name__ == "parallel":
     raise ImportError("import it as gemini.parallel")
 
 from gemini.comm.collectives import join_ranks
-from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
@@ -26,6 +26,7 @@ __all__ = [
     "Partition",
     "SequenceParallel",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "join_ranks",
     "parallelize",
     "parallelize_sequence",

@@ -1,6 +1,12 @@
 """Booster: one training program for every way to train."""
 
 from gemini.parallel.booster.booster import Booster
-from gemini.parallel.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gemini.parallel.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 
-__all__ = ["Booster", "GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]
+__all__ = ["Booster", "GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

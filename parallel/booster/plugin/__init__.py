@@ -4,5 +4,6 @@ from gemini.parallel.booster.plugin.base import Plugin
 from gemini.parallel.booster.plugin.gemini import GeminiPlugin
 from gemini.parallel.booster.plugin.low_level_zero import LowLevelZeroPlugin
 from gemini.parallel.booster.plugin.torch_ddp import TorchDDPPlugin
+from gemini.parallel.booster.plugin.torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]
+__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
