@@ -19,23 +19,24 @@ class _Mean(torch.autograd.Function):
     """The gradient is that of the mean, times the number of ranks: data parallelism divides by it."""
 
     @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, axis: Axis | None) -> torch.Tensor:
         sums = torch.stack([total.double(), count.double()])
-        axis.all_reduce(sums)
-        ctx.share = axis.size / float(sums[1]) if sums[1] > 0 else float("nan")
+        if axis is not None:
+            axis.all_reduce(sums)
+        size = 1 if axis is None else axis.size
+        ctx.share = torch.where(sums[1] > 0, size / sums[1], 0.0)
         return (sums[0] / sums[1]).to(total.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad * ctx.share, None, None
+        return (grad * ctx.share).to(grad.dtype), None, None
 
 
 def mean_of(total: torch.Tensor, count: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """Return the sum of all ranks' ``total`` over that of their ``count``, the same on all; NaN where nothing
-    counts. Its gradient is right where gradients of the ranks of ``axis`` are averaged."""
-    if axis is None:
-        return total / count
+    """Return the sum of all ranks' ``total`` over that of their ``count``, the same on all; NaN, with a
+    gradient of zero, where nothing counts. Its gradient is right where gradients of the ranks of ``axis``
+    are averaged."""
     found: torch.Tensor = _Mean.apply(total, count, axis)  # type: ignore[no-untyped-call]
     return found
 

@@ -12,7 +12,7 @@ from tensor_harness import make_mesh
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gemini import ConfigError
+from gemini import ConfigError, StateError
 from gemini.parallel import Layout, SequenceParallel, parallelize_sequence
 from gemini.parallel.mesh import counted
 from gemini.parallel.sequence import Order, cut_batch
@@ -170,9 +170,34 @@ def test_what_says_too_little_of_the_whole_is_refused(method: str) -> None:
         assert widths.startswith("0: attention with kdim")
 
 
+def wait_for_a_rank_that_fails(method: str) -> str:
+    mesh = make_mesh(sp=2)
+    sequence = SequenceParallel(mesh, method)
+    x = torch.ones(1, 2, 4, WIDTH, requires_grad=True)
+
+    def attend() -> None:
+        with mesh, sequence.attending():
+            out = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            if sequence.rank == 1:
+                raise ValueError("no batch")
+            out.sum().backward()
+
+    with pytest.raises((ValueError, StateError)) as caught:
+        attend()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_rank_that_fails_is_named_to_those_that_attend_to_it(method: str) -> None:
+    waiting, failed = run_on_ranks(wait_for_a_rank_that_fails, 2, method, timeout=30.0)
+    assert failed == "no batch"
+    assert "rank 1" in waiting
+    assert "ended with ValueError: no batch" in waiting
+
+
 def losses() -> tuple[float, float, Tensor, bool]:
-    """Return the mean of a loss of which one rank has no token that counts, its gradient, and the NaN of no
-    tokens at all."""
+    """Return the mean of a loss of which one rank has no token that counts, its gradient, and whether no
+    tokens at all are NaN without a gradient."""
     mesh = make_mesh(dp=2)
     sequence = SequenceParallel(mesh)
     rank = mesh["dp"].get_local_rank()
@@ -181,8 +206,12 @@ def losses() -> tuple[float, float, Tensor, bool]:
     loss = sequence.mean_loss(functional.cross_entropy(logits, labels), labels)
     loss.backward()
     assert logits.grad is not None
-    none = sequence.mean_loss(torch.tensor(float("nan")), torch.tensor([-100]))
-    return float(loss), rank, logits.grad, bool(none.isnan())
+    others = torch.zeros(2, 2, requires_grad=True)
+    nothing = torch.tensor([-100, -100])
+    none = sequence.mean_loss(functional.cross_entropy(others, nothing), nothing)
+    none.backward()
+    assert others.grad is not None
+    return loss.item(), rank, logits.grad, bool(none.isnan()) and not others.grad.any()
 
 
 def test_rank_without_tokens_adds_nothing_to_the_mean() -> None:
@@ -191,7 +220,7 @@ def test_rank_without_tokens_adds_nothing_to_the_mean() -> None:
     wanted.backward()
     assert logits.grad is not None
     for loss, rank, grad, is_nan in run_on_ranks(losses, 2):
-        assert loss == pytest.approx(float(wanted))
+        assert loss == pytest.approx(wanted.item())
         assert torch.equal(grad, 2 * logits.grad if rank == 0 else torch.zeros(2, 2))
         assert is_nan
 

@@ -12,7 +12,7 @@ from tensor_harness import TOLERANCE, make_mesh, relative
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gemini import ConfigError
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.parallel import parallelize, parallelize_sequence
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -84,7 +84,7 @@ WHOLE_BATCHES = ["vit", "bert, classes", "llama, classes"]
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Call it there; the first call imports transformers, which takes its time on a busy machine."""
-    return run_on_ranks(function, size, *args, timeout=60.0)
+    return run_on_ranks(function, size, *args, timeout=180.0)
 
 
 def build(name: str) -> nn.Module:
@@ -220,6 +220,54 @@ def compare_cut(name: str, method: str) -> dict[str, float]:
 def test_parts_of_layers_and_of_sequences_go_together(name: str, method: str) -> None:
     for errors in on_ranks(compare_cut, 4, name, method):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+def train(method: str, device_bytes: str) -> tuple[list[float], list[float], int]:
+    """Train a model whose layers and sequences are cut, in chunks."""
+    mesh = make_mesh(sp=2, tp=2)
+    model = build("llama")
+    ranks = parallelize(model, mesh).model_ranks
+    sequence = parallelize_sequence(model, mesh, method)
+    losses, norms = [], []
+    with GeminiDDP(
+        model,
+        process_group=mesh.group("dp", "sp"),
+        model_ranks=ranks,
+        device_bytes=device_bytes,
+        host_bytes="8MiB",
+        non_model_bytes=0,
+        min_chunk_size_mb=0.008,
+        search_range_mb=0.004,
+    ) as managed:
+        optimizer = GeminiOptimizer(CPUAdam(managed.parameters(), lr=1e-2, eps=1e-6), managed)
+        for _ in range(3):
+            loss = managed(**sequence.cut(batch_of("llama", "behind"))).loss
+            optimizer.backward(loss)
+            norms.append(float(optimizer.clip_grad_by_norm(0.5)))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, norms, managed.stats()["d2h"]["bytes"]
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_managed_parts_train_as_the_whole_model_within_any_budget(method: str) -> None:
+    model = build("llama")
+    adam = CPUAdam(model.parameters(), lr=1e-2, eps=1e-6)
+    wanted_losses, wanted_norms = [], []
+    for _ in range(3):
+        loss = model(**batch_of("llama", "behind")).loss
+        loss.backward()
+        wanted_norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        adam.step()
+        adam.zero_grad()
+        wanted_losses.append(loss.item())
+    roomy = on_ranks(train, 4, method, "64MiB")
+    tight = on_ranks(train, 4, method, "160KiB")
+    for (losses, norms, _), (same_losses, same_norms, moved) in zip(roomy, tight, strict=True):
+        assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
+        assert norms == pytest.approx(wanted_norms, rel=TOLERANCE)
+        assert (same_losses, same_norms) == (losses, norms)
+        assert moved > 0
 
 
 def refuse() -> list[str]:
