@@ -13,10 +13,12 @@ from gemini.parallel.booster import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
+    TorchFSDPPlugin,
 )
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
+from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
@@ -30,7 +32,10 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Mesh",
     "Partition",
+    "SequenceParallel",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "join_ranks",
     "parallelize",
+    "parallelize_sequence",
 ]

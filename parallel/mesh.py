@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +83,33 @@ class Axis(ProcessGroupPeers):
         group = self._group_for(tensor)
         self._run(dist.reduce(tensor, group=group, group_dst=rank, async_op=True), group)
 
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Send each rank its one of ``parts``, in order of the ranks; return what they have for this one, of
+        these ``shapes``. A part may be empty."""
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        self._count("all_to_all", sent.nbytes - parts[self.rank].nbytes)
+        lengths = [math.prod(shape) for shape in shapes]
+        got = sent.new_empty(sum(lengths))
+        group = self._group_for(sent)
+        work = dist.all_to_all_single(
+            got, sent, lengths, [part.numel() for part in parts], group=group, async_op=True
+        )
+        self._run(work, group)
+        return [part.view(*shape) for part, shape in zip(got.split(lengths), shapes, strict=True)]
+
+    def pass_on(self, tensor: torch.Tensor) -> Arrival:
+        """Send a flat ``tensor`` to the next rank, the first one behind the last; return what comes from the
+        one before, of the same length. Both are under way until :meth:`Arrival.wait`."""
+        self._count("pass_on", tensor.nbytes)
+        group, got = self._group_for(tensor), torch.empty_like(tensor)
+        to, source = ([0] * self.size for _ in range(2))
+        to[(self.rank + 1) % self.size] = source[(self.rank - 1) % self.size] = tensor.numel()
+        # Not isend and irecv: over gloo nobody can see whether those have ended without waiting for them.
+        work = dist.all_to_all_single(got, tensor, source, to, group=group, async_op=True)
+        return Arrival(got, tensor, partial(self._run, work, group))
+
     def neighbours(self, count: int) -> Axis:
         """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
         call this in the same order."""
@@ -138,6 +167,19 @@ class Axis(ProcessGroupPeers):
         self._wait(work, f"computes over the axis {self.name} (forward, backward)", group)
 
 
+class Arrival:
+    """A tensor that comes from another rank, while one of this rank's is on its way."""
+
+    def __init__(self, tensor: torch.Tensor, sent: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._tensor, self._sent, self._wait = tensor, sent, wait  # the memory of both is in use
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor when it is there, and what was sent may be written to; call it once. Raises
+        StateError as collectives do."""
+        self._wait()
+        return self._tensor
+
+
 class Mesh:
     """The processes of a run, laid out by a :class:`Layout`; this one's place is the one of its rank.
 
@@ -176,6 +218,12 @@ class Mesh:
                 return None
             self._axes[key] = Axis(key, group_of(part))
         return self._axes[key]
+
+    def group(self, *names: str) -> dist.ProcessGroup:
+        """Return the ranks along several axes as one group, as ``process_group=`` takes it: of ``"dp", "sp"``
+        all that have the same weights. All ranks call it in the same order."""
+        axis = self.axis(*names)
+        return self.device_mesh[names[0]].get_group() if axis is None else axis.group
 
     def leave(self, why: str) -> None:
         """Tell the ranks along all axes that this one makes no more calls with them, and ``why``."""

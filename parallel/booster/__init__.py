@@ -7,6 +7,7 @@ from gemini.parallel.booster.plugin import (
     LowLevelZeroPlugin,
     Plugin,
     TorchDDPPlugin,
+    TorchFSDPPlugin,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Plugin",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
 ]

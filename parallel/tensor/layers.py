@@ -169,6 +169,19 @@ class Attention(CutLayer, nn.MultiheadAttention):
         return every.mean(1) if averaged else every
 
 
+class AlibiAttention(CutLayer):
+    """Attention of transformers' BLOOM with this rank's heads: the bias that the model makes is for all."""
+
+    num_heads: int  # of this rank
+
+    def forward(self, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
+        """Do as the module that it was. ``alibi``: (batch x all heads, 1, keys)."""
+        axis = self.tensor_region.axis
+        every = alibi.unflatten(0, (-1, axis.size * self.num_heads))
+        own = every.narrow(1, axis.rank * self.num_heads, self.num_heads).flatten(0, 1)
+        return super().forward(*args, alibi=own, **kwargs)
+
+
 def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)
     return torch.softmax(scores if mask is None else scores + mask, -1)

@@ -77,10 +77,15 @@ def parallelize(
 
 
 def _refuse_layout(layout: Layout) -> None:
-    if layout.mode not in (None, "1d") or layout.sp > 1:
+    if layout.mode not in (None, "1d", "sequence"):
         raise ConfigError(
-            f"{layout}: layers are cut in mode '1d', beside data and pipeline parallelism alone; give "
-            "Layout(dp=, pp=, tp=)"
+            f"{layout}: layers of unmodified models are cut in mode '1d'; for {layout.mode} write the model "
+            "with gemini.parallel.tensor.nn, or leave out mode"
+        )
+    if layout.pp > 1 and layout.sp > 1:
+        raise ConfigError(
+            f"{layout}: stages of a pipeline do not take parts of sequences; give Layout(dp=, pp=, tp=) or "
+            "Layout(dp=, sp=, tp=)"
         )
 
 

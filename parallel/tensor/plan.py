@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.tensor.styles import (
+    AlibiHeads,
     Column,
     EmbeddingColumns,
     Head,
@@ -86,6 +87,14 @@ RULES: Mapping[str, Rule] = {
     "RobertaSelfOutput": _ROW,
     "RobertaIntermediate": _COLUMN,
     "RobertaOutput": _ROW,
+    # ALBERT
+    "AlbertAttention": _attention(
+        out="dense", divided=("num_attention_heads", "all_head_size"), inputs=("query", "key", "value")
+    ),
+    "AlbertLayer": _mlp("ffn", "ffn_output"),
+    # BLOOM: query, key and value of a head lie side by side
+    "BloomAttention": Rule({"query_key_value": Column(), "dense": Row()}, ("num_heads",), AlibiHeads()),
+    "BloomMLP": _mlp("dense_h_to_4h", "dense_4h_to_h"),
     # OPT
     "OPTAttention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
     "OPTDecoderLayer": _mlp("fc1", "fc2"),

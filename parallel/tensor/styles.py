@@ -14,6 +14,7 @@ from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut
 from gemini.parallel.tensor.collectives import sum_of
 from gemini.parallel.tensor.layers import (
+    AlibiAttention,
     Attention,
     ColumnLayer,
     GatheredColumnLayer,
@@ -178,6 +179,23 @@ class TorchAttention:
         Row().apply(module.out_proj, region, {})
         heads = module.num_heads // region.axis.size
         become(module, Attention, region, num_heads=heads, _qkv_same_embed_dim=False)
+
+
+@dataclass(frozen=True)
+class AlibiHeads:
+    """Attention of transformers' BLOOM, whose projections are cut by their own styles, takes this rank's part
+    of the bias that the model makes for all heads."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
+            raise ConfigError(
+                "slow_but_exact multiplies slices of the whole weight, of which a rank has a part; build the "
+                "model with slow_but_exact=False"
+            )
+        return {}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, AlibiAttention, region)
 
 
 @dataclass(frozen=True)

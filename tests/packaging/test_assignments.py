@@ -10,9 +10,9 @@ import pytest
 from test_layers import PYTHON_FILES, identify
 
 # Torch's own, which are there to be assigned.
-TORCHS = {"grad", "data", "__class__", "forward", "_modules", "_parameters"}
-# The context of an autograd function, what belongs to one thread, exceptions, optimizers of torch.
-BAGS = {"ctx", "self._threads", "error", "shell"}
+TORCHS = {"grad", "data", "__class__"}
+# The context of an autograd function, what belongs to one thread; exceptions, modules, optimizers of torch.
+BAGS = {"ctx", "self._threads", "error", "module", "mirror", "shell"}
 
 
 def targets_of(node: ast.AST) -> Iterator[ast.expr]:

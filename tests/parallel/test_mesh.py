@@ -52,7 +52,7 @@ def refuse() -> list[str]:
     for make in (
         lambda: make_mesh(tp=4),
         lambda: make_mesh(tp=2)["ep"],
-        lambda: parallelize(Language(), Mesh(Layout(sp=2, mode="sequence")), LANGUAGE_PLAN),
+        lambda: parallelize(Language(), Mesh(Layout(tp=2, mode="2.5d", depth=2)), LANGUAGE_PLAN),
     ):
         with pytest.raises(ConfigError) as caught:
             make()
@@ -61,10 +61,10 @@ def refuse() -> list[str]:
 
 
 def test_what_is_no_layout_of_these_ranks_is_refused() -> None:
-    for world, axis, sequence in run_on_ranks(refuse, 2):
+    for world, axis, mode in run_on_ranks(refuse, 2):
         assert world.endswith("is for 4 processes, and there are 2")
         assert axis == "there is no axis 'ep'; the axes are pp, dp, sp, tp"
-        assert "give Layout(dp=, pp=, tp=)" in sequence
+        assert "gemini.parallel.tensor.nn" in mode
 
 
 def test_mesh_without_ranks_says_how_to_start_some() -> None:

@@ -64,6 +64,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 8}),
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1}),
+    "albert": (
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        {**BERT, "embedding_size": 16, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2},
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {**TEXT, "hidden_size": 32, "n_head": 4, "n_layer": 2, "hidden_dropout": 0.0},
+    ),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
@@ -128,7 +138,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-LANGUAGE = ["gpt2", "llama, tied", "opt"]
+LANGUAGE = ["gpt2", "llama, tied", "bloom", "opt"]
 
 
 def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -156,6 +166,10 @@ def inputs_of(name: str) -> dict[str, Tensor]:
         return {"input_features": torch.randn(2, 8, 24, generator=generator), "labels": ids}
     labels = ids.clone()
     labels[0, :3] = -100
+    if name == "bloom":  # whose bias depends on the mask
+        seen = torch.ones_like(ids)
+        seen[1, :2] = 0
+        return {"input_ids": ids, "labels": labels, "attention_mask": seen}
     return {"input_ids": ids, "labels": labels}
 
 
@@ -246,6 +260,19 @@ def test_key_heads_fewer_than_ranks_are_on_several() -> None:
         assert max(errors.values()) <= TOLERANCE, errors
 
 
+def refuse_slices() -> str:
+    _, _, options = MODELS["bloom"]
+    config = transformers.BloomConfig(**options, pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(ConfigError) as caught:
+        parallelize(transformers.BloomForCausalLM(config), make_mesh(tp=2))
+    return str(caught.value)
+
+
+def test_slices_of_whole_weights_are_refused() -> None:
+    for said in on_two_ranks(refuse_slices):
+        assert said.startswith("transformer.h.0.self_attention: slow_but_exact")
+
+
 def refuse_loss() -> str:
     with pytest.raises(ConfigError) as caught:
         parallelize(build("bert"), make_mesh(tp=2), gather_logits=False)
@@ -321,7 +348,8 @@ def train_whole(name: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gather_logits"), [("gpt2", True), ("qwen3", False), ("qwen3, one key head", False)]
+    ("name", "gather_logits"),
+    [("gpt2", True), ("bloom", True), ("qwen3", False), ("qwen3, one key head", False)],
 )
 def test_managed_parts_train_as_the_whole_model_within_any_budget(name: str, gather_logits: bool) -> None:
     wanted_losses, wanted_norms = train_whole(name)

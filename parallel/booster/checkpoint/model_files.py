@@ -30,6 +30,7 @@ from gemini.parallel.booster.checkpoint.sources import (
 from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.booster.sharded_data import ShardedData
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
 
@@ -74,7 +75,7 @@ def load_model(
         # Ranks of which one cannot read would go on with different weights, or wait for it while they load.
         known = read() if ranks is None else ranks.together(read)
         with torch.no_grad():
-            target = model if isinstance(model, GeminiDDP) else unwrap(model)
+            target = model if isinstance(model, (GeminiDDP, ShardedData)) else unwrap(model)
             target.load_state_dict(known, strict=False)
         if isinstance(optimizer, LowLevelZeroOptimizer):
             take_weights(optimizer, parameter_names(model), known)

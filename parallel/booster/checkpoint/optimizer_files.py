@@ -25,6 +25,7 @@ from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copie
 from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.booster.sharded_data import like
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.runtime import ManagedSlot
 from gemini.system.files import parse_json
@@ -208,11 +209,12 @@ def _state_dict(
     them, and copies where it keeps them."""
     keeps = not isinstance(optimizer, (GeminiOptimizer, LowLevelZeroOptimizer))
     entries = {name: dict(values) for name, values in document["values"].items()}
+    numbers = {name: i for i, name in enumerate(name for group in document["members"] for name in group)}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     for key in files:
         name, _, state = key.rpartition("/")
         value = files[key]
-        entries.setdefault(name, {})[state] = value.clone() if keeps else value
-    numbers = {name: i for i, name in enumerate(name for group in document["members"] for name in group)}
+        entries.setdefault(name, {})[state] = like(params[numbers[name]], value.clone()) if keeps else value
     own_groups = [_settings(group) for group in optimizer.param_groups]
     groups, first = [], 0
     for own, saved, members in zip(own_groups, document["groups"], document["members"], strict=True):

@@ -15,6 +15,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
 from gemini.parallel.booster.checkpoint.zero import master_sources
 from gemini.parallel.booster.data_parallel import DataParallel, SingleProcess
+from gemini.parallel.booster.sharded_data import ShardedData
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 from gemini.runtime import ManagedParameter, read_values
 from gemini.runtime.storage.model_storage import slot_of
@@ -42,7 +43,7 @@ class ModelContents:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside a boosted model; one that is not boosted is returned as it is."""
-    if isinstance(model, (GeminiDDP, SingleProcess, DataParallel, LowLevelZeroModel)):
+    if isinstance(model, (GeminiDDP, SingleProcess, DataParallel, LowLevelZeroModel, ShardedData)):
         inner: nn.Module = model.module
         return inner
     return model

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.tensor_file import TensorSpec, require_strided
+from gemini.parallel.booster.sharded_data import whole
 
 Sink = Callable[[torch.Tensor], None]
 
@@ -37,7 +39,9 @@ def whole_source(
 
 
 def copied_source(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Return the source of a tensor that may be on a GPU; it is copied from there when it is written.
-    Raises CheckpointError for one that is no array."""
+    """Return the source of a tensor that may be on a GPU; it is copied from there when it is written. A
+    DTensor is gathered then. Raises CheckpointError for one that is no array."""
+    if isinstance(tensor, DTensor):
+        return whole_source(name, tensor.dtype, tuple(tensor.shape), lambda: whole(tensor))
     require_strided(name, tensor)
     return whole_source(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)

@@ -5,5 +5,13 @@ from gemini.parallel.booster.plugin.gemini import GeminiPlugin
 from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
 from gemini.parallel.booster.plugin.low_level_zero import LowLevelZeroPlugin
 from gemini.parallel.booster.plugin.torch_ddp import TorchDDPPlugin
+from gemini.parallel.booster.plugin.torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]
+__all__ = [
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]

@@ -1,0 +1,161 @@
+"""Attention across the parts of a sequence, in the place of torch's function of that name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.sequence.batch import filled
+from gemini.parallel.sequence.masks import AttentionMask
+from gemini.parallel.sequence.order import Order
+from gemini.parallel.sequence.ring import ring_attention
+from gemini.parallel.sequence.ulysses import ulysses_attention
+
+
+class _Join(torch.autograd.Function):
+    """All ranks go on with the whole, so each has its whole gradient. That of a part is its part of this,
+    times the number of ranks: data parallelism, of which they are ranks too, divides by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, order: Order) -> torch.Tensor:
+        ctx.axis, ctx.order = axis, order
+        return order.whole(axis.all_gather(x), 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.order.part(grad, ctx.axis.rank, 1) * ctx.axis.size, None, None
+
+
+class SequenceAttention:
+    """What the attention of one model is replaced by; None as ``axis``: one rank has the whole sequence."""
+
+    def __init__(self, axis: Axis | None, order: Order, method: str) -> None:
+        self.axis, self.order, self.method = axis, order, method
+        self._threads = threading.local()
+        self._lengths: dict[
+            int, int
+        ] = {}  # of sequences that were cut inside of the model, by that of a part
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Do as ``scaled_dot_product_attention`` does, whose arguments these are, with this rank's queries
+        and the keys and values of all ranks; masks as :class:`AttentionMask` has them.
+
+        Raises:
+            ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.
+        """
+        if self.axis is None:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if query.dim() == 3:  # one head
+            if attn_mask is not None and attn_mask.dim() == 3:
+                attn_mask = attn_mask.unsqueeze(1)
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            return self(query, key, value, attn_mask, dropout_p, is_causal, scale).squeeze(1)
+        if query.dim() != 4:
+            raise ConfigError(
+                f"a query is {tuple(query.shape)}; attention between parts of a sequence takes (batch, "
+                "heads, length, features)"
+            )
+        if not enable_gqa and key.size(1) != query.size(1):
+            raise ConfigError(
+                f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; say enable_gqa"
+            )
+        mask = AttentionMask(
+            attn_mask,
+            is_causal,
+            (query.size(2), key.size(2)),
+            (self.length_of(query.size(2)), self.length_of(key.size(2))),
+            self.axis,
+            self.order,
+        )
+        if self.method == "ring":
+            if dropout_p > 0:
+                raise ConfigError("ring attention has no dropout; set it to 0, or take method='ulysses'")
+            return ring_attention(query, key, value, mask, scale=scale)
+        return ulysses_attention(query, key, value, mask, dropout=dropout_p, scale=scale)
+
+    @contextmanager
+    def in_place_of_torch(self) -> Iterator[None]:
+        """Take every call of torch's function in this thread, until the end."""
+        if self.axis is None or getattr(self._threads, "taken", False):
+            yield
+            return
+        self._threads.taken = True
+        try:
+            with _Taken(self):
+                yield
+        finally:
+            self._threads.taken = False
+
+    # -- a sequence that is cut inside of the model ------------------------------------------------
+
+    def begin(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of hidden states (batch, length, features), of any length."""
+        part = self.part_of(whole)
+        self._lengths[part.size(1)] = whole.size(1)
+        return part
+
+    def end(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that all ranks go on with."""
+        assert self.axis is not None
+        whole: torch.Tensor = _Join.apply(part, self.axis, self.order)  # type: ignore[no-untyped-call]
+        return whole[:, : self.length_of(part.size(1))]
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor (batch, length, ...); what is missing is filled up."""
+        assert self.axis is not None
+        missing = self.order.padded(whole.size(1)) - whole.size(1)
+        return self.order.part(filled(whole, missing, 0) if missing else whole, self.axis.rank, 1)
+
+    def length_of(self, length: int) -> int:
+        """Return that of the sequence of which parts have ``length``: without what was filled up inside of
+        the model, where it was cut there."""
+        return self._lengths.get(length, self.order.size * length)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceAttention:
+        return self  # ranks cannot be copied
+
+
+class _Taken(TorchFunctionMode):
+    """Hands calls of torch's attention to another function."""
+
+    def __init__(self, attention: SequenceAttention) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            raise ConfigError(
+                "attention of torch's modules is replaced by parallelize_sequence(model, mesh); this one was "
+                "not there, or is called as a function"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,210 @@
+"""Models of transformers: their attention goes through a registry, in which ours gets a name."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import itertools
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemini.errors import ConfigError
+from gemini.parallel.sequence.attention import SequenceAttention
+
+_NUMBERS = itertools.count()
+_COUNTS_WHAT_IS_SEEN = ("opt",)  # models whose positions leave out what the mask hides
+_UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Say whether ``model`` is a PreTrainedModel."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(model).__mro__
+    )
+
+
+def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
+    """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} has two sequences, an encoder's and a decoder's; they are not cut")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"{name} computes attention by itself, not by a function that can be replaced")
+    if not cuts_blocks and "position_ids" not in _parameters(model):
+        raise ConfigError(
+            f"{name} makes its positions of the length of its input, which would be that of a part; give "
+            "whole batches to all ranks and cut='blocks'"
+        )
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Say whether all attention of ``model`` looks back only."""
+    found = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return bool(found) and all(bool(each) for each in found)
+
+
+def has_causal_loss(model: nn.Module) -> bool:
+    """Say whether ``model`` takes the loss of a causal language model, by a function that can be replaced."""
+    replaceable = isinstance(getattr(type(model), "loss_function", None), property)
+    return replaceable and getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
+def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: bool) -> None:
+    """Have ``model`` call ``attention``; with ``cuts_blocks`` its masks are of whole sequences as they are.
+    Other models that share its configuration are left alone."""
+    modeling = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    name = f"gemini_sequence_{next(_NUMBERS)}"
+    modeling.ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, attention))
+    mask = masking.sdpa_mask if cuts_blocks else partial(_mask, attention, masking.sdpa_mask)
+    masking.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    configs: dict[int, Any] = {}  # copies, by the identity of what they are copies of
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            if id(config) not in configs:
+                configs[id(config)] = copy.deepcopy(config, memo)
+                configs[id(config)]._attn_implementation = name
+            module.config = configs[id(config)]
+    if not cuts_blocks:
+        model.register_forward_pre_hook(partial(_complete, attention), with_kwargs=True)
+
+
+def _attend(
+    attention: SequenceAttention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Do as transformers' ``sdpa_attention_forward``, whose arguments these are."""
+    for name in _UNKNOWN:
+        if others.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} gives attention a {name}, which is not known for parts"
+            )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and attention_mask is None
+    with attention.in_place_of_torch():
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=True
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    attention: SequenceAttention,
+    whole_mask: Any,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """Do as transformers' ``sdpa_mask``, whose arguments these are, for the whole sequence of which this rank
+    has ``q_length`` tokens. All ranks call this."""
+    axis, order = attention.axis, attention.order
+    if int(q_offset) or int(kv_offset):
+        raise ConfigError("a sequence over several ranks is for training; generate with a model of its own")
+    padding = attention_mask
+    if axis is not None and padding is not None:
+        if padding.size(1) != kv_length:
+            raise ConfigError(f"attention_mask is of {padding.size(1)} tokens, and this rank has {kv_length}")
+        padding = order.whole(axis.all_gather(padding.to(torch.uint8)), 1).bool()
+    whole = partial(
+        whole_mask, batch_size=batch_size, kv_length=order.size * kv_length, attention_mask=padding
+    )
+    if axis is None or attention.method == "ulysses":
+        found: torch.Tensor | None = whole(q_length=order.size * q_length, **options)
+        return found
+    local = options.get("local_size")
+    if local is None and options.get("allow_is_bidirectional_skip"):
+        return None if padding is None or bool(padding.all()) else padding[:, None, None, :]
+    if local is None and options.get("allow_is_causal_skip") and (padding is None or _is_at_the_end(padding)):
+        return None  # who looks back does not see it
+    rows = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    stretch = q_length * order.size // order.num_stretches
+    return torch.cat(
+        [whole(q_length=stretch, q_offset=index * stretch, **rows) for index in order.stretches(axis.rank)],
+        2,
+    )
+
+
+def _is_at_the_end(padding: torch.Tensor) -> bool:
+    """Say whether nothing that counts is behind what does not; ``padding``: (batch, length), True counts."""
+    return bool((padding[:, 1:] <= padding[:, :-1]).all())
+
+
+def _complete(
+    attention: SequenceAttention, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a forward pass what the model would make of the length of its input: positions, and the mask of
+    documents that positions which begin anew tell apart."""
+    names = _parameters(model)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or attention.axis is None:
+        return args, kwargs
+    positions = given.get("position_ids")
+    if positions is None:
+        if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+            raise ConfigError(
+                f"{type(model).__name__} makes position_ids of its input, which is a part of a sequence; "
+                "pass those of the whole one to SequenceParallel.cut"
+            )
+        given["position_ids"] = _positions(attention, model, tokens, given.get("attention_mask"))
+    elif given.get("attention_mask") is None and is_causal(model):
+        given["attention_mask"] = _mask_of_documents(attention, positions)
+    if attention.order.zigzag and given.get("attention_mask") is None:
+        # Without one transformers would take the jump between two stretches for the border of documents.
+        given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    return (), given
+
+
+def _positions(
+    attention: SequenceAttention, model: Any, tokens: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return those of this rank's ``tokens``, (batch or 1, length), as the model makes them of a whole
+    sequence. All ranks call this."""
+    axis, order = attention.axis, attention.order
+    assert axis is not None
+    if model.config.model_type in _COUNTS_WHAT_IS_SEEN and mask is not None:
+        seen = order.whole(axis.all_gather(mask.long()), 1)
+        return order.part(seen.cumsum(1) * seen - 1, axis.rank, 1)
+    return order.positions(tokens.size(1), axis.rank, tokens.device).unsqueeze(0)
+
+
+def _mask_of_documents(attention: SequenceAttention, positions: torch.Tensor) -> torch.Tensor | None:
+    """Return what tokens of the documents that lie side by side in a sequence may see, (batch, 1, rows here,
+    keys); None for one document. All ranks call this."""
+    axis, order = attention.axis, attention.order
+    assert axis is not None
+    every = order.whole(axis.all_gather(positions), 1)
+    documents = (every.diff(dim=1, prepend=every[:, :1] - 1) != 1).cumsum(1)
+    if not bool(documents.any()):
+        return None
+    places = torch.arange(every.size(1), device=every.device)
+    here = order.positions(positions.size(1), axis.rank, every.device)
+    same = documents[:, here, None] == documents[:, None, :]
+    return (same & (here[:, None] >= places)).unsqueeze(1)
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """Return the names of what the model's forward takes."""
+    return list(inspect.signature(model.forward).parameters)

@@ -1,0 +1,90 @@
+"""Masks of attention between parts of a sequence: made whole, or rows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.sequence.order import Order
+
+_ROWS, _KEYS = 2, 3  # dimensions of a mask: batch, heads, rows (queries), keys
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """What the queries of a rank may see of all keys, as ``scaled_dot_product_attention`` takes it: True, or
+    what is added to scores.
+
+    ``mask`` broadcasts to (batch, heads, rows, keys). Its rows are those of all queries, of this rank's, or
+    one for all; its keys all keys or, with one row, this rank's. ``here``: how many queries and keys this
+    rank has; ``whole``: of how many they are, without what fills up the last parts.
+    """
+
+    mask: torch.Tensor | None
+    causal: bool
+    here: tuple[int, int]
+    whole: tuple[int, int]
+    axis: Axis
+    order: Order
+
+    def __post_init__(self) -> None:
+        if self.mask is None:
+            return
+        if self.causal:
+            raise ConfigError("attention has a mask and is_causal=True; torch takes one of them")
+        rows, keys = (1, *self.mask.shape)[-2:]
+        if keys in (1, self.whole[1]) and rows in (1, self.here[0], self.whole[0]):
+            return
+        if keys == self.here[1] and rows == 1:
+            return
+        raise ConfigError(
+            f"a mask of {rows} x {keys} says too little of a sequence of which each of {self.axis.size} "
+            f"ranks has {self.here[0]} queries and {self.here[1]} keys; give {self.here[0]} x "
+            f"{self.whole[1]} (this rank's queries, all keys), 1 x {self.here[1]} (this rank's keys), or "
+            "is_causal=True and no mask"
+        )
+
+    def of_all_queries(self, heads: slice) -> torch.Tensor | None:
+        """Return the mask of all queries and keys, for some ``heads``. All ranks call this."""
+        mask = self._of_all_keys()
+        if mask is not None and mask.size(_ROWS) == self.here[0]:
+            mask = self._gathered(mask, _ROWS)
+        return mask if mask is None or mask.size(1) == 1 else mask[:, heads]
+
+    def of_own_queries(self, device: torch.device) -> torch.Tensor | None:
+        """Return the mask of this rank's queries, or one row for all, and all keys, with those that fill up
+        the last parts hidden. All ranks call this."""
+        mask = self._of_all_keys()
+        rows, keys = (
+            self.axis.size * here - whole for here, whole in zip(self.here, self.whole, strict=True)
+        )
+        if keys and mask is None and not self.causal:  # who looks back does not see them
+            mask = torch.ones(1, 1, 1, self.whole[1], dtype=torch.bool, device=device)
+        if mask is None:
+            return None
+        if keys:
+            hidden = False if mask.dtype == torch.bool else -torch.inf
+            mask = functional.pad(mask.expand(*mask.shape[:3], self.whole[1]), (0, keys), value=hidden)
+        if mask.size(_ROWS) == self.whole[0]:
+            mask = self.order.part(functional.pad(mask, (0, 0, 0, rows)), self.axis.rank, _ROWS)
+        return mask
+
+    def _of_all_keys(self) -> torch.Tensor | None:
+        if self.mask is None:
+            return None
+        mask = self.mask[(None,) * (4 - self.mask.dim())]
+        return self._gathered(mask, _KEYS) if mask.size(_KEYS) == self.here[1] else mask
+
+    def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:
+        if mask.requires_grad:
+            raise ConfigError(
+                "a mask with a gradient (a bias that is learned) cannot be put together from parts; give "
+                "each rank the whole one"
+            )
+        sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        whole = self.order.whole(self.axis.all_gather(sent), dim).to(mask.dtype)
+        return whole.narrow(dim, 0, self.whole[dim - _ROWS])

@@ -1,0 +1,129 @@
+"""Modules of models that call torch's attention by themselves: while they compute, it is another function."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemini.errors import ConfigError
+from gemini.parallel.sequence.attention import SequenceAttention
+from gemini.parallel.tensor.layers import Attention as CutHeads
+
+
+class AttendingModule(nn.Module):
+    """A module whose calls of ``scaled_dot_product_attention`` are taken. Not a hook of the model, so that a
+    block that is recomputed in backward, when the model's own call is over, attends as in forward."""
+
+    sequence_attention: SequenceAttention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as the module that it was."""
+        with self.sequence_attention.in_place_of_torch():
+            return super().forward(*args, **kwargs)
+
+
+class AttendingHeads(AttendingModule, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` across parts of a sequence; without weights of attention, which no rank has.
+    One that was cut by its heads stays so."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the output as torch's does, and None.
+
+        Masks: ``is_causal`` alone, with whatever ``attn_mask``; ``key_padding_mask`` of this rank's keys or
+        of all; ``attn_mask`` of this rank's queries, or all, by all keys.
+        """
+        if query.dim() != 3:
+            raise ConfigError("attention between parts of a sequence takes batches; this query has none")
+        q, k, v = self._projected(query, key, value)
+        mask = None if is_causal else attn_mask
+        joined = _joined(mask, key_padding_mask, q)
+        if is_causal and joined is not None:
+            raise ConfigError("is_causal=True and key_padding_mask: give attn_mask=, for all keys, instead")
+        dropout = self.dropout if self.training else 0.0
+        with self.sequence_attention.in_place_of_torch():
+            out = functional.scaled_dot_product_attention(q, k, v, joined, dropout, is_causal)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.out_proj(out if self.batch_first else out.transpose(0, 1))
+        return out, None
+
+    def _projected(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return query, key and value as (batch, heads, length, features)."""
+        if isinstance(self, CutHeads):
+            return CutHeads._projected(self, *inputs)
+        weights = self.in_proj_weight.chunk(3)
+        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        found = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            out = functional.linear(x, weight, bias)
+            out = out if self.batch_first else out.transpose(0, 1)
+            found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        return found
+
+
+def _joined(mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Return what is added to scores (batch, heads, rows, keys); True in the masks: is not to be seen."""
+    if mask is not None:
+        mask = _added(mask, q.dtype)
+        if mask.dim() == 3:
+            mask = mask.unflatten(0, (q.size(0), -1))
+    if padding is None:
+        return mask
+    hidden = _added(padding, q.dtype)[:, None, None, :]
+    return hidden if mask is None else mask + hidden
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+
+
+def refuse_torch_attention(model: nn.Module) -> None:
+    """Raise ConfigError where an ``nn.MultiheadAttention`` of ``model`` has what is not replaced."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ConfigError(
+                f"{name}: attention with kdim, vdim, add_bias_kv or add_zero_attn is not replaced"
+            )
+
+
+def replace_torch_attention(model: nn.Module, attention: SequenceAttention) -> None:
+    """Have all modules of ``model`` call ``attention``."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.MultiheadAttention):
+            _become(module, AttendingHeads, attention)
+            module._qkv_same_embed_dim = False  # torch's kernel for whole layers must not take the weights
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif not type(module).__module__.startswith("torch.nn.modules"):
+            _become(module, AttendingModule, attention)
+
+
+@cache
+def _class_of(kind: type[AttendingModule], was: type[nn.Module]) -> type[nn.Module]:
+    bases: tuple[type[nn.Module], ...] = (kind, was)
+    if issubclass(was, nn.MultiheadAttention) and not issubclass(was, CutHeads):
+        # A subclass that calls its base goes on doing so.
+        bases = (kind,) if was is nn.MultiheadAttention else (was, kind)
+    return type(was.__name__, bases, {"__module__": was.__module__})
+
+
+def _become(module: nn.Module, kind: type[AttendingModule], attention: SequenceAttention) -> None:
+    module.__class__ = _class_of(kind, type(module))  # type: ignore[arg-type]
+    cast(AttendingModule, module).sequence_attention = attention

@@ -1,0 +1,200 @@
+"""Giving each rank a part of the sequence, in a model that is not changed otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.sequence.attention import SequenceAttention
+from gemini.parallel.sequence.batch import Batch, cut_batch, filled, shifted
+from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
+from gemini.parallel.sequence.hugging_face import (
+    has_causal_loss,
+    is_causal,
+    is_of_transformers,
+    refuse_unfit,
+    replace_attention,
+)
+from gemini.parallel.sequence.loss import IGNORED, mean_loss, take_loss_over_ranks
+from gemini.parallel.sequence.modules import refuse_torch_attention, replace_torch_attention
+from gemini.parallel.sequence.order import Order
+
+METHODS = ("ulysses", "ring")
+
+
+class SequenceParallel:
+    """Ranks that have a part of each sequence: the axis ``sp`` of a mesh.
+
+    They are ranks of data parallelism too, with equal weights and gradients that are averaged:
+    ``GeminiDDP(model, process_group=mesh.group("dp", "sp"))``.
+    """
+
+    def __init__(self, mesh: Mesh, method: str = "ulysses", *, zigzag: bool | None = None) -> None:
+        """``method``: ``"ulysses"``, by all-to-alls of heads, or ``"ring"``, in which keys and values go
+        round. ``zigzag``: of the ring, whether each rank has a stretch from the front and one from the back,
+        which balances a causal mask; by default it does. All ranks call this.
+
+        Raises:
+            ConfigError: the method is another one, or ``zigzag`` is not for it.
+        """
+        if method not in METHODS:
+            raise ConfigError(f"method is {method!r}; it may be {' or '.join(METHODS)}")
+        if zigzag and method != "ring":
+            raise ConfigError("zigzag=True balances the ring; method='ulysses' is balanced as it is")
+        self.axis = mesh.axis("sp")
+        self.method = method
+        zigzag = method == "ring" if zigzag is None else zigzag
+        self.order = Order(1 if self.axis is None else self.axis.size, zigzag and self.axis is not None)
+        self.attention = SequenceAttention(self.axis, self.order, method)
+        self.averaging: Axis | None = mesh.axis("dp", "sp")  # whose gradients are averaged
+        self.takes_whole_batches = False
+        self.shifts_labels = True
+        self.looks_back_only = True
+        self.refuses_labels = False
+
+    @property
+    def rank(self) -> int:
+        """Which part of the sequence is this process's."""
+        return 0 if self.axis is None else self.axis.rank
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Within this, ``scaled_dot_product_attention`` of queries, keys and values that are parts attends to
+        the whole sequence, in this thread. Recomputing in backward must be within it too."""
+        with self.attention.in_place_of_torch():
+            yield
+
+    def cut_batch(
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        shifts_labels: bool = True,
+        padding: float = 0,
+    ) -> Batch:
+        """Return this rank's part of whole sequences, which all ranks of the axis have."""
+        return cut_batch(
+            inputs,
+            labels,
+            positions,
+            order=self.order,
+            rank=self.rank,
+            shifts_labels=shifts_labels,
+            padding=padding,
+        )
+
+    def mean_loss(
+        self, loss: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORED
+    ) -> torch.Tensor:
+        """Return the mean over the tokens of all ranks, data parallel ones too, of ``loss``: the mean over
+        those of ``labels`` here that count. Its gradient is right where those of all ranks are averaged."""
+        return mean_loss(loss, labels, self.averaging, ignore_index)
+
+    def join(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return the whole of which each rank has a ``part``, padding included; no gradient goes through."""
+        if self.axis is None:
+            return part.detach()
+        return self.order.whole(self.axis.all_gather(part.detach()), dim)
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of a batch of whole sequences, by the names that a model of transformers
+        has for it; what is not of their length stays whole.
+
+        Labels of a causal model are shifted first, and are there as ``shift_labels`` too, so that the model
+        does not shift them again. What is filled up does not count: no label, no key.
+
+        Raises:
+            ConfigError: the model takes whole batches; there are no tokens; a mask cannot be filled up.
+        """
+        if self.takes_whole_batches:
+            raise ConfigError("the model was given cut='blocks': all ranks of sp give it the whole batch")
+        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        if tokens is None:
+            raise ConfigError(f"a batch has input_ids or inputs_embeds; this one has {', '.join(batch)}")
+        length = tokens.size(1)
+        missing = self.order.padded(length) - length
+        found = dict(batch)
+        if "labels" in found and self.refuses_labels:
+            raise ConfigError(
+                "the model shifts labels and takes its loss by itself; leave them out of the batch, cut them "
+                "by cut_batch and take the loss of its logits by mean_loss"
+            )
+        if "labels" in found and self.shifts_labels:
+            found["labels"] = found["shift_labels"] = shifted(found["labels"])
+        if missing and "attention_mask" not in found and not self.looks_back_only:
+            found["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        return {name: self._part(name, value, length, missing) for name, value in found.items()}
+
+    def _part(self, name: str, value: torch.Tensor, length: int, missing: int) -> torch.Tensor:
+        if name == "attention_mask" and value.dim() == 4:
+            if missing:
+                raise ConfigError(
+                    f"an attention_mask of 4 dimensions is not filled up; pad the batch to "
+                    f"{length + missing} tokens"
+                )
+            return value if value.size(2) == 1 else self.order.part(value, self.rank, 2)
+        if value.dim() < 2 or value.size(1) != length:
+            return value
+        if missing and name == "position_ids":
+            behind = torch.arange(1, missing + 1, device=value.device)
+            value = torch.cat([value, value[:, -1:] + behind], 1)
+        elif missing:
+            value = filled(value, missing, IGNORED if name in ("labels", "shift_labels") else 0)
+        return self.order.part(value, self.rank, 1)
+
+
+def parallelize_sequence(
+    model: nn.Module,
+    mesh: Mesh,
+    method: str = "ulysses",
+    *,
+    zigzag: bool | None = None,
+    cut: str = "batch",
+) -> SequenceParallel:
+    """Make ``model`` attend across the ranks of the axis ``sp`` of ``mesh``, each of which has a part of
+    every sequence; return what cuts batches and takes losses. Nothing but its attention changes.
+
+    Call it before the model is wrapped, and after :func:`gemini.parallel.parallelize` where it is cut too.
+
+    Args:
+        method, zigzag: as :class:`SequenceParallel` takes them.
+        cut: ``"batch"``: each rank gives the model its part of the batch. ``"blocks"``: all give it the whole
+            batch, which is cut before the first block and put together behind the last: for models that make
+            their sequence by themselves (images), or look at one place of it (classifiers).
+
+    Raises:
+        ConfigError: the model cannot work on parts, here or on another rank. Nothing was changed.
+    """
+    if cut not in ("batch", "blocks"):
+        raise ConfigError(f"cut is {cut!r}; it may be batch or blocks")
+    sequence = SequenceParallel(mesh, method, zigzag=zigzag)
+    of_transformers, whole = is_of_transformers(model), cut == "blocks"
+
+    def check() -> list[nn.Module]:
+        if of_transformers:
+            refuse_unfit(model, cuts_blocks=whole)
+        else:
+            refuse_torch_attention(model)
+        return find_blocks(model) if whole else []
+
+    blocks = check() if sequence.axis is None else sequence.axis.together(check)
+    if of_transformers:
+        replace_attention(model, sequence.attention, cuts_blocks=whole)
+    else:
+        replace_torch_attention(model, sequence.attention)
+    sequence.takes_whole_batches = whole
+    if whole:
+        cut_at_blocks(blocks, sequence.attention)
+    elif of_transformers:
+        sequence.looks_back_only = is_causal(model)
+        sequence.shifts_labels = sequence.looks_back_only and has_causal_loss(model)
+        sequence.refuses_labels = sequence.looks_back_only and not sequence.shifts_labels
+        if sequence.shifts_labels:
+            take_loss_over_ranks(model, sequence.averaging)
+    return sequence

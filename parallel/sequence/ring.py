@@ -1,0 +1,174 @@
+"""Ring attention: keys and values go from rank to rank, each of which keeps its queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Arrival
+from gemini.parallel.sequence.block import attend_block, block_gradients, merge
+from gemini.parallel.sequence.masks import AttentionMask
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Keys and values of the rank ``source``, here; the next ones are on their way."""
+
+    source: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Which rows of this rank see which keys of a visitor; ``diagonal``: row i the keys 0 to i of these."""
+
+    rows: slice
+    keys: slice
+    diagonal: bool = False
+
+
+class _Ring:
+    """What a pass forward and the one backward have in common; ``mask``: of this rank's queries."""
+
+    def __init__(self, mask: AttentionMask, scale: float, device: torch.device) -> None:
+        self.axis, self.order, self.scale = mask.axis, mask.order, scale
+        self._causal, (self._rows, self._keys) = mask.causal, mask.here
+        self._mask = mask.of_own_queries(device)
+
+    def visits(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[_Visit]:
+        """Yield keys and values of all ranks, this one's first. All ranks are at it together."""
+        flat = torch.cat([keys.reshape(-1), values.reshape(-1)])
+        for step in range(self.axis.size):
+            arrival: Arrival | None = None
+            if step + 1 < self.axis.size:
+                arrival = self.axis.pass_on(flat)
+            k, v = flat.split([keys.numel(), values.numel()])
+            yield _Visit((self.axis.rank - step) % self.axis.size, k.view(keys.shape), v.view(values.shape))
+            if arrival is not None:
+                flat = arrival.wait()
+
+    def seen(self, source: int) -> _Seen | None:
+        """Return what is seen of the keys of ``source``, None: nothing."""
+        every = _Seen(slice(0, self._rows), slice(0, self._keys))
+        if not self._causal:
+            return every
+        if source == self.axis.rank:
+            return _Seen(every.rows, every.keys, diagonal=True)  # parts are in order of their positions
+        if not self.order.zigzag:
+            return every if source < self.axis.rank else None
+        if source < self.axis.rank:  # its stretch at the front
+            return _Seen(every.rows, slice(0, self._keys // 2))
+        return _Seen(slice(self._rows // 2, self._rows), every.keys)  # by the stretch at the back
+
+    def mask_of(self, source: int, seen: _Seen) -> torch.Tensor | None:
+        """Return the mask of what is seen of ``source``."""
+        if self._mask is None:
+            return None
+        mask = self._mask
+        if mask.size(3) > 1:
+            mask = self.order.part(mask, source, 3)[..., seen.keys]
+        return mask if mask.size(2) == 1 else mask[:, :, seen.rows]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring) -> torch.Tensor:
+        kind = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:3], v.size(3), dtype=kind)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=kind)
+        group = q.size(1) // k.size(1)
+        for visit in ring.visits(k, v):
+            seen = ring.seen(visit.source)
+            if seen is None:
+                continue
+            keys, values = (_repeated(x[:, :, seen.keys], group) for x in (visit.keys, visit.values))
+            mask, rows = ring.mask_of(visit.source, seen), seen.rows
+            more = attend_block(q[:, :, rows], keys, values, mask, ring.scale, seen.diagonal)
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *more)
+        found = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, found, lse)
+        ctx.ring = ring
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        group = q.size(1) // k.size(1)
+        of_q = torch.zeros_like(q, dtype=lse.dtype)
+        arrival: Arrival | None = None
+        for visit in ring.visits(k, v):
+            # Gradients of the visitors travel behind them, and are complete when they come home.
+            of_k, of_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+            seen = ring.seen(visit.source)
+            if seen is not None:
+                rows, keys = seen.rows, seen.keys
+                more_q, more_k, more_v = block_gradients(
+                    grad[:, :, rows],
+                    q[:, :, rows],
+                    _repeated(visit.keys[:, :, keys], group),
+                    _repeated(visit.values[:, :, keys], group),
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    ring.mask_of(visit.source, seen),
+                    ring.scale,
+                    seen.diagonal,
+                )
+                of_q[:, :, rows] += more_q
+                of_k[:, :, keys] = _summed(more_k, group)
+                of_v[:, :, keys] = _summed(more_v, group)
+            flat = torch.cat([of_k.reshape(-1), of_v.reshape(-1)])
+            if arrival is not None:
+                flat += arrival.wait()
+            arrival = ring.axis.pass_on(flat)
+        assert arrival is not None
+        of_k, of_v = arrival.wait().split([k.numel(), v.numel()])
+        return of_q.to(q.dtype), of_k.view(k.shape).to(k.dtype), of_v.view(v.shape).to(v.dtype), None
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
+    all ranks: as torch's ``scaled_dot_product_attention``, to rounding. No rank has more than two ranks' keys
+    and values at a time; backward sends them round again, with their gradients behind them.
+
+    Raises:
+        ConfigError: the mask has a gradient, or is causal between sequences of different lengths.
+    """
+    if mask.mask is not None and mask.mask.requires_grad:
+        raise ConfigError("a mask with a gradient (a bias that is learned) does not go round a ring")
+    if mask.causal and mask.here[0] != mask.here[1]:
+        raise ConfigError(
+            f"a causal mask between {mask.here[0]} queries and {mask.here[1]} keys of a rank; a ring takes "
+            "equal lengths"
+        )
+    if query.size(1) % key.size(1):
+        raise ConfigError(
+            f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; the first must be a "
+            "multiple of the second"
+        )
+    ring = _Ring(mask, query.size(3) ** -0.5 if scale is None else scale, query.device)
+    found: torch.Tensor = _Attention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _repeated(x: torch.Tensor, group: int) -> torch.Tensor:
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _summed(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the sum over the query heads that share a key head."""
+    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

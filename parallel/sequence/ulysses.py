@@ -1,0 +1,136 @@
+"""Ulysses: an all-to-all gives each rank some heads of the whole sequence, another one takes them back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from gemini.parallel.mesh import Axis
+from gemini.parallel.sequence.heads import Heads, count
+from gemini.parallel.sequence.masks import AttentionMask
+
+# Shapes: (batch, heads, length, features). What goes to a rank at once is one message: query, key and value.
+
+_DIM = 2  # of the sequence
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What goes where: of the first tensor query heads, of those behind it (keys, values) key heads."""
+
+    axis: Axis
+    heads: Heads
+
+    def to_heads(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's heads of the whole sequence, of tensors with all heads of its part."""
+        parts = [
+            torch.cat([x[:, self._share(i, rank)].reshape(-1) for i, x in enumerate(local)])
+            for rank in range(self.axis.size)
+        ]
+        mine = [self._shape(i, x, self.axis.rank, x.size(_DIM)) for i, x in enumerate(local)]
+        got = self._swap(parts, [mine] * self.axis.size)
+        return [torch.cat(pieces, _DIM) for pieces in zip(*got, strict=True)]
+
+    def to_sequence(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all heads of this rank's part of the sequence, of tensors with its heads of the whole one.
+        What several ranks have of a key head is added up."""
+        size = self.axis.size
+        pieces = [x.chunk(size, _DIM) for x in whole]
+        parts = [torch.cat([x[rank].reshape(-1) for x in pieces]) for rank in range(size)]
+        shapes = [
+            [self._shape(i, x, rank, x.size(_DIM) // size) for i, x in enumerate(whole)]
+            for rank in range(size)
+        ]
+        queries, *others = zip(*self._swap(parts, shapes), strict=True)
+        return [torch.cat(queries, 1), *(self._added_up(found) for found in others)]
+
+    def _share(self, index: int, rank: int) -> slice:
+        return self.heads.of_queries(rank) if index == 0 else self.heads.of_keys(rank)
+
+    def _shape(self, index: int, x: torch.Tensor, rank: int, length: int) -> tuple[int, ...]:
+        return (x.size(0), count(self._share(index, rank)), length, x.size(3))
+
+    def _swap(
+        self, parts: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]
+    ) -> list[list[torch.Tensor]]:
+        """Return, by rank, the tensors of ``shapes`` that it sent here in one message."""
+        sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+        got = self.axis.all_to_all(parts, [(sum(of_rank),) for of_rank in sizes])
+        return [
+            [piece.view(shape) for piece, shape in zip(flat.split(size), of_rank, strict=True)]
+            for flat, size, of_rank in zip(got, sizes, shapes, strict=True)
+        ]
+
+    def _added_up(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return all key heads, of what each rank has sent of its own."""
+        if sum(part.size(1) for part in found) == self.heads.keys:
+            return torch.cat(list(found), 1)
+        first = found[0]
+        whole = first.new_zeros(first.size(0), self.heads.keys, *first.shape[2:])
+        for rank, part in enumerate(found):
+            whole[:, self.heads.of_keys(rank)] += part
+        return whole
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads(local))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.exchange.to_sequence(grads))
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, whole: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.to_sequence([whole])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.exchange.to_heads([grad])[0]
+
+
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
+    all ranks: torch's ``scaled_dot_product_attention`` of some heads on each rank. Gradients come back the
+    same way: four all-to-alls together. Heads of keys may be fewer than those of queries, and than ranks."""
+    axis = mask.axis
+    exchange = _Exchange(axis, Heads(query.size(1), key.size(1), axis.size))
+    q, k, v = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
+    length = q.size(_DIM)
+    q, k, v = (x[:, :, :n] for x, n in zip((q, k, v), (*mask.whole, mask.whole[1]), strict=True))
+    allowed = mask.of_all_queries(exchange.heads.of_queries(axis.rank))
+    if q.size(1) == 0:
+        out = q @ (k.mT @ v)  # nothing, in the shape of the rest: backward calls the other ranks
+    else:
+        k, v = (exchange.heads.matching(x, axis.rank) for x in (k, v))
+        group = q.size(1) // k.size(1)
+        if group > 1 and allowed is not None:  # under a mask torch's fast kernels take equal heads alone
+            k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        out = functional.scaled_dot_product_attention(
+            q, k, v, allowed, dropout, mask.causal, scale=scale, enable_gqa=group > 1
+        )
+    if out.size(_DIM) < length:
+        out = functional.pad(out, (0, 0, 0, length - out.size(_DIM)))
+    found: torch.Tensor = _ToSequence.apply(exchange, out)  # type: ignore[no-untyped-call]
+    return found
