@@ -20,7 +20,7 @@ struct Workers {
 };
 
 // Calls `body(begin, end)` on ranges of at most `grain` that cover [0, count), each once, on the
-// calling thread and others, and returns when all are done. Whoever is free takes the next range,
+// calling thread and others, and returns when all are done. A free thread takes the next range,
 // so a core that others slow down does less. `body` must not throw.
 //
 // The others are those that torch computes with: they are there and awake after an operator, and a

@@ -24,7 +24,7 @@ struct Vec {
     return __builtin_convertvector(reinterpret_cast<S>(value), F);
   }
 
-  // What stream() wrote is visible to whoever sees what this thread writes next.
+  // What stream() wrote is visible to a thread that sees what this one writes next.
   static GEMINI_FN void finish_streams() {}
   static GEMINI_FN float scalar_sqrt(float value) { return __builtin_sqrtf(value); }
 

@@ -85,7 +85,7 @@ void release(DlManagedTensor* managed) {
 }
 
 void drop_unused(PyObject* capsule) {
-  // Renamed by whoever made a tensor of it.
+  // Renamed once a tensor was made of it.
   if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
   auto* const managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   managed->release(managed);

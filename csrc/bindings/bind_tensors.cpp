@@ -129,7 +129,7 @@ class Watched {
   std::vector<int64_t> more_;  // the same for those with more
 };
 
-// What the rows of a table rely on, and whether it still holds. Holds no reference: whoever made it
+// What the rows of a table rely on, and whether it still holds. Holds no reference: its maker
 // keeps the parameters, the state dicts and their values alive, where the garbage collector sees
 // them.
 class TensorWatch {

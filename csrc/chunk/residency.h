@@ -59,7 +59,7 @@ struct Chunk {
     const bool in_use = flight.has_value() && (flight->doomed || flight->touches(Tier::kDisk));
     return holds(Tier::kDisk) && !valid.is_only(Tier::kDisk) && !in_use;
   }
-  // Its HOST copy may be read and written by whoever has pinned it there.
+  // Its HOST copy may be read and written by those that have pinned it there.
   [[nodiscard]] bool usable_on_host() const {
     return valid.has(Tier::kHost) && !flight.has_value();
   }

@@ -14,8 +14,7 @@ namespace gemini {
 class GpuWindow;
 class GpuPoison;
 
-// Physical memory. Whoever was the last to use it has left `uses`: nothing waits for them before
-// there is a next one.
+// Physical memory. `uses` are the last ones: nothing waits for them before there is a next one.
 class GpuBlock {
  public:
   GpuBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes);
@@ -53,7 +52,7 @@ class GpuWindow {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as asked for
   [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
   [[nodiscard]] bool mapped() const noexcept { return !blocks_.empty(); }
-  // The last ones of its memory, whoever had it. Throws StateError when it is not mapped.
+  // The last ones of its memory, of any owner. Throws StateError when it is not mapped.
   [[nodiscard]] Uses& uses();
 
  private:
@@ -154,8 +153,8 @@ class GpuArena {
   // The same for a transfer: operators do not wait for those who had the memory before.
   void map_incoming(GpuWindow& window);
 
-  // Takes the memory from a window; its content is gone. Whoever gets it next comes after what all
-  // lanes were given so far that uses it.
+  // Takes the memory from a window; its content is gone. Its next use comes after all work
+  // that lanes were given so far and that uses it.
   void unmap(GpuWindow& window, bool park);
 
   // Returns parked blocks to the GPU, oldest first, until at most this much is left.

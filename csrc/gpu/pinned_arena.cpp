@@ -32,7 +32,7 @@ char* host_memory(int64_t nbytes) {
 
 PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin)
     : lanes_(std::move(lanes)), nbytes_(nbytes), address_(host_memory(nbytes)) {
-  // Pages come when they are touched first, from the memory of whoever does.
+  // Pages come when they are first touched, from the memory near the processor that does.
   const KeepsTo near(lanes_->driver().processors());
   if (pin) {
     try {

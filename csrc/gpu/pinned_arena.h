@@ -24,7 +24,7 @@ class PinnedBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] bool pinned() const noexcept { return pinned_; }
 
-  Uses uses;  // the last ones, whoever had it
+  Uses uses;  // the last ones, of any owner
 
  private:
   const std::shared_ptr<GpuLanes> lanes_;
@@ -65,7 +65,7 @@ class PinnedArena {
   PinnedArena(const PinnedArena&) = delete;
   PinnedArena& operator=(const PinnedArena&) = delete;
 
-  // Throw as GpuArena's. Whoever uses the place first comes after those who had its memory; with
+  // Throw as GpuArena's. The first use of the place comes after all uses of its memory before; with
   // `zero` that is waited for here.
   void map(HostPlace& place, bool zero = false);
   // Blocks until the CPU may read and write the place: nothing given to the GPU uses it any more.

@@ -8,7 +8,7 @@
 
 namespace gemini {
 
-// Work of a stream that is done by whoever has the turn, on any thread. Until it is finished, or
+// Work of a stream that is done by the thread that has the turn. Until it is finished, or
 // gone, the stream does nothing else.
 class SimulatedTurn {
  public:

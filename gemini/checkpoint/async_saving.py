@@ -116,7 +116,7 @@ class SaveHandle:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="gemini-checkpoint", daemon=True)
         self._steps_ended = 0
-        self._shown = False  # the error, to whoever waited
+        self._shown = False  # the error was raised from wait()
         self._changed = threading.Condition()
         self._num_buffers = num_buffers
         self._blocks_of = blocks_of_tensors(model, blocks)

@@ -173,8 +173,8 @@ def _load_once(
 
 
 def _give_up_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Rank) -> None:
-    """Do as ``optimizer.zero_grad()``, in which ranks wait for each other: what may fail on one of them comes
-    before and after that."""
+    """Discard all gradients. Ranks wait for each other in between; steps that may fail on one of them come
+    before and after."""
     _agree(rank, model.leave_passes)
     model.give_up_passes()
     _agree(rank, optimizer.give_up_gradients)

@@ -1,4 +1,4 @@
-"""What a complete checkpoint holds, for whoever wants any part of it: the whole of it is never in memory."""
+"""Reads parts of a complete checkpoint; the whole of it is never in memory."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class CheckpointReader:
     def state_pieces(
         self, state: str, param: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (number of the first, values) of values ``[start, stop)`` of a flat state, whoever saved
-        them; valid until the next."""
+        """Yield (number of the first, values) of values ``[start, stop)`` of a flat state, from
+        any rank's files; each is valid until the next."""
         for first, last, file, name in self.states[state].get(param, ()):  # none: it has no elements
             begin, end = max(start, first), last if stop is None else min(stop, last)
             if begin < end:

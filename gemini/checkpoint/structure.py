@@ -1,7 +1,7 @@
 """What the documents of a checkpoint must say for all of it to be there once: checked before it is sealed,
 and before anything of it is loaded.
 
-Checksums need no key. Whoever edits a checkpoint, or makes one, can have them right and the rest wrong; and
+Checksums need no key: an edited checkpoint can have them right and the rest wrong; and
 names of files lead out of the directory unless they are the format's own. What is wrong raises ValueError,
 or what Python raises for data of another kind (``making_sense_of`` of sealed_file.py).
 """

@@ -70,7 +70,7 @@ class ChunkManager:
         self._park_limit_bytes = budgets.device_bytes
         self._parks_always = False  # not only while memory is short
         self._under_pressure = False
-        self._suspect = False  # an exception left a decision of the table perhaps half carried out
+        self._needs_reconcile = False  # an exception may have left an action half done
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
         self._closed = False
 
@@ -151,7 +151,7 @@ class ChunkManager:
         """
         asked_s = time.perf_counter() if self.observer is not None else 0.0
         self._memory.follow()
-        if self._suspect:
+        if self._needs_reconcile:
             self._reconcile()
         table = self.table
         try:
@@ -162,7 +162,7 @@ class ChunkManager:
             if actions or not table.ready(tensors):
                 self._settle(tensors, actions)
         except BaseException:
-            self._suspect = True
+            self._needs_reconcile = True
             raise
         if self.observer is not None:
             self.observer.acquired(tensors, asked_s, traced=traced)
@@ -171,7 +171,7 @@ class ChunkManager:
         """Unpin (COMPUTE -> HOLD); ``dirty``: the tier where they were pinned has the only valid copy."""
         if self.observer is not None:
             self.observer.released(tensors)
-        if self._suspect:
+        if self._needs_reconcile:
             self._reconcile()
         try:
             actions = self.table.release(tensors, dirty)
@@ -180,13 +180,13 @@ class ChunkManager:
             if self.stow is not None:
                 self.stow.released(tensors, dirty=dirty)
         except BaseException:
-            self._suspect = True
+            self._needs_reconcile = True
             raise
 
     def free(self, tensors: TensorIds) -> None:
         """Give up the tensors' content (HOLD -> FREE); a chunk without content holds no memory on any
         tier."""
-        if self._suspect:
+        if self._needs_reconcile:
             self._reconcile()
         try:
             actions = self.table.free(tensors)
@@ -195,7 +195,7 @@ class ChunkManager:
             if self._disk.gives_back:
                 self._disk.give_back({self.table.chunk_of(tensor) for tensor in tensors})
         except BaseException:
-            self._suspect = True
+            self._needs_reconcile = True
             raise
 
     def prefetch(self) -> None:
@@ -208,7 +208,7 @@ class ChunkManager:
             if actions:
                 self._execute(actions)
         except BaseException:
-            self._suspect = True
+            self._needs_reconcile = True
             raise
         if self.observer is not None:
             self.observer.prefetched(begin_s)
@@ -226,7 +226,7 @@ class ChunkManager:
             IoError: the first that failed, after all have ended.
         """
         error: IoError | None = None
-        if self._suspect:
+        if self._needs_reconcile:
             self._reconcile()
         try:
             while self._in_flight:
@@ -237,12 +237,12 @@ class ChunkManager:
             if error is not None:
                 raise error
         except BaseException:  # what could not be given back is tried again
-            self._suspect = True
+            self._needs_reconcile = True
             raise
 
     def recover(self) -> None:
         """Unpin everything after an operator that raised half-way."""
-        if self._suspect:
+        if self._needs_reconcile:
             self._reconcile()
         try:
             actions = self.table.release_all(dirty=True)
@@ -252,7 +252,7 @@ class ChunkManager:
             if self.stow is not None:
                 self.stow.all_released()
         except BaseException:
-            self._suspect = True
+            self._needs_reconcile = True
             raise
 
     def end_step(self) -> None:
@@ -432,7 +432,7 @@ class ChunkManager:
         self._in_flight.clear()
         with suppress(IoError):  # a disk that returns nothing must not keep the user from saving
             self._disk.give_back()
-        self._suspect = False
+        self._needs_reconcile = False
 
     def _forget_unfounded(self) -> None:
         """Make chunks FREE that the device had no memory for when they were to get content."""

@@ -1,4 +1,4 @@
-"""What a ChunkManager tells whoever wants to see its work."""
+"""Callbacks of a ChunkManager for observers of its work."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def settings_from(options: argparse.Namespace) -> Any:
     if device_bytes is None:
         raise ConfigError(f"{options.machine} has no device_bytes; add them, or give --device-bytes")
     if device_bytes <= 0:
-        raise ConfigError(f"device_bytes is {device_bytes}; DEVICE must hold something")
+        raise ConfigError(f"device_bytes is {device_bytes}; it must be positive")
     disk_bytes = _first(options.disk_bytes, machine.disk_bytes)
     has_disk = options.disk_dir is not None or bool(disk_bytes)
     host_bytes = _first(options.host_bytes, machine.host_bytes, 0)

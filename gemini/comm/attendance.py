@@ -87,9 +87,9 @@ class _Seen:
 class Attendance:
     """Publishes this rank's signs in a store, beside training, and reads the others' where it waits long.
 
-    A thread of its own talks to the store, which may be out of reach without an error: whoever waits looks at
-    what was read last. A rank that left, or gives no sign for the patience, is named at once. One that is
-    alive elsewhere may take its time, as long as not all ranks wait for each other.
+    A thread of its own talks to the store, which may be out of reach without an error: a rank that waits
+    looks at what was read last. A rank that left, or gives no sign for the patience, is named at once. One
+    that is alive elsewhere may take its time, as long as not all ranks wait for each other.
     """
 
     def __init__(self, store: Any, place: int, count: int) -> None:

@@ -106,7 +106,7 @@ class ProcessGroupPeers(Peers):
         return self._as_one([self._receive(parts[other], other) for other in self._others()], shard.nbytes)
 
     def _others(self) -> list[int]:
-        """Return the other ranks, each rank beginning behind itself: no one is everybody's first."""
+        """Return the other ranks, starting after this one, so that no rank is everyone's first target."""
         size, rank = self._share.size, self._share.rank
         return [(rank + distance) % size for distance in range(1, size)]
 
@@ -144,7 +144,7 @@ class ProcessGroupPeers(Peers):
         return rank.together(action)
 
     def say_aside(self) -> Callable[[str], list[str]]:
-        """Return what does as :meth:`say` in another thread, whatever is said here meanwhile."""
+        """Return a second channel like :meth:`say`, for use by another thread."""
         if self._aside is None:
             self._aside = Messages(_new_group(self._ranks, self._timeout), self._ranks)
         return self._aside.text

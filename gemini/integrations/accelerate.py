@@ -143,7 +143,7 @@ def unwrapped(optimizer: Any) -> Any:
 def load_keeping_random(
     directory: str | os.PathLike[str], model: ManagedModel, optimizer: GeminiOptimizer
 ) -> None:
-    """Load a checkpoint but for the random numbers' state, which whoever calls has a way of its own for."""
+    """Load a checkpoint without the random generators' state, which Accelerate restores by itself."""
     state = rng.capture()
     try:
         checkpoint.load(directory, model, optimizer)

@@ -186,7 +186,7 @@ class GeminiDDP(LoadsAsPart):
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
+                parameter is no longer managed, a CUDA graph is captured, an optimizer awaits its step(), or
                 another thread is in a call of this model.
         """
         return self._gemini.forward(self.module, args, kwargs)
@@ -258,7 +258,7 @@ class GeminiDDP(LoadsAsPart):
         ``nn.Module.state_dict``.
 
         Raises:
-            StateError: a failed load or update left weights a mixture, or a parameter is managed no more.
+            StateError: a failed load or update left weights a mixture, or a parameter is no longer managed.
         """
         return export_weights(self._gemini, *args, **kwargs)
 

@@ -56,9 +56,9 @@ def manage(
         handle.release()  # an ordinary model again, with its weights
 
     The module's class becomes a subclass of the same name, so that each call of it is a forward pass of a
-    step, whoever makes it; ``load_state_dict``, ``zero_grad``, ``compile`` and ``to`` are those of a managed
-    model. Copies and pickles of it are of an ordinary module. :func:`gemini.handle_of` finds the handle
-    again.
+    step, no matter who calls it; ``load_state_dict``, ``zero_grad``, ``compile`` and ``to`` are those of a
+    managed model. Copies and pickles of it are of an ordinary module. :func:`gemini.handle_of` finds the
+    handle again.
 
     Args:
         device, pin_memory, process_group, model_ranks, config, options: as :class:`gemini.GeminiDDP`.
@@ -75,7 +75,7 @@ def manage(
 
 def manage_without_values(module: nn.Module, name: str, **options: Any) -> tuple[Opened, Built]:
     """Begin what :func:`manage` does with a module on ``meta``: its parameters are managed then and have no
-    values. Whoever called writes them, gives buffers theirs and calls ``finish``, or closes the manager.
+    values. The caller writes them and the buffers, then calls ``finish``, or closes the manager.
     ``name``: of the function that the options were given to. Raises as :func:`manage`."""
     refuse_unknown(name, options, _OPTIONS | _OWN_OPTIONS)
     own = {key: options.pop(key, None) for key in sorted(_OWN_OPTIONS)}

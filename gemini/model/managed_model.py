@@ -82,8 +82,8 @@ class ManagedModel:
         self.search.report(printed=config.verbose)
 
     def shown(self, name: str) -> Any:
-        """Return a part for whoever looks inside; as ``device`` what a module is asked for: where its
-        parameters are."""
+        """Return a part of the model, for inspection; as ``device``, where the parameters are, as for a
+        module."""
         return self.device.torch_device if name == "device" else getattr(self, name)
 
     def rank(self, *, aside: bool = False) -> Rank:
@@ -102,7 +102,7 @@ class ManagedModel:
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is managed no more, a CUDA graph is captured, an optimizer awaits its step(), or
+                parameter is no longer managed, a CUDA graph is captured, an optimizer awaits its step(), or
                 another thread is in a call of this model.
         """
         if torch.compiler.is_compiling():
@@ -180,7 +180,7 @@ class ManagedModel:
                 sharding.serve(self._give_up_all)
 
     def gradient_state(self) -> tuple[int, int]:
-        """Return how often gradients were given up, and how many arrived: whoever scales them compares."""
+        """Return how often gradients were given up, and how many arrived; clipping compares them."""
         return self.times_given_up, self.manager.num_gradients
 
     @in_one_thread("zero_grad")
@@ -215,7 +215,7 @@ class ManagedModel:
         self.manager.recover()
 
     def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
-        """Do as :meth:`zero_grad` for some parameters; over ranks all of them. Waits for no other rank."""
+        """Discard the gradients of some parameters; over ranks of all. Waits for no other rank."""
         self.manager.recover()
         if self.manager.sharding is not None:
             self.manager.sharding.forget_gradients(keep=not set_to_none)
@@ -346,8 +346,8 @@ class ManagedModel:
         )
 
     def leave(self, kind: type[BaseException] | None, error: object) -> None:
-        """Do as :meth:`close` at the end of a block, that an exception of ``kind`` may have ended: nobody
-        wants the weights then, and it is the one to be seen."""
+        """Close the model at the end of a ``with`` block. After an exception of ``kind`` the weights are not
+        kept, and errors of closing are not raised."""
         if self.peers is not None:
             self.peers.leave("closed the model" if kind is None else f"ended with {kind.__name__}: {error}")
         self.manager.close(run_pending=kind is None)

@@ -77,7 +77,7 @@ class BackwardUpdates:
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """Update within the block, a backward pass; ``last`` says that it is the last one before step()."""
         self._reset()
-        if last and self._expected and self._manager.may_put_off:
+        if last and self._expected and self._manager.can_defer_updates:
             self._state = _State.RUNNING
             for slot, count in self._expected.items():
                 self._missing[id(slot.group)] += count

@@ -124,7 +124,7 @@ class ChunkUpdate:
         return tuple(piece.chunks for piece in self._left)
 
     def run_now(self) -> None:
-        """Do as :meth:`run`, inside the step: each piece is a moment of it."""
+        """Run the update inside the step: each piece is a moment of it."""
         self._manager.shortage.twice(lambda: self._run(self._manager.updates.inside))
 
     def run(self) -> None:

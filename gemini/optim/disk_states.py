@@ -214,7 +214,7 @@ class DiskRows:
 
     def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
         """Take the addresses of the gradients of ``params``, by group; as :meth:`StepRows.take_gradients`."""
-        # Whoever gives a state its arrays wants them used; the watch looks at those it knew only.
+        # Arrays that were put into a state since are to be used; the watch knows the earlier ones only.
         if self._watch is None or any("exp_avg" in state for state in self._states):
             return False
         return self._watch.take_gradients(params, all_states, self._grads.ctypes.data, 1)

@@ -38,7 +38,7 @@ def exact_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
-    """Do as :func:`exact_squares` with torch's operators on the device of ``values``, and leave it there.
+    """Sum as :func:`exact_squares`, with torch's operators on the device of ``values``, where the sum stays.
 
     Integers are added, so the order, which a GPU does not keep, is of no account.
     """

@@ -244,7 +244,7 @@ class GeminiOptimizer(ManagedGroups):
                 on. A pending update raises where it is needed and stays pending: free space and repeat what
                 needed it.
             StateError: an earlier step or load failed half-way, gradients arrived after they were clipped, or
-                a parameter is managed no more.
+                a parameter is no longer managed.
         """
         self.model.managed.refuse_exchanged("step")
         loss = None
@@ -347,7 +347,7 @@ class GeminiOptimizer(ManagedGroups):
             check_several(self.model, {each.overlap for each in everyone}, margins)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
-        """Do as :meth:`zero_grad`, and wait for no other rank: the passes of all are over."""
+        """Discard all gradients without waiting for other ranks: the passes of all are over."""
         others: set[ManagedSlot] = set()
         for optimizer in self.model.optimizers:
             others |= optimizer.slots
@@ -425,7 +425,7 @@ class GeminiOptimizer(ManagedGroups):
         with self._completeness.change():
             for update in updates:
                 self._count(update)
-            if self.overlap and self._in_backward is None and manager.may_put_off:
+            if self.overlap and self._in_backward is None and manager.can_defer_updates:
                 manager.pending.add(updates)
                 for slot in updated:
                     slot.trainable_grad.retire_aliases()

@@ -1,7 +1,7 @@
 """The Adam kernels on torch tensors: one call updates the tensors of many rows in place.
 
-Addresses go to C++ directly: autograd's version counters do not move. Whoever updates tensors that
-autograd may have saved bumps them itself.
+Addresses go to C++ directly: autograd's version counters do not move. A caller that updates
+tensors which autograd may have saved bumps them itself.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def run_table(
     device: torch.device,
     processors: Sequence[int] = (),
 ) -> bool:
-    """Do as :func:`run_rows` with a table of at least one row that is in memory at ``address``."""
+    """Run the rows of a table, at least one, that lies in memory at ``address``; see :func:`run_rows`."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return _C.adam_step(address, num_rows, options, threads=threads, processors=processors)

@@ -176,6 +176,6 @@ class ManagedGroups(WrappedOptimizer):
 
     @property
     def slots(self) -> set[ManagedSlot]:
-        """The parameters that this optimizer updates. Raises StateError where one is managed no more."""
+        """The parameters that this optimizer updates. Raises StateError where one is no longer managed."""
         self.model.managed.refuse_exchanged("optimizer")
         return {param._slot for group in self.param_groups for param in group["params"]}

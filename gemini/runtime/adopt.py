@@ -210,7 +210,7 @@ def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager
 
 
 def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: GeminiManager) -> None:
-    """Do as :meth:`write_values` for flat ``values`` from element ``first`` of the parameter's memory.
+    """Write flat ``values`` from element ``first`` of the parameter's memory on; see :meth:`write_values`.
 
     Over several ranks each writes what it owns and none waits for another: one may fail alone.
     """

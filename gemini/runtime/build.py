@@ -204,8 +204,8 @@ def build_runtime(
 def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> PlacementPlan:
     """Return the plan for a model that nobody trains yet.
 
-    What cannot be trained within the budgets may be evaluated: whoever announces no optimizer is told so, and
-    refused when making one.
+    What cannot be trained within the budgets may be evaluated: without an announced optimizer that is a
+    warning here and an error when one is made.
 
     Raises:
         OutOfBudgetError: there is no room for the parameters, or for the update that was announced.

@@ -144,7 +144,7 @@ class GeminiConfig:
             )
         _check_kinds(config)
         if config.device_bytes is not None and config.device_bytes <= 0:
-            raise ConfigError(f"device_bytes is {config.device_bytes}; DEVICE must hold something")
+            raise ConfigError(f"device_bytes is {config.device_bytes}; it must be positive")
         return config
 
     def refuse_unbuilt(self, device: ComputeDevice, *, several_ranks: bool) -> None:

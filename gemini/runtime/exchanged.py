@@ -26,7 +26,7 @@ class ManagedParameters:
         self._is_released = True
 
     def refuse_exchanged(self, doing: str) -> None:
-        """Raise StateError where one of them is managed no more: its chunk would keep what nobody uses. Or
+        """Raise StateError where one of them is no longer managed: its chunk would keep what nobody uses. Or
         where two parameters of the module are one in its chunk."""
         if self._is_released:
             raise StateError(
@@ -40,8 +40,9 @@ class ManagedParameters:
         managed = [type(param) is ManagedParameter for param in self._params]
         name = self._names[managed.index(False)]
         raise StateError(
-            f"{doing}: parameter {name!r} is managed no more: torch.utils.swap_tensors, or load_state_dict() "
-            "of the module under torch.__future__.set_swap_module_params_on_conversion(True), put another "
+            f"{doing}: parameter {name!r} is no longer managed: torch.utils.swap_tensors, or "
+            "load_state_dict() of the module under "
+            "torch.__future__.set_swap_module_params_on_conversion(True), put another "
             "tensor in its place. Build the model again, wrap it and load a checkpoint; load weights with "
             "load_state_dict() of the GeminiDDP, which copies them"
         )

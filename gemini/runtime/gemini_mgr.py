@@ -72,8 +72,8 @@ class GeminiManager(Gate):
     # -- updates that wait -------------------------------------------------------------------------
 
     @property
-    def may_put_off(self) -> bool:
-        """Whether the updates of the step under way may run elsewhere than at its end.
+    def can_defer_updates(self) -> bool:
+        """Whether this step's updates may run after ``step()`` returns.
 
         Not in warmup, nor outside a recorded step: nothing says when that is. Not where all model data fits:
         there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.

@@ -216,7 +216,7 @@ class GradientExchange:
             arrived.clear()
 
     def settle_group(self, index: int) -> None:
-        """Do as :meth:`settle` if the exchange under way is that of a group."""
+        """End the exchange under way if it is that of a group."""
         if self._under_way is not None and self._under_way[0] == index:
             self.settle()
 

@@ -48,8 +48,8 @@ class Incoming:
 class Passing:
     """Sends and receives over an axis, in CPU memory. For one thread.
 
-    Messages are told apart by tags, so ranks need not agree on their order. Whoever waits for one looks at
-    the others' signs meanwhile, and hears of one that has left, died or is stuck.
+    Messages are told apart by tags, so ranks need not agree on their order. While a rank waits for one it
+    looks at the others' signs, and hears of one that has left, died or is stuck.
     """
 
     def __init__(self, axis: Axis) -> None:

@@ -57,8 +57,8 @@ class SequenceAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Do as ``scaled_dot_product_attention`` does, whose arguments these are, with this rank's queries
-        and the keys and values of all ranks; masks as :class:`AttentionMask` has them.
+        """Attend with this rank's queries to the keys and values of all ranks; arguments are those of
+        ``scaled_dot_product_attention``, masks as :class:`AttentionMask` has them.
 
         Raises:
             ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.

@@ -89,7 +89,7 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Do as transformers' ``sdpa_attention_forward``, whose arguments these are."""
+    """Attend across the ranks, with the arguments of transformers' ``sdpa_attention_forward``."""
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ConfigError(
@@ -116,8 +116,8 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Do as transformers' ``sdpa_mask``, whose arguments these are, for the whole sequence of which this rank
-    has ``q_length`` tokens. All ranks call this."""
+    """Return the mask of the whole sequence, of which this rank has ``q_length`` tokens, from the arguments
+    of transformers' ``sdpa_mask``. All ranks call this."""
     axis, order = attention.axis, attention.order
     if int(q_offset) or int(kv_offset):
         raise ConfigError("a sequence over several ranks is for training; generate with a model of its own")

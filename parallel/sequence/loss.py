@@ -66,8 +66,8 @@ def _causal_loss(
     shift_labels: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Do as transformers' loss of causal language models, whose arguments these are; ``num_items_in_batch``
-    is that of all ranks."""
+    """Return the loss of a causal language model, from the arguments of transformers' loss function;
+    ``num_items_in_batch`` counts the items of all ranks."""
     if shift_labels is None:
         raise ConfigError(
             "the labels are of a part of a sequence and the model would shift them inside of it; cut batches "

@@ -21,7 +21,7 @@ class AttendingModule(nn.Module):
     sequence_attention: SequenceAttention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as the module that it was."""
+        """Return what the original module returns, with attention across the ranks."""
         with self.sequence_attention.in_place_of_torch():
             return super().forward(*args, **kwargs)
 

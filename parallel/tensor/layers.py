@@ -175,7 +175,7 @@ class AlibiAttention(CutLayer):
     num_heads: int  # of this rank
 
     def forward(self, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
-        """Do as the module that it was. ``alibi``: (batch x all heads, 1, keys)."""
+        """Return the module's output; ``alibi``, (batch x all heads, 1, keys), is cut to own heads."""
         axis = self.tensor_region.axis
         every = alibi.unflatten(0, (-1, axis.size * self.num_heads))
         own = every.narrow(1, axis.rank * self.num_heads, self.num_heads).flatten(0, 1)

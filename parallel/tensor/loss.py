@@ -95,7 +95,7 @@ def _causal_loss(
     shift_labels: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """Do as transformers' loss of causal language models, whose arguments these are."""
+    """Return the loss of a causal language model, from the arguments of transformers' loss function."""
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"

@@ -91,8 +91,8 @@ class Collectives:
     def exchange(self, rows: torch.Tensor) -> Flight:
         """Send row i of ``rows`` (ranks, width) to rank i; the result's row i comes from rank i.
 
-        Not a reduce-scatter: it moves the same bytes, and whoever sums the rows chooses the order and the
-        type of the sum.
+        Not a reduce-scatter: it moves the same bytes, and the caller, who sums the rows, chooses the order
+        and the type of the sum.
         """
         if self.size == 1:
             return Flight(rows, rows)
@@ -113,7 +113,7 @@ class Collectives:
         return Flight(result, own, partial(self._wait, work, _GATHERS))
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
-        """Do as :meth:`gather`, at once, for a tensor that may lie where the group cannot send from."""
+        """Return the ranks' ``own`` as :meth:`gather` does, without delay; it may lie on another device."""
         if self.size == 1:
             return own.unsqueeze(0)
         self.traffic.other_bytes += own.nbytes * (self.size - 1)

@@ -35,7 +35,7 @@ class InOneType(TorchFunctionMode):
 def run_backward(
     tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Sequence[torch.Tensor], retain_graph: bool
 ) -> None:
-    """Do as ``torch.autograd.backward``, where activations that are computed again get one type, too.
+    """Run ``torch.autograd.backward``; activations that are computed again get one type, too.
 
     That one is a torch function itself, so that no mode is left within it.
     """

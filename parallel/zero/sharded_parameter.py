@@ -27,7 +27,7 @@ class ShardedGradient:
         """The gradient as autograd has it; between backward and the optimizer's step that is none.
 
         Raises:
-            StateError: the optimizer has it, so that whoever reads it here would take it for missing.
+            StateError: the optimizer has it; a reader would take it for missing.
         """
         grad = raw_grad(self)
         if grad is None and (label := self._is_held()):

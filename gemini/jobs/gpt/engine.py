@@ -55,7 +55,7 @@ class Engine(Protocol):
 class TieredEngine(Engine, Protocol):
     """An engine whose memory is managed: it can also be measured, saved and restored.
 
-    Whoever made it closes it.
+    Its maker closes it.
     """
 
     def stats(self) -> dict[str, Any]:

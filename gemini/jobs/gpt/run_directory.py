@@ -179,7 +179,7 @@ class RunDirectory:
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line, readable at once by whoever follows the file; one that failed goes with the next."""
+        """Add one line, readable at once by who follows the file; a failed one is repeated with the next."""
         self._unwritten += (json.dumps(record) + "\n").encode("ascii")
         with io_errors("write metrics", self.metrics):
             append_whole(self.metrics, self._unwritten)

@@ -1,4 +1,4 @@
-"""Leases: tensors over windows, which whoever gets them may keep as long as he likes."""
+"""Leases: tensors over windows that may outlive the operator they were made for."""
 
 from __future__ import annotations
 

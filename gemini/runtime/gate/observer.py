@@ -1,4 +1,4 @@
-"""What a GeminiManager tells whoever wants to see a step."""
+"""Callbacks of a GeminiManager for observers of a step."""
 
 from __future__ import annotations
 

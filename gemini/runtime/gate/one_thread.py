@@ -21,7 +21,7 @@ class OneThread:
     """Which thread is in a call of one model (forward, backward, step, ...), and in which.
 
     Autograd may run a backward pass on threads of its own while the one that called it waits: those are in
-    the model as well. Whoever has left may be followed by any other thread.
+    the model as well. Once it has left, any other thread may follow.
     """
 
     def __init__(self) -> None:

@@ -45,8 +45,8 @@ def exchange_tensors(
 ) -> Any:
     """Return ``value`` with every tensor in it replaced by ``change(tensor)``, where that is another one.
 
-    Looks where :func:`map_tensors` does, but lists, mappings and dataclasses are changed in place: whoever
-    else has them sees it. ``around``: ids of the containers that ``value`` is in; one in itself is looked
+    Looks where :func:`map_tensors` does, but lists, mappings and dataclasses are changed in place, for
+    all who hold them. ``around``: ids of the containers that ``value`` is in; one in itself is looked
     into once.
     """
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,9 @@
 """Memory of managed tensors that is asked for by its address: what torch does not see used.
 
-Writers of files, kernels of Triton and C++, numpy arrays read it past every operator. So whoever asks for
-an address is given memory that holds the tensor until the next operator of the model: the chunk's window,
-pinned, or, once half of DEVICE is taken so, a copy. What was written there by then is written to the tensor.
+Writers of files, kernels of Triton and C++, numpy arrays read it past every operator. So a request for
+an address is answered with memory that holds the tensor until the next operator of the model: the chunk's
+window, pinned, or, once half of DEVICE is taken so, a copy. What was written there by then is written to the
+tensor.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Without hooks on saved tensors ``ctx.saved_tensors`` gives the very objects that were saved. With hooks, which
 activation offloading and non-reentrant checkpointing set, autograd makes new tensors of what a hook returns:
 plain ones over a window, so that an operator on one would read a chunk that may be away, and what is added to
-the ``grad`` of one is nobody's gradient. So whoever asks is given the parameter itself, or a managed view.
+the ``grad`` of one is nobody's gradient. So ``saved_tensors`` gives the parameter itself, or a managed view.
 """
 
 from __future__ import annotations

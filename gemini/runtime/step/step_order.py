@@ -167,7 +167,7 @@ class StepOrder(Learned):
         self.resume(())
 
     def replan(self, context: PlacementContext) -> None:
-        """Do as :meth:`Learned.replan`. Nothing may be pending."""
+        """Plan anew for another ``context``. Nothing may be pending."""
         self._forget_plans()
         super().replan(context)
         self._choose_host_chunks()

@@ -55,7 +55,7 @@ class ShardPlace(NamedTuple):
 
 
 class GradientEvents(Protocol):
-    """Whoever exchanges gradients, as one gradient sees it."""
+    """The exchange of gradients, as seen by one of them."""
 
     def arrived(self) -> bool:
         """Backward has made a gradient, or added to it. Say whether the ranks exchange it from now on; else
@@ -154,7 +154,7 @@ class ShardedGradient(SlotGradient):
         return place.shard.grad.tensor[offset + start : offset + stop]
 
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Do as the base: what this rank has made, and its part of the mean."""
+        """Yield what this rank has made, and its part of the mean."""
         self.events.settle()
         if self._in_chunk:
             yield self.ref.tensors, self.view
@@ -173,12 +173,12 @@ class ShardedGradient(SlotGradient):
         return super().alias()
 
     def collect(self, grad: torch.Tensor) -> None:
-        """Do as the base; tell who exchanges gradients."""
+        """Take over a gradient that autograd made, and offer it for exchange."""
         super().collect(grad)
         self._is_offered = self.events.arrived()
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Do as the base; the next step exchanges it. A gradient of the parameter's dtype is taken too."""
+        """Keep a copy of ``grad``, which the next step exchanges; the parameter's dtype is taken, too."""
         place = self._place
         if grad is not None and grad.dtype == place.shard.param.spec.dtype:
             grad = grad.to(self.view.dtype)
