@@ -1,4 +1,4 @@
-"""The programs a new user copies first run as they stand: examples/ with tiny sizes, and the README's."""
+"""The programs a new user copies first run as they stand: examples/ with tiny sizes, and those of pages."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_once
 
 
-def readme_programs() -> list[str]:
-    """Return the README's Python blocks: the runtime, a module managed in place, an optimizer alone."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def programs_of(page: str) -> list[str]:
+    """Return the Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def losses_of(output: str) -> list[float]:
@@ -109,9 +109,21 @@ def test_compact_states_hold_as_few_bytes_as_promised(ran: Runs) -> None:
     assert held == [14.0, 8.03]
 
 
-def test_readme_program_runs_with_falling_loss(tmp_path: Path) -> None:
-    program = readme_programs()[0]
+def test_readme_program_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> None:
+    (program,) = programs_of("README.md")
     assert len(program.strip().splitlines()) <= 16
+    losses = losses_of(run(["-c", program], tmp_path))
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readme_can_be_read_in_some_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_start_wraps_a_model(tmp_path: Path) -> None:
+    program, _in_place = programs_of("docs/start.md")
     # Smaller, so that it takes a moment; everything else as printed.
     tiny = (
         program.replace("1024", "64")
@@ -124,15 +136,25 @@ def test_readme_program_runs_with_falling_loss(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_readme_module_is_managed_in_place_as_it_stands(tmp_path: Path) -> None:
-    _runtime, program, _optimizer = readme_programs()
+def test_start_manages_a_module_in_place_as_it_stands(tmp_path: Path) -> None:
+    _wrapped, program = programs_of("docs/start.md")
     output = run(["-c", program], tmp_path)
     assert "ManagedModel(Sequential: DEVICE" in output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readme_optimizer_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> None:
-    _runtime, _in_place, program = readme_programs()
+def test_optimizer_alone_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/optimizers.md")
     losses = losses_of(run(["-c", program], tmp_path))
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_pages_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
