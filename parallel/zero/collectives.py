@@ -157,7 +157,7 @@ class Collectives:
         if self.size == 1:
             return [own]
         content = self._pickled(own)
-        sizes = self._all_of(torch.tensor([content.numel()], device=self._device)).tolist()
+        sizes = self._all_of(torch.tensor([content.numel()], dtype=torch.int64, device=self._device)).tolist()
         padded = content.new_zeros(max(sizes))
         padded[: content.numel()] = content
         rows = self._all_of(padded).view(self.size, -1)
@@ -168,7 +168,7 @@ class Collectives:
         if self.size == 1:
             return own
         content = self._pickled(own if self.rank == 0 else None)
-        size = torch.tensor([content.numel()], device=self._device)
+        size = torch.tensor([content.numel()], dtype=torch.int64, device=self._device)
         self._broadcast(size)
         if self.rank != 0:
             content = content.new_empty(int(size))
