@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gemini.checkpoint.contents import part_file
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
+from gemini.errors import CheckpointError
+from gemini.system import rng
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:
@@ -29,11 +32,23 @@ def verdict(checkpoint: Path) -> dict[str, Any]:
         with CheckpointReader(checkpoint) as reader:
             reader.verify()
             reader.objects()
+            ranks = reader.manifest["ranks"]
+            for rank in range(ranks):
+                _check_generators(reader, rank, ranks)
             return {"path": str(checkpoint), "damage": None, "bytes": _size(reader)}
     except UnreadableError:
         raise
     except DamagedError as error:
         return {"path": str(checkpoint), "damage": str(error), "bytes": None}
+
+
+def _check_generators(reader: CheckpointReader, rank: int, ranks: int) -> None:
+    """Raise DamagedError for states of generators that loading would refuse."""
+    document = reader.rng(rank, ranks)
+    try:
+        rng.parse(document)
+    except CheckpointError as error:
+        raise DamagedError(f"{reader.path / part_file(rank, ranks)} is damaged: {error}") from error
 
 
 def _described(reader: CheckpointReader) -> dict[str, Any]:

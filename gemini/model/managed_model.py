@@ -305,7 +305,7 @@ class ManagedModel:
         if not self.manager.is_closed:
             self.manager.run_pending()
             self.manager.recover()
-            release_adopted(self._adopted, self.manager)
+            release_adopted(self._adopted, self.module, self.manager)
         self._adopted = []
         self.managed.release()
         self.unfollowed.close()

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload.async_file import Directories, checked_directories
+from gemini.runtime import ManagedParameter
 
 from .dense import is_dense, ordered_like
 from .disk_states import DiskRows, DiskStates, Update
@@ -276,6 +277,11 @@ class KernelAdam(Optimizer):
         self._check_param(param, label)
         if param.device.type == "meta":
             raise ConfigError(f"{label} is on {param.device}: it has no memory to update")
+        if type(param) is ManagedParameter:  # the kernel takes addresses, behind which chunks come and go
+            raise ConfigError(
+                f"{label} is managed; {type(self).__name__} updates it through "
+                "gemini.GeminiOptimizer(optimizer, model), whose step() is the one to call"
+            )
         if grad.layout != torch.strided:
             raise ConfigError(f"the gradient of {label} is {grad.layout}; make it dense")
         if grad.device != param.device or grad.dtype not in TYPE_NAMES:

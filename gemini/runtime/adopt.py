@@ -22,7 +22,14 @@ from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.addresses import span_bytes
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.param import ManagedParameter, make_managed, make_plain
+from gemini.runtime.intercept.param import (
+    ManagedParameter,
+    ManagedTensor,
+    make_managed,
+    make_plain,
+    make_plain_view,
+    plain_copy,
+)
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.storage.initialize import (
     Initialization,
@@ -41,6 +48,7 @@ _AS_IT_IS = nullcontext()
 _MASTERS = StateSpec(MASTER)
 
 # What nn.Parameter(weight) made of managed weights.
+# What nn.Parameter(weight) made of managed weights; some are ordinary ones again.
 second_names: WeakSet[ManagedParameter] = WeakSet()
 
 
@@ -400,17 +408,20 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
 
 def _release(entry: Adopted, manager: GeminiManager) -> None:
     """Make one parameter an ordinary one again. Raises as :func:`read_values`; it stays managed then."""
-    param = entry.param
     values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
-    make_plain(param, values)
-    for key in _our_hooks(param):
-        del param._post_accumulate_grad_hooks[key]
+    managed = [param for param in second_names if type(param) is ManagedParameter]
+    twins = [param for param in managed if param._slot is entry.slot]
+    for param in (*twins, entry.param):
+        make_plain(param, values)
+        for key in _our_hooks(param):
+            del param._post_accumulate_grad_hooks[key]
 
 
 @torch.no_grad()
-def release_adopted(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
+def release_adopted(adopted: Sequence[Adopted], module: nn.Module, manager: GeminiManager) -> None:
     """Make the parameters ordinary ones, with memory of their own on the device and in the type of before:
-    the values of their masters where they have any. Gradients are given up.
+    the values of their masters where they have any. So become second names of them, and views that
+    ``module`` keeps, which go on sharing memory. Gradients are given up.
 
     Raises:
         OutOfBudgetError, IoError: a chunk could not be read, there is no memory: parameters of before are
@@ -419,6 +430,25 @@ def release_adopted(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
     for entry in adopted:
         if type(entry.param) is ManagedParameter:
             _release(entry, manager)
+    by_tensor = {entry.slot.param_ref.tensors: entry for entry in adopted}
+    for part in module.modules():
+        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+            if type(value) is ManagedTensor and value._ref.manager is manager:
+                viewed = by_tensor.get(value._ref.tensors)
+                if viewed is not None:
+                    _release_view(value, viewed)
+
+
+def _release_view(view: ManagedTensor, entry: Adopted) -> None:
+    """Make a view, such as ``weight.detach()``, an ordinary one of the parameter; where that has another type
+    now, a copy."""
+    inside = view.storage_offset() - entry.slot.param_view.storage_offset()
+    if view.dtype == entry.param.dtype and view.device == entry.param.device:
+        values = entry.param.data
+        values = values.as_strided(view.shape, view.stride(), values.storage_offset() + inside)
+    else:
+        values = plain_copy(view)
+    make_plain_view(view, values)
 
 
 @torch.no_grad()

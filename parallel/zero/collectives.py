@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gemini.errors import ConfigError, StateError
 _DIGEST_BYTES = 8
 _EXCHANGES = "exchanges gradients (backward, step)"
 _GATHERS = "gathers updated weights (step)"
+_SAYS = "tells what its parameters and states are (wrapping, state_dict, saving)"
 
 
 @dataclass
@@ -154,25 +156,47 @@ class Collectives:
         """Return every rank's object by rank; they are pickled."""
         if self.size == 1:
             return [own]
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, own, group=self._group)
-        return every
+        content = self._pickled(own)
+        sizes = self._all_of(torch.tensor([content.numel()], dtype=torch.int64, device=self._device)).tolist()
+        padded = content.new_zeros(max(sizes))
+        padded[: content.numel()] = content
+        rows = self._all_of(padded).view(self.size, -1)
+        return [_unpickled(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def first(self, own: Any) -> Any:
         """Return the first rank's object on every rank; it is pickled."""
         if self.size == 1:
             return own
-        assert self._group is not None
-        box = [own]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
-        return box[0]
+        content = self._pickled(own if self.rank == 0 else None)
+        size = torch.tensor([content.numel()], dtype=torch.int64, device=self._device)
+        self._broadcast(size)
+        if self.rank != 0:
+            content = content.new_empty(int(size))
+        self._broadcast(content)
+        return own if self.rank == 0 else _unpickled(content)
 
     def spread(self, tensor: torch.Tensor) -> None:
         """Give all ranks the values of the first one, in place; any memory order."""
         if self.size == 1:
             return
-        assert self._group is not None
         values = tensor.detach().contiguous()
-        dist.broadcast(values, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self._broadcast(values)
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
+
+    def _pickled(self, value: Any) -> torch.Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+
+    def _all_of(self, own: torch.Tensor) -> torch.Tensor:
+        result = own.new_empty(self.size * own.numel())
+        self._wait(all_gather(result, own, group=self._group, async_op=True), _SAYS)
+        return result
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        assert self._group is not None
+        source = dist.get_global_rank(self._group, 0)
+        self._wait(dist.broadcast(tensor, src=source, group=self._group, async_op=True), _SAYS)
+
+
+def _unpickled(content: torch.Tensor) -> Any:
+    return pickle.loads(content.cpu().numpy().tobytes())

@@ -134,7 +134,7 @@ def test_low_level_zero_names_a_rank_that_leaves(way: str, reason: str, stage: i
     assert seconds < 30
 
 
-def _stop_low_level() -> tuple[str, float]:
+def _stop_low_level(call: str) -> tuple[str, float]:
     _set_patience(PATIENCE)
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
@@ -145,6 +145,9 @@ def _stop_low_level() -> tuple[str, float]:
         for index in range(2):
             if index == 1 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if index == 1 and call == "state_dict":
+                optimizer.state_dict()
+                break
             optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
             optimizer.step()
     except StateError as error:
@@ -155,8 +158,9 @@ def _stop_low_level() -> tuple[str, float]:
     return message, time.monotonic() - begin
 
 
-def test_low_level_zero_names_a_stopped_rank() -> None:
-    (message, seconds), _ = run_on_ranks(_stop_low_level, 2)
+@pytest.mark.parametrize("call", ["step", "state_dict"])
+def test_low_level_zero_names_a_stopped_rank(call: str) -> None:
+    (message, seconds), _ = run_on_ranks(_stop_low_level, 2, call)
     assert "rank 1 has given no sign of life for" in message
     assert PATIENCE <= seconds < SOON
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
+from gemini import (
+    ConfigError,
+    CPUAdam,
+    GeminiDDP,
+    GeminiOptimizer,
+    IoError,
+    StateError,
+    checkpoint,
+    manage,
+)
 
 KIB = 1024
 
@@ -275,3 +284,23 @@ def test_a_parameter_that_is_managed_no_more_is_refused_wherever_it_would_be_use
     ):
         with pytest.raises(StateError, match=r"is no longer managed: .*load_state_dict"):
             used()
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "managed after its first step"])
+def test_an_adam_of_ours_alone_refuses_managed_parameters(tmp_path: Path, wrapped: bool) -> None:
+    net = build()
+    optimizer = CPUAdam(net.parameters(), lr=1e-2)
+    if not wrapped:
+        loss_of(net, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle = manage(net, device_bytes=72 * KIB, disk_dir=str(tmp_path), non_model_bytes=0)
+    before = handle.state_dict()
+    loss_of(net, 1).backward()
+    with pytest.raises(ConfigError, match=r"is managed; .*GeminiOptimizer"):
+        optimizer.step()
+    assert all(map(torch.equal, handle.state_dict().values(), before.values()))
+    handle.release()
+    loss_of(net, 1).backward()
+    optimizer.step()
+    assert not torch.equal(net[0].weight, before["0.weight"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from training_harness import KIB, assert_same_state, moved_bytes, tight
 
-from gemini import ConfigError, GeminiAdamOptimizer, GeminiDDP, HybridAdam, StateError
+from gemini import ConfigError, GeminiAdamOptimizer, GeminiDDP, HybridAdam, StateError, manage
 
 WIDTH = 32
 
@@ -58,6 +58,18 @@ def merge(net: Any) -> None:
 
 def name_again(net: Any) -> None:
     net[0].weight = nn.Parameter(net[0].weight)
+
+
+def name_its_data(net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.data)
+
+
+def freeze_its_data(net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.detach(), requires_grad=False)
+
+
+def keep_a_view(net: Any) -> None:
+    net[0].register_buffer("rows", net[0].weight.detach().t()[3:5])
 
 
 def tie(net: Any) -> None:
@@ -143,3 +155,35 @@ def test_two_parameters_over_one_memory_are_refused(tmp_path: Path) -> None:
             model(torch.ones(2, WIDTH))
         net[1].weight = net[0].weight
         assert model(torch.ones(2, WIDTH)).isfinite().all()
+
+
+SECOND_NAMES = [name_again, name_its_data, freeze_its_data, keep_a_view, parametrizations.weight_norm]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("change", SECOND_NAMES)
+def test_what_names_a_weight_a_second_time_trains_and_outlives_management(
+    change: Callable[[Any], object], precision: str | None, tmp_path: Path
+) -> None:
+    plain, net = network(), network()
+    handle = manage(net, mixed_precision=precision, **tight(tmp_path, 24 * KIB))
+    for each in (net, plain):
+        change(each[0] if change is parametrizations.weight_norm else each)
+    # torch's optimizers take parameters that came after wrapping.
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    by_hand = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    if precision is None:
+        assert train(net, optimizer, 3) == train(plain, by_hand, 3)
+    else:
+        train(net, optimizer, 3)
+        plain.load_state_dict(net.state_dict())
+    handle.release()
+    assert type(net) is nn.Sequential
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in net.parameters())
+    if precision is None:
+        assert_same_state(net.state_dict(), plain.state_dict())
+        assert train(net, optimizer, 3) == train(plain, by_hand, 3)
+        assert_same_state(net.state_dict(), plain.state_dict())
+    else:
+        got = {name: value.float() for name, value in net.state_dict().items()}
+        assert all(map(torch.equal, got.values(), plain.state_dict().values()))

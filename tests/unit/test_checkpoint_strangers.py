@@ -131,3 +131,23 @@ def test_what_contradicts_itself_is_damaged(
         assert torch.equal(value, before[key])
     other.load(path.parent)
     assert other.model.manager.step == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.update(rng=None),
+        lambda document: document["rng"].pop("python"),
+        lambda document: document["rng"]["numpy"]["state"].update(pos=10**6),
+        lambda document: document["rng"].update(torch="00"),
+    ],
+)
+def test_verify_finds_states_of_generators_that_loading_refuses(
+    saved: tuple[Run, Path], change: Callable[[Any], None]
+) -> None:
+    _, path = saved
+    assert verdict(path)["damage"] is None
+    resealed.edit(path, "rank-00000-of-00001.json", change)
+    with pytest.raises(DamagedError):
+        start(seed=7, width=4).load(path)
+    assert "rank-00000-of-00001.json" in verdict(path)["damage"]

@@ -128,6 +128,13 @@ def as_managed(view: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     return view
 
 
+def make_plain_view(view: torch.Tensor, values: torch.Tensor) -> None:
+    """Turn a managed view back into an ordinary tensor, or parameter, with ``values`` as its data."""
+    view.__class__ = torch.nn.Parameter if isinstance(view, torch.nn.Parameter) else torch.Tensor
+    del view._ref  # type: ignore[attr-defined]
+    view.data = values
+
+
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that was given managed tensors.
 

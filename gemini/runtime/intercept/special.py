@@ -36,6 +36,10 @@ def _grad_of(param: Any) -> torch.Tensor | None:
 def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
     slot = _slot_of(param)
     if slot is None:
+        with PlainTensors():
+            if param.requires_grad and param.is_leaf:  # nn.Parameter(weight.detach()) has its own
+                param.grad = grad
+                return
         raise ConfigError(
             "assigning .grad to a view of a managed parameter has no effect; assign it to the parameter"
         )
