@@ -19,6 +19,7 @@ from gemini.comm.collectives import all_gather, break_off, store_of
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8
+_FRAME_BYTES = 256  # of the first message of an agreement
 _EXCHANGES = "exchanges gradients (backward, step)"
 _GATHERS = "gathers updated weights (step)"
 _SAYS = "tells what its parameters and states are (wrapping, state_dict, saving)"
@@ -125,10 +126,31 @@ class Collectives:
         self._wait(work, "gathers norms (clipping) or states (state_dict, saving)")
         return result.to(own.device)
 
-    def maximum(self, flags: list[int]) -> list[int]:
-        """Return the largest of all ranks' flags, each in [0, 255]."""
+    def maximum(self, flags: list[int], doing: str) -> list[int]:
+        """Return the largest of all ranks' flags, each in [0, 255].
+
+        The first message is equally long whatever is asked, and says it: messages of different lengths would
+        end the process.
+
+        Raises:
+            StateError: on all ranks: they are not ``doing`` the same.
+        """
         if self.size == 1:
             return flags
+        digest = sha256(f"{doing}, {len(flags)}".encode()).digest()[:_DIGEST_BYTES]
+        head = [*digest, *(255 - byte for byte in digest)]
+        room = _FRAME_BYTES - len(head)
+        frame = self._largest([*head, *flags[:room], *bytes(max(0, room - len(flags)))])
+        if any(a + b != 255 for a, b in zip(frame[:_DIGEST_BYTES], frame[_DIGEST_BYTES:], strict=False)):
+            each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
+            raise StateError(
+                f"ranks do different things: {each}; all of them must make the calls that ranks make "
+                "together, as often, in the same order and with the same settings"
+            )
+        rest = self._largest(flags[room:]) if len(flags) > room else []
+        return frame[len(head) : len(head) + len(flags)] + rest
+
+    def _largest(self, flags: list[int]) -> list[int]:
         shared = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         self.traffic.other_bytes += shared.nbytes
         work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -137,20 +159,7 @@ class Collectives:
 
     def require_same(self, doing: str) -> None:
         """Raise StateError, on all ranks, where they are not about to do the same."""
-        if self.size == 1:
-            return
-        digest = sha256(doing.encode()).digest()[:_DIGEST_BYTES]
-        largest = self.maximum([*digest, *(255 - byte for byte in digest)])
-        if all(
-            low == 255 - high
-            for high, low in zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)
-        ):
-            return
-        each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
-        raise StateError(
-            "ranks use gradients differently, so that parts of one weight would not belong together: "
-            f"{each}; give all of them the same"
-        )
+        self.maximum([], doing)
 
     def objects(self, own: Any) -> list[Any]:
         """Return every rank's object by rank; they are pickled."""

@@ -51,4 +51,4 @@ def any_overflow(buckets: Sequence[Bucket], collectives: Collectives) -> bool:
     finite = not largest or bool(
         torch.stack([value.to(largest[0].device) for value in largest]).isfinite().all()
     )
-    return collectives.maximum([int(not finite)]) == [1]
+    return collectives.maximum([int(not finite)], "looks for overflow (step)") == [1]

@@ -129,7 +129,7 @@ class GradientReducer:
         """Reduce what came outside :meth:`backward` or within :meth:`no_sync`, if any rank has any."""
         self._take_strays()
         pending = _SEVERAL if self._several else _ONE if self._local else 0
-        most = self._collectives.maximum([pending])[0]
+        most = self._collectives.maximum([pending], "completes gradients (clipping, step)")[0]
         self._wide |= most == _SEVERAL
         if most:
             self.reduce()
@@ -143,7 +143,7 @@ class GradientReducer:
         used = self.used | self._local
         flags = [int(shard in used) for shard in self.shards]
         flags += [int(bucket.has_local) for bucket in self.buckets]
-        agreed = self._collectives.maximum(flags)
+        agreed = self._collectives.maximum(flags, "reduces gradients (backward, step)")
         self.used = {shard for shard, flag in zip(self.shards, agreed, strict=False) if flag}
         for bucket, flag in zip(self.buckets, agreed[len(self.shards) :], strict=True):
             if flag:

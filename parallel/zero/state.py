@@ -143,7 +143,7 @@ def import_state(
     beside = {key: value for key, value in state_dict.get("state", {}).items() if key not in numbers}
     _load_own(optimizer, groups, list(parts.values()), beside)
     restored = _restore_masters(list(parts.values()))
-    if optimizer.collectives.maximum([int(restored)]) == [1]:
+    if optimizer.collectives.maximum([int(restored)], "loads a state") == [1]:
         optimizer.gather_all()
     if optimizer.loss_scale is not None and "loss_scale" in state_dict:
         optimizer.loss_scale.load_state_dict(state_dict["loss_scale"])

@@ -134,6 +134,29 @@ def test_low_level_zero_names_a_rank_that_leaves(way: str, reason: str, stage: i
     assert seconds < 30
 
 
+def _give_gradients_up_on_one_rank() -> str:
+    _set_patience(None)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters()), stage=1)
+    try:
+        for _ in range(2):
+            optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+            if dist.get_rank() == 0:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_low_level_zero_raises_on_all_ranks_where_they_make_different_calls() -> None:
+    for message in run_on_ranks(_give_gradients_up_on_one_rank, 2):
+        assert "rank 0: reduces gradients" in message
+        assert "rank 1: step with" in message
+
+
 def _stop_low_level(call: str) -> tuple[str, float]:
     _set_patience(PATIENCE)
     model = torch.nn.Linear(WIDTH, WIDTH)
