@@ -87,9 +87,10 @@ def require_own_names(model: ManagedModel) -> None:
     state = model.module.state_dict(keep_vars=True)
     others = [name for name, value in state.items() if name in slots and _slot_of(value) is not slots[name]]
     if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"{others[0]!r} and {len(others) - 1} more names of the model's state are of other tensors than "
-            "those that were wrapped, so that their chunks are not what the model computes with. Copy new "
+            f"the model's state has other tensors than those that were wrapped under {others[0]!r}{more}, "
+            "so that their chunks are not what the model computes with. Copy new "
             "values into the parameters (param.copy_(values) under torch.no_grad()), or replace, tie or "
             "exchange layers before wrapping: copy.deepcopy(model.module) is an ordinary model. Weights "
             "alone are in model.state_dict() and Booster.save_model"

@@ -159,7 +159,8 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
             f"transformers takes {path} for no {fields['model_type']!r} model: {_line(error)}; correct it, "
             "or install the version of transformers that it was written by"
         ) from error
-    wanted = list(map(str, fields.get("architectures") or ()))
+    said = fields.get("architectures") or ()
+    wanted = [said] if isinstance(said, str) else list(map(str, said))
     classes = [getattr(transformers, each) for each in wanted if hasattr(transformers, each)]
     if wanted and not classes:
         raise ConfigError(

@@ -183,12 +183,13 @@ def test_a_hugging_face_model_has_the_name_of_its_file(
     assert find_model(path, ModelOptions(32, checkpointing=False)).name == name
 
 
+@pytest.mark.parametrize("said", [["LlamaForCausalLN"], "LlamaForCausalLN"])
 def test_an_architecture_that_transformers_lacks_is_no_other_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SimpleNamespace(for_model=lambda **_fields: SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=config))
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLN"]}))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": said}))
     with pytest.raises(ConfigError, match=r"no 'LlamaForCausalLN'.*correct the name"):
         find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
 
