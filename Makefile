@@ -1,6 +1,7 @@
 # make demo   train a GPT several times larger than the memory it is allowed, and verify it
 # make check  lint and the fast tests, in about 3 minutes on two cores
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
+# make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
 
@@ -14,7 +15,7 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
-.PHONY: demo check test bench lint format package sanitize setup clean
+.PHONY: demo check test bench docs lint format package sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -33,6 +34,9 @@ test: setup
 
 bench: setup
 	.venv/bin/gemini bench $(BENCH_ARGS)
+
+docs: setup
+	@scripts/check.sh docs
 
 lint: setup
 	@scripts/check.sh lint

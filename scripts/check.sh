@@ -44,12 +44,16 @@ is_short() {
 }
 
 # mypy cannot see that parallel/ is gemini.parallel, so it gets the folders laid out as they are installed.
+lay_out() {
+  rm -rf "$1" && mkdir -p "$1/gemini"
+  ln -s "$ROOT"/gemini/* "$1/gemini/"
+  ln -s "$ROOT/parallel" "$1/gemini/parallel"
+  ln -s "$ROOT/benchmarks/gemini_bench" "$1/gemini_bench"
+}
+
 check_types() {
   local view=build/typing
-  rm -rf "$view" && mkdir -p "$view/gemini"
-  ln -s "$ROOT"/gemini/* "$view/gemini/"
-  ln -s "$ROOT/parallel" "$view/gemini/parallel"
-  ln -s "$ROOT/benchmarks/gemini_bench" "$view/gemini_bench"
+  lay_out "$view"
   (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini -p gemini_bench)
 }
 
@@ -67,6 +71,14 @@ format() {
   "$BIN/ruff" format -q .
   sources | xargs "$BIN/clang-format" -i
 }
+
+# -------------------------------------------------------------------------------------------------- docs
+build_site() {
+  lay_out build/typing
+  NO_MKDOCS_2_WARNING=1 "$BIN/mkdocs" build --strict -q
+}
+
+docs() { check "site of the documentation" build_site; }
 
 # ------------------------------------------------------------------------------------------------- tests
 readonly SPREAD=(-n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal)
@@ -186,8 +198,8 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  fast | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
-  all) lint; py; cpp; standin; sanitize; package ;;
+  fast | docs | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
+  all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac
 [ ${#failed[@]} -eq 0 ] || { say "failed: ${failed[*]}"; exit 1; }

@@ -11,6 +11,7 @@ readonly BUILD_TOOLS=(setuptools wheel pybind11 cmake ninja)
 readonly LIBRARIES=(torch==2.13.0 psutil numpy scipy safetensors rich matplotlib)
 readonly INTEGRATED=("transformers>=5" accelerate peft)
 readonly CHECKERS=(pytest pytest-xdist hypothesis ruff mypy clang-format)
+readonly SITE=(mkdocs-material "mkdocstrings[python]")
 
 say() { printf '[setup] %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -72,7 +73,7 @@ make_venv() {
   local want
   # The path is part of it: a virtual environment does not survive being copied or moved.
   want=$(digest "$PWD" "$("$python" -c 'import sys; print(sys.executable, sys.version)')" \
-    "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${CHECKERS[@]}" < constraints.txt)
+    "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${CHECKERS[@]}" "${SITE[@]}" < constraints.txt)
   if is_fresh venv "$want"; then return; fi
   check_toolchain
   install_system_packages
@@ -82,7 +83,7 @@ make_venv() {
   quietly "$VENV/bin/python" -m ensurepip --default-pip \
     || die "no pip in $VENV; if ensurepip is missing, on Debian: apt-get install python3-venv"
   local group
-  for group in BUILD_TOOLS LIBRARIES INTEGRATED CHECKERS; do
+  for group in BUILD_TOOLS LIBRARIES INTEGRATED CHECKERS SITE; do
     local -n names=$group
     say "  ${names[*]}"
     quietly "$VENV/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "${names[@]}" \
