@@ -299,7 +299,7 @@ def add_option(
     """Add ``option``, absent where it is not given; the help names the default of its field in ``kind``."""
     name = option.lstrip("-").replace("-", "_")
     default = kind.__dataclass_fields__[name].default
-    if default not in (None, False, True, ""):
+    if not isinstance(default, bool) and default not in (None, ""):
         settings["help"] += f" (default: {default})"
     group.add_argument(option, default=argparse.SUPPRESS, **settings)
 

@@ -135,11 +135,10 @@ def test_a_tight_budget_gives_the_weights_of_an_ordinary_loop(config: FineTuneCo
 @pytest.mark.parametrize(
     "changes",
     [
-        {"state_dtype": "int8", "eval_share": 0.1, "eval_every": 2},
+        {"state_dtype": "int8", "eval_share": 0.1, "eval_every": 2, "epochs": 0.5, "steps": None},
         {"lora": 4, "lora_dropout": 0.3, "activation_checkpointing": True},
-        {"lora": 4, "merge": True, "epochs": 0.5, "steps": None},
     ],
-    ids=["full", "adapters", "merged"],
+    ids=["full", "adapters"],
 )
 def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
     config: FineTuneConfig, changes: dict[str, Any], tmp_path: Path
@@ -158,7 +157,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
 
 def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTuneConfig) -> None:
     want = files_of(run(config))
-    (Path(config.output) / job.MODEL / "model.safetensors").unlink()
+    (Path(config.output) / "model" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="already holds a run"):
         run(config)
     assert files_of(run(config, resume="auto")) == want
@@ -166,6 +165,25 @@ def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTune
         run(config, resume="auto", lr=0.02)
     with pytest.raises(CheckpointError, match="--resume auto starts"):
         run(config, resume="yes", output=f"{config.output}2")
+
+
+def test_a_model_that_no_run_has_made_is_never_replaced(config: FineTuneConfig, tmp_path: Path) -> None:
+    first = files_of(run(config))
+    own = Path(config.output, "model")
+    with pytest.raises(ConfigError, match="is what the run starts from"):
+        run(config, model=str(own), overwrite=True)
+    (tmp_path / "users").mkdir()
+    own.rename(tmp_path / "users" / "model")
+    with pytest.raises(ConfigError, match="no run has made it"):
+        run(config, output=str(tmp_path / "users"))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "users" / "model").iterdir()} == first
+
+
+def test_starting_over_leaves_nothing_of_the_run_before(config: FineTuneConfig) -> None:
+    run(config)
+    stopped = run(config, overwrite=True, stop_after=2)
+    assert stopped.summary.model is None
+    assert not Path(config.output, "model").exists()
 
 
 def test_adapters_merge_into_what_transformers_makes_of_them(config: FineTuneConfig, tmp_path: Path) -> None:
@@ -258,7 +276,7 @@ def test_a_recipe_that_ships_runs_and_says_first_what_to_expect(
     assert re.match(r"plan: at most DEVICE .* a step, .* tokens/s, bound by", said[1])
     assert shown.err.index(said[1]) < shown.err.index("step 1/2")
     assert "gemini finetune" in shown.out
-    assert LLAMA.from_pretrained(Path(config.output) / job.MODEL).dtype == torch.bfloat16
+    assert LLAMA.from_pretrained(Path(config.output) / "model").dtype == torch.bfloat16
 
 
 def test_what_does_not_fit_is_said_by_the_plan_and_refused_by_the_runtime(

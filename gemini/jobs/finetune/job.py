@@ -20,9 +20,6 @@ from gemini.jobs.gpt.stop import StopRequest
 from gemini.jobs.gpt.training import Training
 from gemini.system.device import repeatable_operators, resolve_device
 
-MODEL = "model"
-"""The exported model, in the directory of the run."""
-
 
 @dataclass(frozen=True)
 class FineTuneResult:
@@ -47,14 +44,14 @@ def run(
     ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it was.
     """
     device = resolve_device(config.device)
-    directory = RunDirectory(config.output, checkpoint.is_complete, option="--output")
+    directory = RunDirectory(config.output, checkpoint.is_complete, option="--output", exports=True)
     with contextlib.ExitStack() as scope:
         scope.callback(directory.release)
         resume = _resumes(config, directory)
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
-        work = FineTuneWork(config, directory.path / MODEL, resume=resume, scratch=scratch)
+        work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch)
         display = show(work.options.steps)
         with display, StopRequest(display.stopping) as stop, repeatable_operators(device):
             display.note(work.describe())
@@ -70,6 +67,7 @@ def run(
 
 def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
     """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
+    directory.refuse_foreign_model(Path(config.model))
     if config.resume == "no":
         if not config.overwrite:
             directory.refuse_older_run()

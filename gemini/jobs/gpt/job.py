@@ -45,8 +45,8 @@ def run(
     """Train as ``config`` says and return the result.
 
     The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
-    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the middle
-    the last complete checkpoint is as it was.
+    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
+    middle the last complete checkpoint is as it was.
     """
     shown = SilentDisplay() if display is None else display
     corpus = ByteCorpus(config.data)

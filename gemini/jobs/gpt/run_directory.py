@@ -28,8 +28,9 @@ _REPAIR = "repair it, or start over with --overwrite"
 class RunDirectory:
     """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
 
-    ``option`` is what named the directory. Where a file cannot be read or written an IoError names it. No
-    other process may train in the directory from the first look at it on, until :meth:`release`.
+    ``option`` is what named the directory; one that ``exports`` has a ``model`` directory of its own. Where
+    a file cannot be read or written an IoError names it. No other process may train in the directory from the
+    first look at it on, until :meth:`release`.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class RunDirectory:
         is_complete: Callable[[Path], bool],
         *,
         option: str = "--checkpoint",
+        exports: bool = False,
     ) -> None:
         self.path = Path(path)
         self._option = option
+        self._exports = exports
         self._is_complete = is_complete
         self._unwritten = b""
         self._lock: DirectoryLock | None = None
@@ -66,8 +69,26 @@ class RunDirectory:
         return self.path / "memory.png"
 
     @property
+    def model(self) -> Path:
+        """Return the directory of a run that exports what it has trained."""
+        return self.path / "model"
+
+    @property
     def _run(self) -> Path:
         return self.path / _RUN
+
+    def refuse_foreign_model(self, source: Path) -> None:
+        """Raise ConfigError where :attr:`model`, which a run replaces, is what it starts from, or is there
+        and no run has made it."""
+        target = self.model
+        if source.resolve().is_relative_to(target.resolve()):
+            raise ConfigError(
+                f"{target} is what the run starts from and would replace; choose another {self._option}"
+            )
+        if target.exists() and not self._run.exists():
+            raise ConfigError(
+                f"{target} is there, and no run has made it; move it away, or choose another {self._option}"
+            )
 
     def holds_run(self) -> bool:
         """Return whether there is a checkpoint to resume, or what is left of one."""
@@ -96,6 +117,8 @@ class RunDirectory:
             self._refuse_directories()  # before anything is removed
             self._remove_checkpoint()
             self._remove_temporaries()
+            if self._exports and self.model.exists():
+                shutil.rmtree(self.model)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
