@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gemini._C import build_info
-from gemini.cli import check, ckpt, mode_speeds, plan, simulate, trace, train
+from gemini.cli import check, ckpt, finetune, mode_speeds, plan, simulate, trace, train
 from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
@@ -23,6 +23,7 @@ COMMANDS: dict[str, AddParser] = {
     "check": check.add_parser,
     "plan": plan.add_parser,
     "train": train.add_parser,
+    "finetune": finetune.add_parser,
     "ckpt": ckpt.add_parser,
     "trace": trace.add_parser,
     "simulate": simulate.add_parser,
@@ -37,6 +38,8 @@ start here:
   gemini train --device-bytes 64MiB --disk-dir .
                                        train a GPT on Python's own sources in 64 MiB of memory
   gemini train --help                  every option, with its unit and default
+  gemini finetune --model DIR --data chats.jsonl --output out/tuned
+                                       fine-tune a checkpoint of Hugging Face within budgets
   gemini ckpt verify out/run           inspect, verify and convert its checkpoints
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,15 @@ class HuggingFaceModel:
         return inputs
 
 
-def hugging_face(path: Path, seq: int, *, seq_is_asked: bool, checkpointing: bool) -> ModelSource:
-    """Return the model that a config describes.
+def hugging_face(
+    path: Path,
+    seq: int,
+    *,
+    seq_is_asked: bool,
+    checkpointing: bool,
+    adapted: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> ModelSource:
+    """Return the model that a config describes, with what ``adapted`` puts on top of it.
 
     A ``seq`` that nobody asked for is shortened to what the model has positions for.
 
@@ -115,7 +123,8 @@ def hugging_face(path: Path, seq: int, *, seq_is_asked: bool, checkpointing: boo
 
     def build(batch: int, seq: int) -> Example:
         module = model.build()
-        return Example(_Keywords(module), (model.inputs(module, batch, seq),))
+        inputs = model.inputs(module, batch, seq)
+        return Example(_Keywords(adapted(module)), (inputs,))
 
     def source(seq: int) -> ModelSource:
         return ModelSource(

@@ -34,7 +34,8 @@ in the --checkpoint directory:
 
 exit codes:
   0 done    1 --verify found a difference    2 an error, with its reason
-  130, 143 ended by Ctrl-C or SIGTERM after its step, with a checkpoint where --checkpoint is given
+  130, 143, 138 ended by Ctrl-C, SIGTERM or SIGUSR1 after its step, with a checkpoint where --checkpoint
+                is given
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
@@ -56,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_model_options(parser.add_argument_group("model and text"))
     training = parser.add_argument_group("training")
-    _add(
+    add_option(
         training,
         "--steps",
         type=int,
@@ -83,7 +84,7 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
 
 def run(options: argparse.Namespace) -> int:
     """Train, print the summary, and return the exit code."""
-    _refuse_ranks()
+    refuse_ranks("gemini train")
     config = config_from(options)
     from gemini.cli.console import Console, print_json
     from gemini.jobs.gpt import job
@@ -105,12 +106,12 @@ def run(options: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _refuse_ranks() -> None:
+def refuse_ranks(command: str) -> None:
     """Raise ConfigError where torchrun has started several processes: each would train all of it again."""
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
         raise ConfigError(
-            f"gemini train trains on one process and torchrun has started {ranks}; run it without torchrun, "
+            f"{command} trains on one process and torchrun has started {ranks}; run it without torchrun, "
             "or train over ranks with a program of your own, such as examples/ranks_that_restart.py"
         )
 
@@ -121,24 +122,29 @@ def options_named() -> Iterator[None]:
     try:
         yield
     except (ConfigError, OutOfBudgetError) as error:
-        error.args = (_PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), str(error)),)
+        error.args = (with_options(str(error)),)
         raise
+
+
+def with_options(text: str) -> str:
+    """Return what the library says with options in the place of its parameters."""
+    return _PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), text)
 
 
 def add_model_options(group: argparse._ArgumentGroup) -> None:
     """Add what the model is and what it learns from."""
-    _add(
+    add_option(
         group,
         "--data",
         metavar="PATH",
         help="a text file, or a directory read recursively (binary and hidden "
         "files left out); default: the sources of Python's own library",
     )
-    _add(group, "--layers", type=int, metavar="N", help="transformer blocks")
-    _add(group, "--hidden", type=int, metavar="N", help="width of the model; a multiple of --heads")
-    _add(group, "--heads", type=int, metavar="N", help="attention heads")
-    _add(group, "--seq", type=int, metavar="N", help="length of a training sequence in bytes of text")
-    _add(
+    add_option(group, "--layers", type=int, metavar="N", help="transformer blocks")
+    add_option(group, "--hidden", type=int, metavar="N", help="width of the model; a multiple of --heads")
+    add_option(group, "--heads", type=int, metavar="N", help="attention heads")
+    add_option(group, "--seq", type=int, metavar="N", help="length of a training sequence in bytes of text")
+    add_option(
         group,
         "--activation-checkpointing",
         action="store_true",
@@ -148,15 +154,15 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def add_training_options(group: argparse._ArgumentGroup) -> None:
     """Add how a step is done."""
-    _add(group, "--batch", type=int, metavar="N", help="sequences per forward pass")
-    _add(
+    add_option(group, "--batch", type=int, metavar="N", help="sequences per forward pass")
+    add_option(
         group,
         "--accumulate",
         type=int,
         metavar="N",
         help="passes per optimizer step; a step learns from batch * accumulate sequences",
     )
-    _add(
+    add_option(
         group,
         "--lr",
         type=float,
@@ -164,78 +170,86 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
         help="highest learning rate; warms up over a tenth of the steps (at most 100), then falls as a "
         "cosine to a tenth",
     )
-    _add(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
-    _add(
+    add_option(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
+    add_option(
         group,
         "--precision",
         choices=PRECISIONS,
         help="of weights and activations; bf16 keeps an fp32 master of every weight",
     )
-    _add(group, "--seed", type=int, metavar="N", help="of the weights and of the choice of text")
+    add_option(group, "--seed", type=int, metavar="N", help="of the weights and of the choice of text")
 
 
-def add_memory_options(group: argparse._ArgumentGroup) -> None:
-    """Add where operators compute, budgets, tiers and policy."""
-    _add(
+def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
+    """Add where operators compute, budgets, tiers and policy, with the defaults of ``kind``."""
+    add_option(
         group,
         "--device",
+        kind=kind,
         metavar="DEVICE",
         help="what operators compute on, DEVICE is its memory: cpu, cuda, or cuda:1 for one of several GPUs; "
         "numbers are the same, bit for bit, on devices of one kind",
     )
-    _add(
+    add_option(
         group,
         "--device-bytes",
+        kind=kind,
         type=_size,
         metavar="SIZE",
         help="budget of DEVICE, where operators compute: model data and activations; default: the free "
         "memory, less a margin",
     )
-    _add(
+    add_option(
         group,
         "--host-bytes",
+        kind=kind,
         type=_size,
         metavar="SIZE",
         help="budget of HOST, CPU memory next to the device; default: chosen by the policy (0 where DEVICE "
         "is CPU memory already)",
     )
-    _add(
+    add_option(
         group,
         "--disk-dir",
+        kind=kind,
         metavar="DIR",
         help="directory of the DISK tier, made if missing; default: no DISK tier, so that all model data "
         "must fit above",
     )
-    _add(
+    add_option(
         group,
         "--disk-bytes",
+        kind=kind,
         type=_size,
         metavar="SIZE",
         help="budget of DISK; default: what all model data takes, with --activations half of what is free "
         "there besides",
     )
-    _add(
+    add_option(
         group,
         "--non-model-bytes",
+        kind=kind,
         type=_size,
         metavar="SIZE",
         help="of DEVICE, what is left to activations and the like at every moment; default: measured in the "
         "first step",
     )
-    _add_placement_options(group)
+    _add_placement_options(group, kind)
 
 
-def _add_placement_options(group: argparse._ArgumentGroup) -> None:
-    _add(
+def _add_placement_options(group: argparse._ArgumentGroup, kind: type[Any]) -> None:
+    add_option(
         group,
         "--policy",
+        kind=kind,
         choices=POLICIES,
         help="who stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
         "all of it on DEVICE, const keeps a fixed part there",
     )
-    _add(
+    add_option(
         group,
         "--activations",
+        kind=kind,
         choices=ACTIVATIONS,
         help="what forward saves for backward: keep it where it is, offload to the tiers below what would "
         "not stay on DEVICE, or plan what is kept, offloaded or computed again, block by block",
@@ -243,32 +257,32 @@ def _add_placement_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    _add(
+    add_option(
         group,
         "--checkpoint",
         metavar="DIR",
         help="directory of the run: checkpoint, metrics, summary and picture; default: nothing is kept",
     )
-    _add(
+    add_option(
         group,
         "--checkpoint-every",
         type=int,
         metavar="N",
         help="also save after every N steps; 0: at the end and on Ctrl-C only",
     )
-    _add(
+    add_option(
         group,
         "--resume",
         action="store_true",
         help="continue the run in --checkpoint, bit for bit, with its options",
     )
-    _add(
+    add_option(
         group,
         "--overwrite",
         action="store_true",
         help="start over in a --checkpoint directory that holds a run",
     )
-    _add(
+    add_option(
         group,
         "--verify",
         action="store_true",
@@ -279,17 +293,19 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")
 
 
-def _add(group: argparse._ArgumentGroup, option: str, **settings: Any) -> None:
-    """Add ``option``, absent where it is not given; the help names the default of its TrainConfig field."""
+def add_option(
+    group: argparse._ArgumentGroup, option: str, *, kind: type[Any] = TrainConfig, **settings: Any
+) -> None:
+    """Add ``option``, absent where it is not given; the help names the default of its field in ``kind``."""
     name = option.lstrip("-").replace("-", "_")
-    default = TrainConfig.__dataclass_fields__[name].default
-    if default is not None and default is not False:
+    default = kind.__dataclass_fields__[name].default
+    if not isinstance(default, bool) and default not in (None, ""):
         settings["help"] += f" (default: {default})"
     group.add_argument(option, default=argparse.SUPPRESS, **settings)
 
 
 def _size(text: str) -> int | None:
     try:
-        return parse_bytes(text)
+        return None if text == "auto" else parse_bytes(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

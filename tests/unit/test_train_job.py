@@ -18,7 +18,7 @@ from fake_train_engine import FakeEngine, fake_is_complete
 from rich.console import Console
 
 from gemini.errors import CheckpointError, ConfigError, GeminiError
-from gemini.jobs.gpt import job
+from gemini.jobs.gpt import job, outcome
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.job import TrainResult
 from gemini.jobs.gpt.run_directory import RunDirectory, saved_options
@@ -125,10 +125,13 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert [record["step"] for record in metrics(config)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_sigterm_saves_like_ctrl_c_and_handlers_come_back(config: TrainConfig) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert run(config, stopping_at(3, signal.SIGTERM)).exit_code == 143
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_other_signals_save_like_ctrl_c_and_handlers_come_back(
+    config: TrainConfig, signum: int, code: int
+) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signum)
+    assert run(config, stopping_at(3, signum)).exit_code == code
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signum)) == before
     assert run(config, resume=True).summary.first_step == 3
 
 
@@ -139,7 +142,7 @@ def test_a_signal_after_the_last_step_costs_no_file(
         os.kill(os.getpid(), signal.SIGTERM)
         return False
 
-    monkeypatch.setattr(job, "draw_timeline", late)
+    monkeypatch.setattr(outcome, "draw_timeline", late)
     assert run(config, Drawn).exit_code == 143
     assert config.checkpoint is not None
     assert Path(config.checkpoint, "summary.json").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPTConfig
@@ -23,6 +23,8 @@ class TrainConfig:
 
     Raise ConfigError for a combination that cannot work.
     """
+
+    NOT_KEPT: ClassVar = ("checkpoint", "resume", "overwrite", "verify")  # when a run is resumed
 
     data: str | None = None
     layers: int = 4
@@ -89,7 +91,7 @@ class TrainConfig:
     def options(self) -> dict[str, Any]:
         """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
         given = asdict(self)
-        for name in ("checkpoint", "resume", "overwrite", "verify"):
+        for name in self.NOT_KEPT:
             del given[name]
         for name in ("data", "disk_dir"):
             if given[name] is not None:

@@ -96,11 +96,11 @@ class LineDisplay(SilentDisplay):
 
     def step(self, report: StepReport) -> None:
         """Write a line for the first, the last and every n-th step."""
-        if not self._is_due(report.step):
+        if not self._is_due(report.step) and report.eval_loss is None:
             return
         tiers = "  ".join(f"{name} {fill_text(use)}" for name, use in report.tiers.items())
         self._write(
-            f"step {report.step}/{self._steps}  loss {report.loss:.4f}  lr {report.lr:.2e}  "
+            f"step {report.step}/{self._steps}  loss {loss_text(report)}  lr {report.lr:.2e}  "
             f"{report.tokens_per_second:,.0f} tokens/s  stalled {report.stall_share:.0%}  {tiers}"
         )
 
@@ -176,7 +176,7 @@ class LiveDisplay:
         grid.add_row(
             Text(f"step {report.step}/{self._steps}", style="bold"),
             ProgressBar(total=self._steps, completed=report.step, width=_BAR_WIDTH),
-            Text(f"loss {report.loss:.4f}", style="bold yellow"),
+            Text(f"loss {loss_text(report)}", style="bold yellow"),
             f"{report.tokens_per_second:,.0f} tokens/s",
             f"{duration_text(left)} left",
         )
@@ -188,6 +188,12 @@ def make_display(console: Console, *, steps: int, quiet: bool) -> Display:
     if quiet:
         return SilentDisplay()
     return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(console, steps)
+
+
+def loss_text(report: StepReport) -> str:
+    """Return the loss of a step, with that on what is held out where it is known."""
+    held_out = "" if report.eval_loss is None else f" (held out {report.eval_loss:.4f})"
+    return f"{report.loss:.4f}{held_out}"
 
 
 def fill_text(use: TierUse) -> str:

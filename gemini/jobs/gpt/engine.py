@@ -18,6 +18,8 @@ from gemini import checkpoint
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.model import GPT
+from gemini.model.ddp import GeminiDDP
+from gemini.model.in_place import InPlace
 from gemini.system.device import resolve_device
 from gemini.timeline import TimelineRecorder
 
@@ -52,11 +54,15 @@ class Engine(Protocol):
         """Yield every weight in fp32 on the CPU, the masters where training is in 16 bits."""
 
 
-class TieredEngine(Engine, Protocol):
-    """An engine whose memory is managed: it can also be measured, saved and restored.
+class Tiered(Protocol):
+    """A model under training whose memory is managed: it can be measured, saved and restored.
 
     Its maker closes it.
     """
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return what a learning-rate scheduler drives."""
 
     def stats(self) -> dict[str, Any]:
         """Return the runtime's counters, see ``GeminiDDP.stats``."""
@@ -74,43 +80,22 @@ class TieredEngine(Engine, Protocol):
         """Give everything back; the engine cannot be used afterwards."""
 
 
-class ManagedEngine:
-    """Train under byte budgets with ``GeminiDDP``; the model is never whole in memory."""
+class TieredEngine(Engine, Tiered, Protocol):
+    """An engine that is both."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        torch.manual_seed(config.seed)
-        with gemini.init_on("meta"):
-            module = GPT(config.gpt())
-        if config.disk_dir is not None:
-            _make_directory(config.disk_dir)
-        self._model = gemini.GeminiDDP(
-            module,
-            device=config.device,
-            placement_policy=config.policy,
-            mixed_precision="bf16" if config.precision == "bf16" else None,
-            device_bytes=config.device_bytes,
-            host_bytes=config.host_bytes,
-            disk_dir=config.disk_dir,
-            disk_bytes=config.disk_bytes,
-            non_model_bytes=config.non_model_bytes,
-            activation_offload=False if config.activations == "keep" else "auto",
-            activation_recompute=config.activations == "plan",
-            optimizer_rule="adam",
-        )
-        adam = gemini.HybridAdam(
-            self._model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-        )
-        self.optimizer = gemini.GeminiOptimizer(adam, self._model, max_norm=config.clip)
-        self.device = next(iter(self._model.parameters())).device
+
+class ManagedTraining:
+    """What is the same for every managed model (a GeminiDDP, or a handle) with its optimizer."""
+
+    optimizer: gemini.GeminiOptimizer
+
+    def __init__(self, model: GeminiDDP | InPlace, optimizer: gemini.GeminiOptimizer) -> None:
+        self._model = model
+        self.optimizer = optimizer
 
     def run_step(self, step: Callable[[], float]) -> float:
         """Call ``step``, if need be twice."""
         return self._model.retry_step(step)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Run the managed forward pass."""
-        logits: Tensor = self._model(tokens)
-        return logits
 
     def backward(self, loss: Tensor) -> None:
         """Run the managed backward pass."""
@@ -119,10 +104,6 @@ class ManagedEngine:
     def step(self) -> None:
         """Update every chunk where it lives; gives the gradients back too."""
         self.optimizer.step()
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full fp32 weights in the module's order."""
-        yield from self._model.state_dict().items()
 
     def stats(self) -> dict[str, Any]:
         """Return the runtime's counters."""
@@ -147,6 +128,44 @@ class ManagedEngine:
     def close(self) -> None:
         """Release chunks, threads and the disk file."""
         self._model.close()
+
+
+class ManagedEngine(ManagedTraining):
+    """Train under byte budgets with ``GeminiDDP``; the model is never whole in memory."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        torch.manual_seed(config.seed)
+        with gemini.init_on("meta"):
+            module = GPT(config.gpt())
+        if config.disk_dir is not None:
+            make_disk_directory(config.disk_dir)
+        model = gemini.GeminiDDP(
+            module,
+            device=config.device,
+            placement_policy=config.policy,
+            mixed_precision="bf16" if config.precision == "bf16" else None,
+            device_bytes=config.device_bytes,
+            host_bytes=config.host_bytes,
+            disk_dir=config.disk_dir,
+            disk_bytes=config.disk_bytes,
+            non_model_bytes=config.non_model_bytes,
+            activation_offload=False if config.activations == "keep" else "auto",
+            activation_recompute=config.activations == "plan",
+            optimizer_rule="adam",
+        )
+        adam = gemini.HybridAdam(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        super().__init__(model, gemini.GeminiOptimizer(adam, model, max_norm=config.clip))
+        self._network = model
+        self.device = next(iter(model.parameters())).device
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the managed forward pass."""
+        logits: Tensor = self._network(tokens)
+        return logits
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full fp32 weights in the module's order."""
+        yield from self._model.state_dict().items()
 
 
 class PlainEngine:
@@ -206,7 +225,8 @@ class PlainEngine:
         return list(self._module.parameters()) if self._masters is None else self._masters
 
 
-def _make_directory(path: str) -> None:
+def make_disk_directory(path: str) -> None:
+    """Make the directory of the DISK tier where there is none. Raise ConfigError where that cannot be."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

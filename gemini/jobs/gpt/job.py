@@ -9,27 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini import checkpoint
-from gemini.errors import ConfigError, IoError
+from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
 from gemini.jobs.gpt.display import Display, SilentDisplay
 from gemini.jobs.gpt.engine import ManagedEngine, PlainEngine
 from gemini.jobs.gpt.model import num_parameters
-from gemini.jobs.gpt.picture import PLOT_HINT, draw_timeline
-from gemini.jobs.gpt.report import (
-    LINKS,
-    TIERS,
-    Summary,
-    model_data_ratio,
-    over_budget_note,
-    steady_speed,
-    tier_uses,
-)
+from gemini.jobs.gpt.outcome import summarize, written
+from gemini.jobs.gpt.report import Summary
 from gemini.jobs.gpt.run_directory import RunDirectory
 from gemini.jobs.gpt.schedule import lr_schedule
 from gemini.jobs.gpt.stop import StopRequest
-from gemini.jobs.gpt.training import EngineFactory, Progress, Training, train_step
+from gemini.jobs.gpt.training import Training
 from gemini.jobs.gpt.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
+from gemini.jobs.gpt.work import EngineFactory, GPTWork, train_step
 from gemini.system.device import ran_out_of_memory, repeatable_operators, resolve_device
 
 
@@ -51,9 +44,9 @@ def run(
 ) -> TrainResult:
     """Train as ``config`` says and return the result.
 
-    The first SIGINT or SIGTERM ends the run after its step with a checkpoint, the second at once. Raises a
-    GeminiError before anything is trained where ``config`` cannot work; after a failure in the middle the
-    last complete checkpoint is as it was.
+    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
+    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
+    middle the last complete checkpoint is as it was.
     """
     shown = SilentDisplay() if display is None else display
     corpus = ByteCorpus(config.data)
@@ -87,7 +80,8 @@ def _run(
             f"{num_parameters(config.gpt()):,} parameters on {corpus.nbytes:,} bytes of {corpus.source}"
         )
         weights = scope.enter_context(WeightFile(_scratch(config))) if config.verify else None
-        progress = Training(config, corpus, directory, display, stop).run(engine_factory, weights)
+        work = GPTWork(config, corpus, engine_factory, weights)
+        progress = Training(work, directory, display, stop).run()
         outcome: Verdict | None = None
         unverified: ConfigError | None = None
         if weights is not None and not stop.requested:
@@ -100,12 +94,10 @@ def _run(
                     f"--verify trains unmanaged, for which {config.device} has too little memory; what was "
                     "trained is complete. Verify a smaller model, or leave --verify out"
                 )
-    summary = _summarize(config, progress, outcome, directory, interrupted=stop.requested)
-    if directory is not None and progress.reports:  # else there is that of the steps that were trained
-        try:
-            directory.write_summary(summary.to_dict())
-        except IoError as error:
-            summary = replace(summary, notes=(*summary.notes, str(error)))
+    if config.verify and outcome is None:
+        progress.notes.append("verify did not run to its end")
+    summary = summarize(progress, num_parameters(config.gpt()), directory, interrupted=stop.requested)
+    summary = written(replace(summary, verify=outcome), progress, directory)
     if unverified is not None:
         raise unverified
     code = (
@@ -135,55 +127,6 @@ def _verify(
         if stop.requested:
             return None
     return verdict(comparison, len(losses), compare_weights(weights.read(), engine.weights()))
-
-
-def _summarize(
-    config: TrainConfig,
-    progress: Progress,
-    outcome: Verdict | None,
-    directory: RunDirectory | None,
-    *,
-    interrupted: bool,
-) -> Summary:
-    """Put the numbers together and draw the picture next to the checkpoint."""
-    stats, tiers = progress.stats, tier_uses(progress.stats)
-    budgets = {name: tiers[name].budget_bytes if name in tiers else 0 for name in TIERS}
-    speed, stall_share = steady_speed(progress.reports)
-    picture, notes = None, list(progress.notes)
-    if directory is not None and progress.timeline:
-        try:
-            if draw_timeline(directory.picture, progress.timeline, budgets):
-                picture = str(directory.picture)
-            else:
-                notes.append(PLOT_HINT)
-        except IoError as error:
-            notes.append(str(error))
-    notes += over_budget_note(progress.timeline, budgets["device"])
-    if config.verify and outcome is None:
-        notes.append("verify did not run to its end")
-    return Summary(
-        parameters=num_parameters(config.gpt()),
-        model_data_bytes=int(stats["model_data_bytes"]),
-        budget_bytes=budgets,
-        ratio=model_data_ratio(int(stats["model_data_bytes"]), budgets),
-        peak_bytes={name: use.peak_bytes for name, use in tiers.items()},
-        peak_non_model_bytes=max((int(entry["non_model_bytes"]) for entry in progress.timeline), default=0)
-        or None,
-        link_bytes={link: int(stats[link]["bytes"]) for link in LINKS},
-        first_step=progress.first_step,
-        last_step=progress.last_step,
-        first_loss=progress.losses.get(min(progress.losses, default=0)),
-        last_loss=progress.losses.get(max(progress.losses, default=0)),
-        tokens=sum(report.tokens for report in progress.reports),
-        seconds=sum(report.seconds for report in progress.reports),
-        tokens_per_second=speed,
-        stall_share=stall_share,
-        interrupted=interrupted,
-        checkpoint=None if directory is None else str(directory.checkpoint),
-        picture=picture,
-        notes=tuple(notes),
-        verify=outcome,
-    )
 
 
 def _scratch(config: TrainConfig) -> Path | None:

@@ -12,7 +12,7 @@ from gemini.jobs.gpt.display import Display
 from gemini.jobs.gpt.engine import ManagedEngine
 from gemini.jobs.gpt.schedule import lr_schedule
 from gemini.jobs.gpt.stop import StopRequest
-from gemini.jobs.gpt.training import train_step
+from gemini.jobs.gpt.work import train_step
 from gemini.system.device import repeatable_operators, resolve_device
 from gemini.timeline import TimelineRecorder
 

@@ -24,7 +24,8 @@ class TierUse:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished step; ``step`` counts from 1, ``stall_seconds`` is its own waiting, not the sum."""
+    """One finished step; ``step`` counts from 1, ``stall_seconds`` is its own waiting, not the sum.
+    ``eval_loss``: on what is held out, where it was asked after this step."""
 
     step: int
     loss: float
@@ -33,6 +34,7 @@ class StepReport:
     tokens: int
     stall_seconds: float
     tiers: Mapping[str, TierUse]
+    eval_loss: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,6 +55,7 @@ class StepReport:
             "seconds": round(self.seconds, 6),
             "tokens": self.tokens,
             "stall_seconds": round(self.stall_seconds, 6),
+            **({} if self.eval_loss is None else {"eval_loss": self.eval_loss}),
             **{f"{name}_bytes": use.nbytes for name, use in self.tiers.items()},
         }
 
@@ -60,7 +63,8 @@ class StepReport:
 @dataclass(frozen=True)
 class Summary:
     """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
-    ``peak_non_model_bytes``: None where nothing was measured."""
+    ``peak_non_model_bytes``: None where nothing was measured; ``eval_loss``: the last on what is held out;
+    ``model``: the directory with what was trained, for other libraries."""
 
     parameters: int
     model_data_bytes: int
@@ -78,7 +82,9 @@ class Summary:
     tokens_per_second: float
     stall_share: float
     interrupted: bool
+    eval_loss: float | None = None
     checkpoint: str | None = None
+    model: str | None = None
     picture: str | None = None
     notes: tuple[str, ...] = ()
     verify: Verdict | None = field(default=None)

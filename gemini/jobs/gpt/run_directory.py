@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,12 +28,22 @@ _REPAIR = "repair it, or start over with --overwrite"
 class RunDirectory:
     """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
 
-    Where a file cannot be read or written an IoError names it. No other process may train in the directory
-    from the first look at it on, until :meth:`release`.
+    ``option`` is what named the directory; one that ``exports`` has a ``model`` directory of its own. Where
+    a file cannot be read or written an IoError names it. No other process may train in the directory from the
+    first look at it on, until :meth:`release`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], is_complete: Callable[[Path], bool]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        is_complete: Callable[[Path], bool],
+        *,
+        option: str = "--checkpoint",
+        exports: bool = False,
+    ) -> None:
         self.path = Path(path)
+        self._option = option
+        self._exports = exports
         self._is_complete = is_complete
         self._unwritten = b""
         self._lock: DirectoryLock | None = None
@@ -58,8 +69,31 @@ class RunDirectory:
         return self.path / "memory.png"
 
     @property
+    def model(self) -> Path:
+        """Return the directory of a run that exports what it has trained."""
+        return self.path / "model"
+
+    @property
     def _run(self) -> Path:
         return self.path / _RUN
+
+    def refuse_foreign_model(self, source: Path) -> None:
+        """Raise ConfigError where :attr:`model`, which a run replaces, is what it starts from, or is there
+        and no run has made it."""
+        target = self.model
+        if source.resolve().is_relative_to(target.resolve()):
+            raise ConfigError(
+                f"{target} is what the run starts from and would replace; choose another {self._option}"
+            )
+        if target.exists() and not self._run.exists():
+            raise ConfigError(
+                f"{target} is there, and no run has made it; move it away, or choose another {self._option}"
+            )
+
+    def holds_run(self) -> bool:
+        """Return whether there is a checkpoint to resume, or what is left of one."""
+        self._hold()
+        return self._has_checkpoint()
 
     def refuse_older_run(self) -> None:
         """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it; or if
@@ -83,19 +117,21 @@ class RunDirectory:
             self._refuse_directories()  # before anything is removed
             self._remove_checkpoint()
             self._remove_temporaries()
+            if self._exports and self.model.exists():
+                shutil.rmtree(self.model)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"cannot write to --checkpoint {self.path}: {error.strerror or error}"
+                f"cannot write to {self._option} {self.path}: {error.strerror or error}"
             ) from error
 
     def _refuse_directories(self) -> None:
         own = (self._run, self.metrics, self.summary, self.picture)
         for file in (*own, *map(temporary_of, own)):
             if file.is_dir() and not file.is_symlink():
-                raise ConfigError(f"{file} is a directory; move it away, or choose another --checkpoint")
+                raise ConfigError(f"{file} is a directory; move it away, or choose another {self._option}")
 
     def _remove_temporaries(self) -> None:
         """Remove what a kill has left half-written."""
@@ -233,8 +269,11 @@ class RunDirectory:
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
-def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the options that the run in ``path`` last had; none where there is no run.
+def saved_options(
+    path: str | os.PathLike[str], kind: type[Any] = TrainConfig, command: str = "gemini train"
+) -> dict[str, Any]:
+    """Return the options that the run in ``path`` last had; none where there is no run. ``kind``: the
+    dataclass they are of, which names in ``NOT_KEPT`` those that a run does not keep.
 
     Raise CheckpointError or IoError where they cannot be read.
     """
@@ -244,13 +283,13 @@ def saved_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     options = _read_run(file).get("options", {}) if exists else {}
     if not isinstance(options, dict):
         raise CheckpointError(
-            f"{file} has options = {options!r:.200}, which are none of gemini train; {_REPAIR}"
+            f"{file} has options = {options!r:.200}, which are none of {command}; {_REPAIR}"
         )
-    types, names = get_type_hints(TrainConfig), TrainConfig().options()
+    types = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
     for name, value in options.items():
-        if name not in names or not _is_a(value, types[name]):
+        if name in kind.NOT_KEPT or name not in types or not is_a(value, types[name]):
             raise CheckpointError(
-                f"{file} has {name} = {value!r:.200}, which is no option of gemini train; {_REPAIR}"
+                f"{file} has {name} = {value!r:.200}, which is no option of {command}; {_REPAIR}"
             )
     return options
 
@@ -265,7 +304,7 @@ def _read_run(file: Path) -> dict[str, Any]:
     return found
 
 
-def _is_a(value: object, kind: Any) -> bool:
+def is_a(value: object, kind: Any) -> bool:
     """Return whether a value that was read can be that of an option of type ``kind``."""
     if isinstance(value, bool):
         return kind is bool

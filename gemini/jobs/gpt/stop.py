@@ -8,11 +8,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While entered: the first SIGINT or SIGTERM is noted, the second raises KeyboardInterrupt at once.
+    """While entered: the first SIGINT, SIGTERM or SIGUSR1 is noted, the second raises KeyboardInterrupt at
+    once.
 
     ``notify`` is called from the handler, so it must not write to a buffered stream. Outside the main thread,
     where Python takes no handlers, signals stay as they are. The previous handlers come back on exit.

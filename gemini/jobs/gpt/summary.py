@@ -17,9 +17,9 @@ _LINK_NAMES = {
 }
 
 
-def summary_table(summary: Summary) -> Table:
+def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     """Return what the run did, one line per fact."""
-    table = Table(title="gemini train", show_header=False, title_justify="left")
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     table.add_row("parameters", f"{summary.parameters:,}")
@@ -38,11 +38,14 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("steps", _steps_text(summary))
     if summary.first_loss is not None and summary.last_loss is not None:
         table.add_row("loss, first to last", f"{summary.first_loss:.4f} to {summary.last_loss:.4f}")
+    if summary.eval_loss is not None:
+        table.add_row("loss on what is held out", f"{summary.eval_loss:.4f}")
     table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
     table.add_row("stalled", f"{summary.stall_share:.1%} of the time")
     if summary.verify is not None:
         table.add_row("verify", verdict_text(summary.verify))
-    for name, value in (("checkpoint", summary.checkpoint), ("picture", summary.picture)):
+    paths = {"checkpoint": summary.checkpoint, "picture": summary.picture, "model": summary.model}
+    for name, value in paths.items():
         if value is not None:
             table.add_row(name, value)
     for note in summary.notes:

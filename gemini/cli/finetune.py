@@ -1,0 +1,232 @@
+"""``gemini finetune``: train a checkpoint of Hugging Face on text or conversations, under byte budgets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gemini.cli.train import add_memory_options, add_option, options_named, refuse_ranks
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
+from gemini.jobs.gpt.config import PRECISIONS
+from gemini.jobs.gpt.run_directory import saved_options
+from gemini.optim.state_format import STATE_DTYPES
+
+COMMAND = "gemini finetune"
+
+EPILOG = """\
+examples:
+  gemini finetune --model ./llama --data chats.jsonl --output out/tuned --device-bytes 20GiB \\
+      --disk-dir /mnt/nvme
+      train all weights in 20 GiB, the rest on a drive; out/tuned/model is for transformers
+  gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --lr 2e-4 --merge
+      train adapters of rank 16, and write the model with them merged in
+  gemini finetune recipes/full.toml --data mine.jsonl --steps 100
+      a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
+  gemini finetune recipes/full.toml --resume auto
+      go on where it ended, else start: what a scheduler runs again and again
+
+data:
+  .jsonl   one document per line: {"text": "..."}, or {"messages": [{"role": "user", "content": "..."}, ...]},
+           which the tokenizer's chat template makes a text of
+  others   each file is one document, in UTF-8; a directory is read with all below it
+
+in the --output directory:
+  model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
+  checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
+  memory.png     memory per tier over one step
+
+exit codes:
+  0 done    2 an error, with its reason
+  130, 143, 138 ended by Ctrl-C, SIGTERM or SIGUSR1 after its step, with a checkpoint: run the same command
+                again with --resume auto
+
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB; auto leaves them to the runtime. More: docs/finetune.md.
+"""
+
+_option = partial(add_option, kind=FineTuneConfig)
+_YES_OR_NO = argparse.BooleanOptionalAction
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``finetune`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "finetune",
+        help="fine-tune a Hugging Face checkpoint within byte budgets",
+        description="Fine-tune a causal language model from a directory that save_pretrained() has made, all "
+        "weights or LoRA adapters, in as much memory as you allow, and write a directory that transformers "
+        "loads. It says first whether the run fits, what is kept where and how long a step takes; it asks "
+        "nothing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        type=Path,
+        metavar="RECIPE",
+        help="a .toml or .yaml file with options, paths in it relative to its directory",
+    )
+    _add_data_options(parser.add_argument_group("model and data"))
+    _add_training_options(parser.add_argument_group("training"))
+    _add_adapter_options(parser.add_argument_group("adapters"))
+    add_memory_options(parser.add_argument_group("memory"), FineTuneConfig)
+    _add_run_options(parser.add_argument_group("run and output"))
+    parser.set_defaults(run=run)
+
+
+def config_from(options: argparse.Namespace) -> FineTuneConfig:
+    """Return the run that parsed ``options`` describe: they win over the recipe's, those over what a run that
+    is resumed had.
+
+    Raises:
+        ConfigError: it cannot work, or the recipe cannot be read.
+        CheckpointError: the options of the run that is resumed cannot be read.
+    """
+    from gemini.jobs.finetune.recipe import read_recipe
+
+    names = {field.name for field in dataclasses.fields(FineTuneConfig)}
+    recipe = {} if options.recipe is None else read_recipe(options.recipe)
+    given = {**recipe, **{name: value for name, value in vars(options).items() if name in names}}
+    saved: dict[str, Any] = {}
+    if given.get("resume", "no") != "no" and given.get("output"):
+        saved = saved_options(given["output"], FineTuneConfig, COMMAND)
+    return FineTuneConfig(**{**saved, **given})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fine-tune, print the summary, and return the exit code."""
+    refuse_ranks(COMMAND)
+    config = config_from(options)
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ConfigError(
+            f"{COMMAND} needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    from gemini.cli.console import Console, print_json
+    from gemini.cli.finetune_plan import forecast_lines
+    from gemini.jobs.finetune import job
+    from gemini.jobs.gpt.display import make_display
+    from gemini.jobs.gpt.summary import summary_table
+
+    logging.disable_progress_bar()  # or they are drawn across the display
+    console = Console(stderr=True)
+    with options_named(), warnings.catch_warnings():
+        # What transformers and peft are to change between them is nothing for who runs this.
+        warnings.simplefilter("ignore", FutureWarning)
+        result = job.run(
+            config,
+            show=lambda steps: make_display(console, steps=steps, quiet=options.quiet),
+            forecast=forecast_lines if config.plan and not options.quiet else None,
+        )
+    if options.json:
+        print_json(result.summary.to_dict())
+    else:
+        Console().print(summary_table(result.summary, COMMAND))
+    return result.exit_code
+
+
+def _add_data_options(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--model", metavar="DIR", help="the checkpoint to start from: config.json, safetensors")
+    _option(group, "--data", metavar="PATH", help="a .jsonl or text file, or a directory of them: see below")
+    _option(group, "--tokenizer", metavar="DIR", help="directory of the tokenizer; default: that of --model")
+    _option(
+        group,
+        "--seq",
+        type=int,
+        metavar="N",
+        help="tokens per row; default: 1024, or as many as the model has positions for",
+    )
+    _option(
+        group,
+        "--packing",
+        action=_YES_OR_NO,
+        help="put all documents together and cut them into rows without a gap (default); else each is a row "
+        "of its own, cut or filled up to --seq",
+    )
+    _option(
+        group,
+        "--eval-share",
+        type=float,
+        metavar="X",
+        help="share of the rows that is held out; their loss is shown at the end",
+    )
+    _option(group, "--eval-every", type=int, metavar="N", help="and after every N steps; 0: at the end only")
+
+
+def _add_training_options(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--epochs", type=float, metavar="X", help="how often each row is learned from")
+    _option(group, "--steps", type=int, metavar="N", help="optimizer steps in all, instead of --epochs")
+    _option(group, "--batch", type=int, metavar="N", help="rows per forward pass")
+    _option(group, "--accumulate", type=int, metavar="N", help="passes per optimizer step")
+    _option(group, "--lr", type=float, metavar="X", help="highest learning rate; for adapters try 2e-4")
+    _option(group, "--schedule", choices=SCHEDULES, help="how it goes on after warming up")
+    _option(group, "--warmup", type=float, metavar="X", help="share of the steps over which it rises")
+    _option(group, "--weight-decay", type=float, metavar="X", help="of AdamW")
+    _option(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
+    _option(
+        group,
+        "--precision",
+        choices=PRECISIONS,
+        help="of weights and activations, and of what is exported; bf16 keeps an fp32 master of every weight "
+        "that trains",
+    )
+    _option(
+        group,
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        help="how Adam's two moments are kept: 8, 4 or 2 bytes per weight that trains",
+    )
+    _option(
+        group,
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute activations again in backward instead of keeping them: less memory, more work",
+    )
+    _option(group, "--seed", type=int, metavar="N", help="of the order of rows, and of adapters")
+
+
+def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--lora", type=int, metavar="RANK", help="train adapters of this rank; 0: all weights")
+    _option(group, "--lora-alpha", type=int, metavar="N", help="their scale; default: twice the rank")
+    _option(group, "--lora-dropout", type=float, metavar="X", help="share of their input that is dropped")
+    _option(
+        group,
+        "--lora-targets",
+        metavar="NAMES",
+        help="layers that get them, as in q_proj,v_proj",
+    )
+    _option(
+        group,
+        "--merge",
+        action="store_true",
+        help="export the model with the adapters in its weights; default: the adapters alone",
+    )
+
+
+def _add_run_options(group: argparse._ArgumentGroup) -> None:
+    _option(group, "--output", metavar="DIR", help="directory of the run: see below")
+    _option(
+        group,
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="also save after every N steps; 0: at the end and when stopped only",
+    )
+    _option(
+        group,
+        "--resume",
+        nargs="?",
+        const="yes",
+        choices=RESUME,
+        help="continue the run in --output, bit for bit, with its options; auto: if there is one",
+    )
+    _option(group, "--overwrite", action="store_true", help="start over in an --output that holds a run")
+    _option(group, "--plan", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
+    group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    group.add_argument("--quiet", action="store_true", help="no display and no plan, only the summary")

@@ -1,0 +1,1 @@
+"""A checkpoint of Hugging Face, fine-tuned under byte budgets (``gemini finetune``)."""

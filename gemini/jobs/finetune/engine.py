@@ -1,0 +1,160 @@
+"""A checkpoint under training: loaded straight into chunks, exported for transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gemini
+from gemini.errors import ConfigError, GeminiError
+from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
+from gemini.jobs.finetune.samples import Batch, num_learned
+from gemini.jobs.gpt.engine import ManagedTraining, make_disk_directory
+from gemini.model.in_place import InPlace
+from gemini.system.files import io_errors, temporary_of
+
+_SHARD = "2GB"  # of what is exported, and so of what is in memory at once
+_BETAS = (0.9, 0.999)
+
+
+class PretrainedEngine(ManagedTraining):
+    """The model of ``config`` with its optimizer; with adapters only those train.
+
+    Raises:
+        OutOfBudgetError: it cannot fit the budgets; said before weights are read.
+        ConfigError: an option cannot be.
+    """
+
+    def __init__(self, config: FineTuneConfig) -> None:
+        torch.manual_seed(config.seed)
+        if config.disk_dir is not None:
+            make_disk_directory(config.disk_dir)
+        with adapter_errors(config):
+            self.module = _loaded(config)
+        handle = gemini.handle_of(self.module)
+        assert isinstance(handle, InPlace)
+        try:
+            optimizer = gemini.GeminiAdamOptimizer(
+                handle,
+                lr=config.lr,
+                betas=_BETAS,
+                weight_decay=config.weight_decay,
+                state_dtype=config.state_dtype,
+                max_norm=config.clip,
+            )
+            if config.activation_checkpointing:
+                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        except BaseException as error:
+            handle.leave(type(error), error)
+            raise
+        super().__init__(handle, optimizer)
+        self.device = next(iter(self.module.parameters())).device
+        self._use_cache = getattr(self.module.config, "use_cache", None)
+        self.module.config.use_cache = False  # of keys and values, which only generation needs
+        self.module.train()
+
+    @property
+    def num_parameters(self) -> tuple[int, int]:
+        """Return how many parameters there are, and how many of them train."""
+        params = list(self.module.parameters())
+        return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch in nats."""
+        outputs = self.module(**{name: value.to(self.device) for name, value in batch.items()})
+        loss: Tensor = outputs.loss
+        return loss
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Return the mean loss over all tokens of ``batches``; no weight and no random state changes."""
+        total, tokens = 0.0, 0
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    learned = num_learned(batch)
+                    total += self.loss(batch).item() * learned
+                    tokens += learned
+        finally:
+            self.module.train()
+        return total / tokens
+
+    def export(self, target: Path, tokenizer: Any, *, merge: bool) -> None:
+        """Write a directory that transformers loads to ``target``, whole or not at all: the model, or its
+        adapters. With ``merge`` adapters become part of the weights, and nothing can be trained after."""
+        made = temporary_of(target)
+        model = self.module.merge_and_unload() if merge else self.module
+        if self._use_cache is not None:
+            model.config.use_cache = self._use_cache
+        with io_errors("write the trained model", target):
+            shutil.rmtree(made, ignore_errors=True)
+            model.save_pretrained(made, max_shard_size=_SHARD)
+            tokenizer.save_pretrained(made)
+            if target.exists():
+                shutil.rmtree(target)
+            made.rename(target)
+
+
+def _loaded(config: FineTuneConfig) -> Any:
+    return gemini.from_pretrained(
+        Path(config.model).absolute(),  # adapters keep it as the name of their model
+        "AutoModelForCausalLM",
+        adapter=adapter_of(config),
+        local_files_only=True,
+        device=config.device,
+        placement_policy=config.policy,
+        mixed_precision="bf16" if config.precision == "bf16" else None,
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        disk_dir=config.disk_dir,
+        disk_bytes=config.disk_bytes,
+        non_model_bytes=config.non_model_bytes,
+        activation_offload=False if config.activations == "keep" else "auto",
+        activation_recompute=config.activations == "plan",
+        # It announces states in fp32; smaller ones may fit where those do not.
+        optimizer_rule="adam" if config.state_dtype == "fp32" else None,
+    )
+
+
+@contextmanager
+def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
+    """Raise a ConfigError for what PEFT raises where no layer has a name of ``lora_targets``."""
+    try:
+        yield
+    except ValueError as error:
+        if not config.lora or isinstance(error, GeminiError):
+            raise
+        raise ConfigError(
+            f"--lora-targets {config.lora_targets}: {' '.join(str(error).split()):.300}; name linear layers "
+            f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
+        ) from error
+
+
+def adapter_of(config: FineTuneConfig) -> Any:
+    """Return the PEFT config of the adapters to train; None: all weights train.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    if not config.lora:
+        return None
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    names = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
+    return peft.LoraConfig(
+        r=config.lora,
+        lora_alpha=2 * config.lora if config.lora_alpha is None else config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
+        task_type="CAUSAL_LM",
+    )

@@ -1,0 +1,79 @@
+"""The job: fine-tune a checkpoint under budgets, resumable, exported, summed up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gemini import checkpoint
+from gemini.errors import CheckpointError
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.gpt.display import Display
+from gemini.jobs.gpt.engine import make_disk_directory
+from gemini.jobs.gpt.outcome import summarize, written
+from gemini.jobs.gpt.report import Summary
+from gemini.jobs.gpt.run_directory import RunDirectory
+from gemini.jobs.gpt.stop import StopRequest
+from gemini.jobs.gpt.training import Training
+from gemini.system.device import repeatable_operators, resolve_device
+
+
+@dataclass(frozen=True)
+class FineTuneResult:
+    """What a run came to: ``exit_code`` is 0, or 128 + signal (stopped and saved)."""
+
+    summary: Summary
+    losses: tuple[float, ...]
+    exit_code: int
+
+
+def run(
+    config: FineTuneConfig,
+    *,
+    show: Callable[[int], Display],
+    forecast: Callable[[FineTuneConfig, int], Iterable[str]] | None = None,
+) -> FineTuneResult:
+    """Train as ``config`` says, export the model and return the result.
+
+    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
+    ``show`` makes the display of so many steps; ``forecast`` returns lines on a run with rows of so many
+    tokens, which are shown before the model is loaded. Raises a GeminiError before anything is trained where
+    ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it was.
+    """
+    device = resolve_device(config.device)
+    directory = RunDirectory(config.output, checkpoint.is_complete, option="--output", exports=True)
+    with contextlib.ExitStack() as scope:
+        scope.callback(directory.release)
+        resume = _resumes(config, directory)
+        if config.disk_dir is not None:
+            make_disk_directory(config.disk_dir)
+        scratch = None if config.disk_dir is None else Path(config.disk_dir)
+        work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch)
+        display = show(work.options.steps)
+        with display, StopRequest(display.stopping) as stop, repeatable_operators(device):
+            display.note(work.describe())
+            for line in [] if forecast is None else forecast(config, work.seq):
+                display.note(line)
+            progress = Training(work, directory, display, stop).run()
+            summary = summarize(progress, work.num_parameters, directory, interrupted=stop.requested)
+            summary = replace(summary, model=str(work.target) if work.finished else None)
+            summary = written(summary, progress, directory)
+        code = 0 if stop.signum is None else 128 + stop.signum
+    return FineTuneResult(summary, tuple(progress.losses[step] for step in sorted(progress.losses)), code)
+
+
+def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
+    """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
+    directory.refuse_foreign_model(Path(config.model))
+    if config.resume == "no":
+        if not config.overwrite:
+            directory.refuse_older_run()
+        return False
+    if config.resume == "yes" and not directory.holds_run():
+        raise CheckpointError(
+            f"no complete checkpoint in {directory.path}; --resume auto starts where there is none"
+        )
+    return directory.holds_run()

@@ -1,0 +1,110 @@
+"""Recipes: options of ``gemini finetune`` in a TOML or YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.gpt.run_directory import is_a
+from gemini.system.config import parse_bytes
+from gemini.system.files import read_regular
+
+_LARGEST_BYTES = 2**20
+_SIZES = ("device_bytes", "host_bytes", "disk_bytes", "non_model_bytes")
+_PATHS = ("model", "data", "output", "tokenizer", "disk_dir")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the options that the recipe at ``path`` gives, by the names of their fields.
+
+    Paths in it are relative to the recipe's directory. Tables only group keys: ``[budgets]`` and the like
+    have no meaning of their own.
+
+    Raises:
+        ConfigError: it cannot be read, or has a key or a value that is none of an option.
+    """
+    try:
+        text = read_regular(path, _LARGEST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    if path.suffix == ".toml":
+        document = _toml(path, text)
+    elif path.suffix in (".yaml", ".yml"):
+        document = _yaml(path, text)
+    else:
+        raise ConfigError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
+    if not isinstance(document, dict):
+        raise ConfigError(f"the recipe {path} holds no keys; write one 'name = value' per line")
+    types = {each.name: get_type_hints(FineTuneConfig)[each.name] for each in fields(FineTuneConfig)}
+    return {name: _value(path, name, value, types) for name, value in _flat(path, document).items()}
+
+
+def _flat(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
+    """Return all keys, those of tables among them, as names of fields."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        inner = _flat(path, value) if isinstance(value, dict) else {str(key).replace("-", "_"): value}
+        twice = found.keys() & inner.keys()
+        if twice:
+            raise ConfigError(f"{path} gives {min(twice)!r} twice; keep one of them")
+        found |= inner
+    return found
+
+
+def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
+    """Return what a key gives its field. Raise ConfigError for what is none."""
+    if name not in types:
+        near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(types)}"
+        raise ConfigError(f"{path} has the key {name!r}, which is no option of gemini finetune; {hint}")
+    if name in _SIZES:
+        return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
+    if name == "lora_targets" and isinstance(value, list):
+        value = ",".join(map(str, value))
+    if name == "resume" and isinstance(value, bool):
+        value = "yes" if value else "no"
+    if type(value) is int and types[name] in (float, float | None):
+        value = float(value)
+    if not is_a(value, types[name]):
+        hint = "; write 0.00001 or 1.0e-5, YAML takes 1e-5 for text" if isinstance(value, str) else ""
+        raise ConfigError(f"{path} has {name} = {value!r:.200}, which is no {_word(types[name])}{hint}")
+    if name in _PATHS and value is not None:
+        return str(path.parent / value)
+    return value
+
+
+def _word(kind: Any) -> str:
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return names.get(kind) or str(kind).replace(" | None", "")
+
+
+def _toml(path: Path, text: str) -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib as toml
+    else:
+        try:
+            import tomli as toml
+        except ImportError as error:
+            raise ConfigError(
+                f"reading {path} needs Python 3.11, or pip install tomli; or write it as .yaml"
+            ) from error
+    try:
+        return toml.loads(text)
+    except toml.TOMLDecodeError as error:
+        raise ConfigError(f"the recipe {path} is no TOML: {error}") from error
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(f"reading {path} needs pip install pyyaml; or write it as .toml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the recipe {path} is no YAML: {' '.join(str(error).split())}") from error

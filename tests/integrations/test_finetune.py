@@ -1,0 +1,290 @@
+"""``gemini finetune`` on a model that is made on the spot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import SIZES, assert_same, saved
+
+import gemini
+from gemini.cli.main import main
+from gemini.errors import CheckpointError, ConfigError
+from gemini.jobs.finetune import job
+from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.job import FineTuneResult
+from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.gpt.display import SilentDisplay
+from gemini.jobs.gpt.report import StepReport
+from gemini.jobs.gpt.schedule import shaped_factor
+
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
+
+LLAMA = transformers.LlamaForCausalLM
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def save_tokenizer(directory: Path, **options: Any) -> None:
+    """Save one that has a token for each letter, an end, and no pad token unless ``options`` name it."""
+    letters = {chr(code): code - 30 for code in range(32, 126)}
+    bpe = tokenizers.models.BPE(vocab={"<end>": 0, "<unk>": 1, **letters}, merges=[], unk_token="<unk>")
+    inner = tokenizers.Tokenizer(bpe)
+    options = {"eos_token": "<end>", "unk_token": "<unk>", **options}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **options).save_pretrained(directory)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> FineTuneConfig:
+    sizes = {**SIZES, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 0}
+    saved(transformers.LlamaConfig(**sizes), LLAMA, tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    lines = [json.dumps({"text": "all work and no play " * (1 + row % 3)}) for row in range(20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    return FineTuneConfig(
+        model=str(tmp_path / "base"),
+        data=str(tmp_path / "data.jsonl"),
+        output=str(tmp_path / "run"),
+        seq=24,
+        batch=2,
+        steps=6,
+        lr=1e-2,
+        device_bytes=240 * 2**10,
+        disk_dir=str(tmp_path / "disk"),
+        non_model_bytes=0,
+    )
+
+
+class Signalling(SilentDisplay):
+    """Be told by ``signum`` to stop when ``step`` is shown."""
+
+    def __init__(self, step: int, signum: int = signal.SIGUSR1) -> None:
+        self._step = step
+        self._signum = signum
+
+    def step(self, report: StepReport) -> None:
+        if report.step == self._step:
+            os.kill(os.getpid(), self._signum)
+
+    def stopping(self) -> None:
+        """Say nothing."""
+
+
+def run(config: FineTuneConfig, stop_after: int = 0, **changes: Any) -> FineTuneResult:
+    return job.run(dataclasses.replace(config, **changes), show=lambda _: Signalling(stop_after))
+
+
+def files_of(result: FineTuneResult) -> dict[str, bytes]:
+    assert result.summary.model is not None
+    return {file.name: file.read_bytes() for file in Path(result.summary.model).iterdir()}
+
+
+def plainly_trained(config: FineTuneConfig) -> tuple[Any, list[float]]:
+    """Return the model and the losses of an ordinary loop over the same rows."""
+    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
+    model = LLAMA.from_pretrained(config.model).train()
+    adam = gemini.HybridAdam(model.parameters(), lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    losses, steps = [], work.options.steps
+    for step in range(steps):
+        batches = [work._batch(step, micro) for micro in range(config.accumulate)]
+        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        adam.zero_grad()
+        adam.param_groups[0]["lr"] = config.lr * shaped_factor(step, steps=steps, warmup=0, shape="cosine")
+        parts = []
+        for batch, count in zip(batches, tokens, strict=True):
+            loss = model(**batch).loss * (count / sum(tokens))
+            loss.backward()
+            parts.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        adam.step()
+        losses.append(sum(parts))
+    return model, losses
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_tight_budget_gives_the_weights_of_an_ordinary_loop(config: FineTuneConfig, packing: bool) -> None:
+    save_tokenizer(Path(config.model), pad_token="<end>")
+    config = dataclasses.replace(
+        config, packing=packing, accumulate=2, precision="fp32", eval_share=0.1, eval_every=2
+    )
+    want, losses = plainly_trained(config)
+    result = run(config)
+    assert list(result.losses) == losses
+    assert losses[-1] < losses[0]
+    assert result.summary.link_bytes["disk_read"] > 0
+    assert result.summary.model is not None
+    assert_same(LLAMA.from_pretrained(result.summary.model), want.eval())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result.summary.model)
+    assert tokenizer.decode(tokenizer("work")["input_ids"]).replace(" ", "") == "work"
+    records = [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 6]
+    assert result.summary.eval_loss == records[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_dtype": "int8", "eval_share": 0.1, "eval_every": 2, "epochs": 0.5, "steps": None},
+        {"lora": 4, "lora_dropout": 0.3, "activation_checkpointing": True},
+    ],
+    ids=["full", "adapters"],
+)
+def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
+    config: FineTuneConfig, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, **changes, resume="auto")
+    want = run(config)
+    there = str(tmp_path / "again")
+    stopped = run(config, stop_after=3, output=there)
+    assert stopped.exit_code == 128 + signal.SIGUSR1
+    assert stopped.summary.model is None
+    resumed = run(config, output=there, device_bytes=2**22)
+    assert (resumed.exit_code, resumed.summary.first_step) == (0, 3)
+    assert resumed.losses == want.losses
+    assert files_of(resumed) == files_of(want)
+
+
+def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTuneConfig) -> None:
+    want = files_of(run(config))
+    (Path(config.output) / "model" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(config)
+    assert files_of(run(config, resume="auto")) == want
+    with pytest.raises(ConfigError, match=r"lr = 0\.01; this one lr = 0\.02"):
+        run(config, resume="auto", lr=0.02)
+    with pytest.raises(CheckpointError, match="--resume auto starts"):
+        run(config, resume="yes", output=f"{config.output}2")
+
+
+def test_a_model_that_no_run_has_made_is_never_replaced(config: FineTuneConfig, tmp_path: Path) -> None:
+    first = files_of(run(config))
+    own = Path(config.output, "model")
+    with pytest.raises(ConfigError, match="is what the run starts from"):
+        run(config, model=str(own), overwrite=True)
+    (tmp_path / "users").mkdir()
+    own.rename(tmp_path / "users" / "model")
+    with pytest.raises(ConfigError, match="no run has made it"):
+        run(config, output=str(tmp_path / "users"))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "users" / "model").iterdir()} == first
+
+
+def test_starting_over_leaves_nothing_of_the_run_before(config: FineTuneConfig) -> None:
+    run(config)
+    stopped = run(config, overwrite=True, stop_after=2)
+    assert stopped.summary.model is None
+    assert not Path(config.output, "model").exists()
+
+
+def test_adapters_merge_into_what_transformers_makes_of_them(config: FineTuneConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, lora=4, precision="fp32", lora_targets="q_proj, v_proj")
+    apart = run(config)
+    merged = run(config, merge=True, output=str(tmp_path / "merged"))
+    assert apart.summary.model is not None
+    assert merged.summary.model is not None
+    adapted = peft.PeftModel.from_pretrained(LLAMA.from_pretrained(config.model), apart.summary.model)
+    names = {name for name, _ in adapted.named_parameters() if "lora_" in name}
+    assert all(re.search("[qv]_proj", name) for name in names)
+    assert_same(LLAMA.from_pretrained(merged.summary.model), adapted.merge_and_unload().requires_grad_())
+
+
+def test_messages_become_what_the_chat_template_makes_of_them(config: FineTuneConfig) -> None:
+    messages = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
+    Path(config.data).write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"text": "ab"}))
+    with pytest.raises(ConfigError, match=r"line 1 of .* has messages.*chat_template\.jinja"):
+        run(config)
+    save_tokenizer(Path(config.model), chat_template=TEMPLATE)
+    model = ModelDirectory(config)
+    tokenizer = model.tokenizer()
+    chat, text = list(model.tokens(tokenizer))
+    plain: list[int] = tokenizer("user: ping\nassistant: pong\n")["input_ids"]
+    assert chat == plain
+    assert text == [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+
+
+def without_tokenizer(config: FineTuneConfig) -> dict[str, Any]:
+    for file in Path(config.model).glob("tokenizer*"):
+        file.unlink()
+    return {}
+
+
+def without_weights(config: FineTuneConfig) -> dict[str, Any]:
+    (Path(config.model) / "model.safetensors").unlink()
+    return {}
+
+
+def empty(config: FineTuneConfig) -> dict[str, Any]:
+    Path(config.data).write_text("\n\n")
+    return {}
+
+
+def of_another_kind(config: FineTuneConfig) -> dict[str, Any]:
+    transformers.ViTConfig().save_pretrained(config.model)
+    return {}
+
+
+def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
+    directory = Path(config.output).parent / "other"
+    save_tokenizer(directory, additional_special_tokens=["<more>"])
+    Path(config.data).write_text(json.dumps({"text": "<more>"}))
+    return {"tokenizer": str(directory)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_tokenizer, "has no tokenizer; copy tokenizer.json .* by --tokenizer"),
+        (lambda _: {"packing": False}, "has no pad token.* leave --no-packing out"),
+        (lambda _: {"seq": 65}, "--seq 65 is over the 64 positions .* give --seq 64 or less"),
+        (empty, "--data has 0 tokens .* give more data"),
+        (lambda _: {"model": "nowhere"}, "--model nowhere has no config.json"),
+        (of_another_kind, "a 'vit', which transformers has no AutoModelForCausalLM for"),
+        (of_more_tokens, "line 1 of .* has token 96, .* has embeddings for 96"),
+        (lambda _: {"eval_share": 0.99}, "leaves none to learn from"),
+        (lambda _: {"device_bytes": 1024}, "raise device_bytes to at least"),
+        (lambda _: {"lora": 2, "lora_targets": "nothing"}, "--lora-targets nothing: .* or all-linear"),
+        (without_weights, "has no weights"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    spoil: Callable[[FineTuneConfig], dict[str, Any]], message: str, config: FineTuneConfig
+) -> None:
+    with pytest.raises((ConfigError, gemini.errors.OutOfBudgetError), match=message):
+        run(config, **spoil(config))
+    assert not Path(config.output).exists()
+
+
+def test_a_recipe_that_ships_runs_and_says_first_what_to_expect(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--model", config.model, "--data", config.data, "--output", config.output]
+    small = ["--seq", "16", "--steps", "2", "--accumulate", "2", "--device-bytes", "4MiB"]
+    assert main(["finetune", str(RECIPES / "lora.toml"), *paths, *small, "--lora", "4"]) == 0
+    shown = capsys.readouterr()
+    said = [line for line in shown.err.splitlines() if line.startswith("plan: ")]
+    assert re.match("plan: it fits: .* of model data", said[0])
+    assert re.match(r"plan: at most DEVICE .* a step, .* tokens/s, bound by", said[1])
+    assert shown.err.index(said[1]) < shown.err.index("step 1/2")
+    assert "gemini finetune" in shown.out
+    assert LLAMA.from_pretrained(Path(config.output) / "model").dtype == torch.bfloat16
+
+
+def test_what_does_not_fit_is_said_by_the_plan_and_refused_by_the_runtime(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--model", config.model, "--data", config.data, "--output", config.output]
+    assert main(["finetune", *paths, "--device-bytes", "16KiB"]) == 2
+    said = capsys.readouterr().err
+    assert "plan: it does not fit" in said
+    assert "gemini: error: " in said
+    assert not Path(config.output).exists()
