@@ -47,6 +47,7 @@ class _Run:
     mesh: Mesh
     grid: Grid
     parallel: Mapping[str, Any] | None  # as the configuration has it
+    world: dist.ProcessGroup | None  # all processes
     groups: dict[str, Group] = field(default_factory=dict)
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
@@ -61,6 +62,7 @@ class GlobalContext:
 
     def __init__(self) -> None:
         self._run: _Run | None = None
+        self._own_world: dist.ProcessGroup | None = None  # made by launch()
 
     # -- what was launched -----------------------------------------------------------------------
 
@@ -152,23 +154,26 @@ class GlobalContext:
 
     # -- beginning and end -----------------------------------------------------------------------
 
-    def begin(self, config: Config) -> None:
+    def begin(self, config: Config, *, owns_world: bool) -> None:
         """Make the groups that ``config`` asks for among the processes of torch.distributed; all of them call
-        this together. What an earlier run had, and this one has not, is given back.
+        this together. What an earlier run had, and this one has not, is given back. ``owns_world``: these
+        processes were joined for this run.
 
         Raises:
             ConfigError: ``parallel`` cannot be had of these processes. Nothing was changed.
         """
-        asked = config.get("parallel")
+        asked, world = config.get("parallel"), dist.group.WORLD
+        self._own_world = world if owns_world else self._own_world
         layout, initializer = _read_parallel(config, dist.get_world_size())
-        if self._run is not None and self._run.parallel == asked and initializer is None:
-            self._run.config = config
+        run = self._run
+        if run is not None and run.world is world and run.parallel == asked and initializer is None:
+            run.config = config
             return
         self.end()
         with ExitStack() as undo:
             mesh = undo.enter_context(Mesh(layout, device_type=_device_type()))
-            run = _Run(config, layout, mesh, undo.enter_context(over(mesh)), asked)
-            run.groups = {ParallelMode.GLOBAL.value: _group(dist.group.WORLD)}
+            run = _Run(config, layout, mesh, undo.enter_context(over(mesh)), asked, world)
+            run.groups = {ParallelMode.GLOBAL.value: _group(world)}
             for mode, axis in AXES.items():
                 run.groups[mode.value] = _group(mesh[axis].get_group())
             for mode, (of, coordinate) in COORDINATES.items():
@@ -180,14 +185,18 @@ class GlobalContext:
             run.stack = undo.pop_all()
         self._run = run
 
-    def end(self) -> None:
-        """Forget the run, and give back the groups that it made. Idempotent."""
+    def end(self, *, and_its_world: bool = False) -> None:
+        """Forget the run, and give back the groups that it made, with ``and_its_world`` also that of all
+        processes if it was joined for a run. Idempotent."""
         run, self._run = self._run, None
-        if run is None:
-            return
-        run.stack.close()
-        for group in run.own_groups:
-            dist.destroy_process_group(group)
+        if run is not None:
+            run.stack.close()
+            for group in run.own_groups if run.world is dist.group.WORLD else ():
+                dist.destroy_process_group(group)
+        if and_its_world and self._own_world is not None:
+            if self._own_world is dist.group.WORLD:
+                dist.destroy_process_group()
+            self._own_world = None
 
     # -- inside ----------------------------------------------------------------------------------
 

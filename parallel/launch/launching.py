@@ -26,18 +26,6 @@ ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | None
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-class _Started:
-    """Whether this process's group of torch.distributed was made here."""
-
-    is_ours = False
-
-    def note(self, is_ours: bool) -> None:
-        self.is_ours = is_ours
-
-
-_started = _Started()
-
-
 def launch(
     config: ConfigLike = None,
     rank: int | None = None,
@@ -122,11 +110,8 @@ def launch_from_openmpi(
 
 def shutdown() -> None:
     """Give back what :func:`launch` has made: groups, and torch.distributed where it was started by it.
-    Another launch may follow. Idempotent."""
-    global_context.end()
-    if _started.is_ours and dist.is_initialized():
-        dist.destroy_process_group()
-    _started.note(False)
+    Another launch may follow; of several processes, at another port. Idempotent."""
+    global_context.end(and_its_world=True)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -150,14 +135,15 @@ def _launch(
 ) -> None:
     """``place``: None is what torchrun says, which restarts processes and keeps their store."""
     chosen = read_config(config)  # what it refuses keeps nobody waiting
-    if dist.is_initialized():
-        _check_same(place)
-    else:
+    joins = not dist.is_initialized()
+    if joins:
+        global_context.end()  # of a group that the program has destroyed itself
         _join(place, backend, timeout)
-        _started.note(True)
+    else:
+        _check_same(place)
     if seed is not None:
         torch.manual_seed(seed)
-    global_context.begin(chosen)
+    global_context.begin(chosen, owns_world=joins)
 
 
 def _join(place: Place | None, backend: str | None, timeout: timedelta | None) -> None:

@@ -83,6 +83,20 @@ def test_a_group_that_a_program_has_made_is_kept() -> None:
     dist.destroy_process_group()
 
 
+def test_a_group_that_a_program_has_destroyed_is_made_again() -> None:
+    launch({"X": 1})
+    dist.destroy_process_group()
+    launch({"X": 1})
+    assert dist.get_world_size(gpc.get_group(ParallelMode.DATA)) == 1
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    launch({"X": 1})
+    assert dist.get_world_size(gpc.get_group(ParallelMode.DATA)) == 1
+    shutdown()
+    assert dist.is_initialized()  # that one is the program's own
+    dist.destroy_process_group()
+
+
 def test_one_seed_makes_runs_in_one_process_alike() -> None:
     launch(seed=5)
     first = torch.rand(3)

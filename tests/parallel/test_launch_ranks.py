@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from gemini.parallel.launch import (
     DistCoordinator,
     ParallelMode,
     ProcessGroupInitializer,
+    free_port,
     launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
     priority_execution,
     shutdown,
     spawn,
@@ -179,21 +184,50 @@ def test_the_others_hear_that_the_first_one_has_failed() -> None:
     assert second == "rank 0, which goes first, has failed: OSError: no network"
 
 
-def started(rank: int, world_size: int, port: int, directory: str) -> None:
-    for _ in range(2):  # from nothing, and once more after a shutdown
-        launch({"parallel": {"pipeline": 2}}, rank, world_size, "localhost", port, "nccl")
+def left_as_it_is(parallel: dict[str, Any]) -> tuple[int, list[int]]:
+    launch({"parallel": parallel})  # the tests' own group is destroyed after this
+    group, total = gpc.get_group(ParallelMode.TENSOR), torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return int(total), list(tnn.Linear(4, 8).weight.shape)
+
+
+def test_a_run_whose_group_is_gone_does_not_stay() -> None:
+    for _ in range(2):
+        found = run_on_ranks(left_as_it_is, 2, {"tensor": {"size": 2, "mode": "1d"}})
+        assert found == [(2, [4, 4])] * 2
+    run_on_ranks(shutdown, 2)
+
+
+def started(rank: int, world_size: int, port: int, directory: str, ports: list[int]) -> None:
+    place, meets = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}, port
+    ways = [
+        ({}, lambda config: launch(config, rank, world_size, "localhost", meets, "nccl")),
+        ({**place, "MASTER_ADDR": "localhost", "MASTER_PORT": ports[0]}, launch_from_torch),
+        (
+            {"SLURM_PROCID": rank, "SLURM_NPROCS": world_size},
+            lambda config: launch_from_slurm(config, "localhost", ports[1]),
+        ),
+        (
+            {"MPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world_size},
+            lambda config: launch_from_openmpi(config, "localhost", ports[2]),
+        ),
+    ]
+    for environ, start in ways:
+        os.environ.update({name: str(value) for name, value in environ.items()})
+        start({"parallel": {"pipeline": 2}})
         assert gpc.get_ranks_in_group(ParallelMode.PIPELINE) == [0, 1]
         total = torch.ones(1)
         dist.all_reduce(total, group=gpc.get_group(ParallelMode.PIPELINE))
+        with Path(directory, str(rank)).open("a") as said:
+            said.write(str(int(total)))
         dist.barrier()
         shutdown()
         assert not dist.is_initialized()
-    Path(directory, str(rank)).write_text(str(int(total)))
 
 
-def test_processes_meet_at_host_and_port(tmp_path: Path) -> None:
-    spawn(started, 2, directory=str(tmp_path))
-    assert sorted(path.name + path.read_text() for path in tmp_path.iterdir()) == ["02", "12"]
+def test_processes_meet_whichever_launcher_has_started_them(tmp_path: Path) -> None:
+    spawn(started, 2, directory=str(tmp_path), ports=[free_port() for _ in range(3)])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2222", "1": "2222"}
 
 
 @pytest.mark.parametrize("count", [0, True, "2"])
