@@ -1,0 +1,101 @@
+"""Checkpoints in one file, whole: what one way to train has saved, another one loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.checkpoint import Scheduler
+from gemini.errors import CheckpointError
+from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.launch import global_context
+from gemini.parallel.partition import Partition
+from gemini.parallel.tensor.nn import GridLayer, partition_of
+from gemini.system.files import io_errors, replacing
+
+
+def save_checkpoint(
+    file: str | os.PathLike[str],
+    epoch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Scheduler | None = None,
+) -> None:
+    """Write ``epoch`` and the whole model's state dict to ``file``, and the states of the others if given.
+    All ranks call this, the first one writes; an earlier file stays until the new one is complete.
+
+    A file that :func:`torch.load` reads. For large models ``Booster.save_model`` and
+    :func:`gemini.checkpoint.save` hold a tensor at a time.
+
+    Raises:
+        IoError: it cannot be written. CheckpointError: on the other ranks then.
+    """
+    parts = _parts_of(model)
+    state = model.state_dict()
+    content: dict[str, Any] = {"epoch": epoch, "model": state if parts is None else parts.gather_state(state)}
+    if optimizer is not None:
+        content["optimizer"] = optimizer.state_dict()
+    if lr_scheduler is not None:
+        content["lr_scheduler"] = lr_scheduler.state_dict()
+    path, ranks = Path(file), Ranks()
+
+    def write() -> None:
+        if ranks.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, "save_checkpoint") as temporary:
+                torch.save(content, temporary)
+
+    ranks.together(write)
+
+
+def load_checkpoint(
+    file: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Scheduler | None = None,
+    strict: bool = True,
+) -> int:
+    """Read what :func:`save_checkpoint` wrote, without running any code, and return its epoch. All ranks call
+    this.
+
+    Raises:
+        IoError: it cannot be read. CheckpointError: it is no such file, or lacks what is to be loaded.
+    """
+    path = Path(file)
+
+    def read() -> dict[str, Any]:
+        with io_errors("load_checkpoint", path):
+            path.stat()
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise CheckpointError(f"{path} is no file of save_checkpoint: {error}") from error
+        wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        lacking = [key for key, value in wanted.items() if value is not None and key not in found]
+        if lacking:
+            raise CheckpointError(f"{path} has no {', '.join(lacking)}; pass it to save_checkpoint")
+        return dict(found)
+
+    content = Ranks().together(read)
+    parts = _parts_of(model)
+    state = content["model"]
+    model.load_state_dict(state if parts is None else parts.cut_state(state), strict=strict)
+    if optimizer is not None:
+        optimizer.load_state_dict(content["optimizer"])
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(content["lr_scheduler"])
+    return int(content["epoch"])
+
+
+def _parts_of(model: nn.Module) -> Partition | None:
+    """Return which parts of which tensors ``model`` has; None where it has all of them whole."""
+    known = getattr(model, "partition", None)
+    if isinstance(known, Partition):
+        return known
+    inner = getattr(model, "module", model)
+    has_parts = any(isinstance(layer, GridLayer) for layer in inner.modules())
+    return partition_of(inner) if has_parts and global_context.tensor_parallel_size > 1 else None

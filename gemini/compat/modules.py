@@ -1,0 +1,111 @@
+"""Modules made from the list of names: import finds them, and they find their names when they are used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from gemini.compat.names import AWAITED, COMING, NAMES, OWN
+
+_ROOT = "gemini.compat"
+
+TARGETS = NAMES | AWAITED
+
+
+def _modules() -> set[str]:
+    """Return the paths of all modules, without the root."""
+    paths = [name.split(".")[:-1] for name in (*TARGETS, *COMING)]
+    return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
+
+
+MODULES = _modules()
+
+
+def resolve(name: str) -> Any:
+    """Return what ``name`` of the list stands for."""
+    module, _, attribute = TARGETS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def look_up(module: str, name: str) -> Any:
+    """Return the name of a module, with a DeprecationWarning that says which of ours it is.
+
+    Raises:
+        AttributeError: there is none, or it is still to come, and why.
+    """
+    path = f"{module}.{name}" if module else name
+    if path in MODULES:
+        return importlib.import_module(f"{_ROOT}.{path}")
+    if reason := why_absent(path):
+        raise AttributeError(f"{_ROOT}.{path} is still to come: {reason}")
+    if path not in TARGETS:
+        raise AttributeError(f"module {f'{_ROOT}.{module}'.rstrip('.')!r} has no attribute {name!r}")
+    found = resolve(path)
+    if not name.startswith("_"):
+        note = f"{_ROOT}.{path} is for programs of the documents' library; it is {own_name(path)}"
+        warnings.warn(note, DeprecationWarning, stacklevel=3)
+    vars(sys.modules[f"{_ROOT}.{module}".rstrip(".")])[name] = found  # the note comes once
+    return found
+
+
+def why_absent(path: str) -> str | None:
+    """Return why a name of the list is not there yet; None where it is."""
+    if path in AWAITED and find_spec(AWAITED[path].partition(":")[0]) is None:
+        return f"it comes with {AWAITED[path].partition(':')[0]}"
+    return COMING.get(path)
+
+
+def own_name(path: str) -> str:
+    """Return what a name is called without compat."""
+    target = TARGETS[path]
+    return OWN.get(target, target.replace(":", "."))
+
+
+def names_in(module: str) -> list[str]:
+    """Return the names and modules directly in a module."""
+    prefix = f"{module}." if module else ""
+    inside = [path.removeprefix(prefix) for path in (*TARGETS, *MODULES) if path.startswith(prefix)]
+    return sorted(name for name in inside if name and "." not in name)
+
+
+class _Module(ModuleType):
+    """A module of the list."""
+
+    def __getattr__(self, name: str) -> Any:
+        return look_up(self.__name__.removeprefix(f"{_ROOT}."), name)
+
+    def __dir__(self) -> list[str]:
+        return names_in(self.__name__.removeprefix(f"{_ROOT}."))
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name, "See docs/compat.md.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are found when they are used."""
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(f"{_ROOT}.")
+        if name == fullname:
+            return None
+        if reason := why_absent(name):  # the last part of ``from gemini.compat.trainer import Trainer``
+            raise ImportError(f"{fullname} is still to come: {reason}", name=fullname)
+        return ModuleSpec(fullname, _Loader(), is_package=True) if name in MODULES else None
+
+
+def add_finder() -> None:
+    """Have import find the modules. Idempotent."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

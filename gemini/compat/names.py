@@ -1,0 +1,179 @@
+"""The names of the documents' library, by their paths below its root: what each is here, or when it comes."""
+
+from __future__ import annotations
+
+_HERE = "gemini.compat.adapters"
+_LAUNCH = "gemini.parallel.launch"
+_LAYERS = "gemini.parallel.tensor.nn"
+_COLO = "gemini.parallel.colo"
+_PRECISION = "gemini.parallel.booster.mixed_precision"
+
+# "path": "module:name".
+NAMES: dict[str, str] = {
+    "__version__": "gemini:__version__",
+    # launch
+    "launch": f"{_HERE}.launching:launch",
+    "launch_from_torch": f"{_HERE}.launching:launch_from_torch",
+    "launch_from_slurm": f"{_HERE}.launching:launch_from_slurm",
+    "launch_from_openmpi": f"{_HERE}.launching:launch_from_openmpi",
+    "get_default_parser": f"{_LAUNCH}:get_default_parser",
+    "core.global_context": f"{_LAUNCH}:global_context",
+    "context.Config": f"{_LAUNCH}:Config",
+    "context.ParallelMode": f"{_LAUNCH}:ParallelMode",
+    "context.parallel_mode.ParallelMode": f"{_LAUNCH}:ParallelMode",
+    "context.dist_group_initializer.ProcessGroupInitializer": f"{_LAUNCH}:ProcessGroupInitializer",
+    "context.process_group_initializer.ProcessGroupInitializer": f"{_LAUNCH}:ProcessGroupInitializer",
+    "constants.INITIALIZER_MAPPING": f"{_LAUNCH}:INITIALIZER_MAPPING",
+    "registry.DIST_GROUP_INITIALIZER": f"{_LAUNCH}:DIST_GROUP_INITIALIZER",
+    "registry.LAYERS": f"{_LAUNCH}:LAYERS",
+    "registry.MODELS": f"{_LAUNCH}:MODELS",
+    "cluster.DistCoordinator": f"{_LAUNCH}:DistCoordinator",
+    "cluster.dist_coordinator.DistCoordinator": f"{_LAUNCH}:DistCoordinator",
+    "cluster.dist_coordinator.priority_execution": f"{_LAUNCH}:priority_execution",
+    "logging.DistributedLogger": f"{_LAUNCH}:DistributedLogger",
+    "logging.disable_existing_loggers": f"{_LAUNCH}:disable_existing_loggers",
+    "logging.get_dist_logger": f"{_LAUNCH}:get_dist_logger",
+    "testing.spawn": f"{_LAUNCH}:spawn",
+    # Gemini and ZeRO
+    "gemini.ChunkManager": f"{_HERE}.chunks:ChunkManager",
+    "gemini.GeminiManager": f"{_HERE}.chunks:GeminiManager",
+    "gemini.chunk.ChunkManager": f"{_HERE}.chunks:ChunkManager",
+    "gemini.chunk.init_chunk_manager": f"{_HERE}.chunks:init_chunk_manager",
+    "nn.parallel.GeminiDDP": f"{_HERE}.models:GeminiDDP",
+    "nn.parallel.ZeroDDP": f"{_HERE}.models:ZeroDDP",
+    "utils.model.colo_init_context.ColoInitContext": f"{_HERE}.models:ColoInitContext",
+    "zero.ColoInitContext": f"{_HERE}.models:ColoInitContext",
+    "zero.GeminiAdamOptimizer": "gemini:GeminiAdamOptimizer",
+    "zero.GeminiDDP": f"{_HERE}.models:GeminiDDP",
+    "zero.ZeroDDP": f"{_HERE}.models:ZeroDDP",
+    "zero.low_level.LowLevelZeroOptimizer": "gemini.parallel:LowLevelZeroOptimizer",
+    "zero.zero_model_wrapper": f"{_HERE}.models:zero_model_wrapper",
+    "zero.zero_optim_wrapper": "gemini:zero_optim_wrapper",
+    "nn.optimizer.CPUAdam": "gemini:CPUAdam",
+    "nn.optimizer.FusedAdam": "gemini:FusedAdam",
+    "nn.optimizer.HybridAdam": "gemini:HybridAdam",
+    "nn.optimizer.gemini_optimizer.GeminiAdamOptimizer": "gemini:GeminiAdamOptimizer",
+    # Booster, precision, files
+    "Booster": "gemini.parallel:Booster",
+    "booster.Booster": "gemini.parallel:Booster",
+    "booster.plugin.GeminiPlugin": f"{_HERE}.plugins:GeminiPlugin",
+    "booster.plugin.LowLevelZeroPlugin": f"{_HERE}.plugins:LowLevelZeroPlugin",
+    "booster.plugin.TorchDDPPlugin": "gemini.parallel:TorchDDPPlugin",
+    "booster.mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
+    "booster.mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
+    "booster.mixed_precision.FP16TorchMixedPrecision": f"{_PRECISION}:FP16TorchMixedPrecision",
+    "mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
+    "mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
+    "mixed_precision.FP16TorchMixedPrecision": f"{_PRECISION}:FP16TorchMixedPrecision",
+    "amp.AMP_TYPE": f"{_HERE}.precision:AMP_TYPE",
+    "amp.convert_to_amp": f"{_HERE}.precision:convert_to_amp",
+    "amp.apex_amp.convert_to_apex_amp": f"{_HERE}.precision:convert_to_apex_amp",
+    "amp.naive_amp.convert_to_naive_amp": f"{_HERE}.precision:convert_to_naive_amp",
+    "amp.torch_amp.convert_to_torch_amp": f"{_HERE}.precision:convert_to_torch_amp",
+    "utils.load_checkpoint": f"{_HERE}.checkpoints:load_checkpoint",
+    "utils.save_checkpoint": f"{_HERE}.checkpoints:save_checkpoint",
+    # tensors, layers
+    "tensor.ColoParameter": f"{_COLO}:ColoParameter",
+    "tensor.ColoTensor": f"{_COLO}:ColoTensor",
+    "tensor.ColoTensorSpec": f"{_COLO}:ColoTensorSpec",
+    "tensor.ComputePattern": f"{_COLO}:ComputePattern",
+    "tensor.ComputeSpec": f"{_COLO}:ComputeSpec",
+    "tensor.ProcessGroup": f"{_COLO}:ProcessGroup",
+    "tensor.ReplicaSpec": f"{_COLO}:ReplicaSpec",
+    "tensor.ShardSpec": f"{_COLO}:ShardSpec",
+    **{
+        f"nn.{name}": f"{_LAYERS}:{name}"
+        for name in (
+            *("Classifier", "CrossEntropyLoss", "Dropout", "Embedding", "LayerNorm", "Linear"),
+            *("Linear1D_Col", "Linear1D_Row", "Linear2D", "Linear2p5D", "Linear3D", "PatchEmbedding"),
+        )
+    },
+    # small things
+    "utils.get_current_device": "gemini.system.device:current_device",
+    "utils.is_using_pp": f"{_HERE}.launching:is_using_pp",
+    "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
+}
+
+_ENGINE = "it comes with the engine and the trainer; until then write the loop with Booster"
+_PIPELINE = "it comes with pipeline parallelism behind these names"
+_EXPERTS = "it comes with mixtures of experts"
+_SEARCH = "it comes with automatic parallelism"
+_FSDP = "it comes as a plugin of Booster; GeminiPlugin cuts parameters over ranks as well"
+_APEX = "apex is not maintained any more; FP16TorchMixedPrecision does what its levels O1 and O2 did"
+_FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range of fp32"
+
+# What is there as soon as its module is.
+AWAITED: dict[str, str] = {
+    "builder.pipeline.partition_uniform": "gemini.parallel.pipeline:partition_uniform",
+}
+
+# What is still to come, and why.
+COMING: dict[str, str] = {
+    "initialize": _ENGINE,
+    "engine.BaseGradientHandler": _ENGINE,
+    "engine.Engine": _ENGINE,
+    "engine.gradient_handler.BaseGradientHandler": _ENGINE,
+    "engine.schedule.BaseSchedule": _ENGINE,
+    "nn.Lamb": _ENGINE,
+    "nn.optimizer.Lamb": _ENGINE,
+    "nn.lr_scheduler.CosineAnnealingLR": _ENGINE,
+    "nn.lr_scheduler.CosineAnnealingWarmupLR": _ENGINE,
+    "nn.lr_scheduler.LinearWarmupLR": _ENGINE,
+    "nn.metric.Accuracy": _ENGINE,
+    "nn.metric.MixupAccuracy": _ENGINE,
+    "registry.GRADIENT_HANDLER": _ENGINE,
+    "trainer.Trainer": _ENGINE,
+    "trainer.hooks": _ENGINE,
+    "utils.MultiTimer": _ENGINE,
+    "utils.get_dataloader": f"{_ENGINE}, whose plugin.prepare_dataloader makes loaders",
+    "utils.timer.MultiTimer": _ENGINE,
+    "builder.build_pipeline_model": _PIPELINE,
+    "builder.build_pipeline_model_from_cfg": _PIPELINE,
+    "engine.schedule.InterleavedPipelineSchedule": _PIPELINE,
+    "engine.schedule.PipelineSchedule": _PIPELINE,
+    "nn.layer.wrapper.PipelineSharedModuleWrapper": _PIPELINE,
+    "pipeline.pipelinable.PipelinableContext": _PIPELINE,
+    "context.random.moe_set_seed": _EXPERTS,
+    "global_variables.moe_env": _EXPERTS,
+    **{
+        f"nn.{place}.{name}": _EXPERTS
+        for place in ("layer.moe", "moe")
+        for name in (
+            *("Experts", "MoeLayer", "MoeLoss", "NormalNoiseGenerator"),
+            *("Top1Router", "Top2Router", "VanillaFFN"),
+        )
+    },
+    "auto_parallel.ColoTracer": _SEARCH,
+    "auto_parallel.autoparallelize": _SEARCH,
+    "booster.plugin.TorchFSDPPlugin": _FSDP,
+    **{
+        f"{place}.{name}": why
+        for place in ("booster.mixed_precision", "mixed_precision")
+        for name, why in (("FP16ApexMixedPrecision", _APEX), ("FP8MixedPrecision", _FP8))
+    },
+}
+
+# What an adapter is without the documents' defaults and signatures, where that has another name.
+OWN: dict[str, str] = {
+    **{
+        f"{_HERE}.launching:{name}": f"{_LAUNCH}.{name}"
+        for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi")
+    },
+    f"{_HERE}.launching:is_using_pp": f"{_LAUNCH}.global_context",
+    f"{_HERE}.chunks:ChunkManager": "gemini.GeminiDDP",
+    f"{_HERE}.chunks:GeminiManager": "gemini.GeminiDDP",
+    f"{_HERE}.chunks:init_chunk_manager": "gemini.GeminiDDP",
+    f"{_HERE}.models:ColoInitContext": f"{_COLO}.ColoInitContext",
+    f"{_HERE}.models:GeminiDDP": f"{_COLO}.GeminiDDP",
+    f"{_HERE}.models:ZeroDDP": f"{_COLO}.GeminiDDP",
+    f"{_HERE}.models:zero_model_wrapper": "gemini.zero_model_wrapper",
+    f"{_HERE}.plugins:GeminiPlugin": "gemini.parallel.GeminiPlugin",
+    f"{_HERE}.plugins:LowLevelZeroPlugin": "gemini.parallel.LowLevelZeroPlugin",
+    f"{_HERE}.precision:AMP_TYPE": _PRECISION,
+    **{
+        f"{_HERE}.precision:convert_to_{name}amp": "gemini.parallel.Booster"
+        for name in ("", "apex_", "naive_", "torch_")
+    },
+    f"{_HERE}.checkpoints:load_checkpoint": "gemini.checkpoint.load",
+    f"{_HERE}.checkpoints:save_checkpoint": "gemini.checkpoint.save",
+}

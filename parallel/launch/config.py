@@ -1,0 +1,129 @@
+"""The configuration of a run: a Python file, a dict or nothing, and the keywords in it that are reserved."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gemini.errors import ConfigError
+
+
+class Config(dict[str, Any]):
+    """A dict whose entries are attributes, too, at every depth: ``config.BATCH_SIZE``,
+    ``config.parallel.tensor.size``."""
+
+    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
+        super().__init__({key: _nested(value) for key, value in (entries or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            said = ", ".join(self) or "nothing"
+            raise AttributeError(f"the configuration has no {name!r}; it has {said}") from None
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
+    """Return what ``config`` says: the path of a Python file, which is run, a dict, or None: nothing.
+
+    Of a file, all names count but modules and those that begin with an underscore. They are free for a
+    program's own use, except those that are reserved: ``parallel``, ``fp16``, ``zero``,
+    ``gradient_accumulation``, ``clip_grad_norm``, ``gradient_handler``, ``NUM_MICRO_BATCHES``,
+    ``NUM_CHUNKS``, ``TENSOR_SHAPE``, ``dali``. ``parallel`` is read by whoever knows the number of processes.
+
+    Raises:
+        ConfigError: there is no such file, it fails, or a reserved keyword says what it cannot.
+    """
+    entries = _entries(config)
+    for name, check in _RESERVED.items():
+        if entries.get(name) is not None:
+            check(name, entries[name])
+    if entries.get("fp16") is not None and entries.get("zero") is not None:
+        raise ConfigError(
+            "config: fp16 and zero exclude each other: zero computes in 16 bits itself; leave fp16 out"
+        )
+    return Config(entries)
+
+
+def _entries(config: object) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, (str, os.PathLike)):
+        return _run(Path(config))
+    kind = type(config).__name__
+    raise ConfigError(f"config is a {kind}; pass the path of a Python file, a dict or None")
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """Return the names that a Python file defines."""
+    if path.suffix != ".py" or not path.is_file():
+        what = "is no Python file (*.py)" if path.exists() else "does not exist"
+        raise ConfigError(f"config: {path} {what}; from {Path.cwd()} that is {path.resolve()}")
+    try:
+        found = runpy.run_path(str(path))
+    except Exception as error:
+        raise ConfigError(f"config: {path} ends with {type(error).__name__}: {error}") from error
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def _nested(value: Any) -> Any:
+    return Config(value) if isinstance(value, Mapping) and not isinstance(value, Config) else value
+
+
+# -- reserved keywords -----------------------------------------------------------------------------
+
+
+def _options(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config: {name} is {value!r}; write {name}=dict(...)")
+
+
+def _count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config: {name} is {value!r}; give a whole number, 1 or more")
+
+
+def _norm(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ConfigError(f"config: {name} is {value!r}; give a number, 0 for none")
+
+
+def _handlers(name: str, value: Any) -> None:
+    entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
+            raise ConfigError(f"config: {name} has {entry!r}; write {name}=[dict(type='NameOfTheClass')]")
+
+
+def _shape(name: str, value: Any) -> None:
+    sizes = [value] if isinstance(value, int) else value
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        raise ConfigError(f"config: {name} is {value!r}; give the shape of a tensor, such as (8, 1024, 768)")
+    for size in sizes:
+        _count(f"{name}'s size", size)
+
+
+_RESERVED: dict[str, Callable[[str, Any], None]] = {
+    "parallel": _options,
+    "fp16": _options,
+    "zero": _options,
+    "dali": _options,
+    "gradient_accumulation": _count,
+    "clip_grad_norm": _norm,
+    "gradient_handler": _handlers,
+    "gradient_handlers": _handlers,
+    "NUM_MICRO_BATCHES": _count,
+    "NUM_CHUNKS": _count,
+    "TENSOR_SHAPE": _shape,
+    "tensor_shape": _shape,
+}

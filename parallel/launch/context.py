@@ -1,0 +1,272 @@
+"""The context of a run: its configuration, and the groups that this process is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+
+from gemini.errors import ConfigError, StateError
+from gemini.parallel.launch.config import Config
+from gemini.parallel.launch.modes import AXES, COORDINATES, ParallelMode, key_of
+from gemini.parallel.launch.registry import (
+    DIST_GROUP_INITIALIZER,
+    INITIALIZER_MAPPING,
+    ProcessGroupInitializer,
+)
+from gemini.parallel.layout import Layout
+from gemini.parallel.mesh import Mesh
+from gemini.parallel.tensor.grid import Grid
+from gemini.parallel.tensor.nn import over
+from gemini.system.device import current_device
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that are in a group together, by global rank."""
+
+    ranks: tuple[int, ...]
+    handle: dist.ProcessGroup
+
+    @property
+    def place(self) -> int:
+        """Which of them this one is."""
+        return self.ranks.index(dist.get_rank())
+
+
+@dataclass
+class _Run:
+    """What one launch has made."""
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    grid: Grid
+    parallel: Mapping[str, Any] | None  # as the configuration has it
+    world: dist.ProcessGroup | None  # all processes
+    groups: dict[str, Group] = field(default_factory=dict)
+    own_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+
+class GlobalContext:
+    """The run that this process takes part in; ``global_context`` is the one of the process.
+
+    Groups are asked for by :class:`ParallelMode`, or by the text of a kind of the program's own. What a
+    configuration does not divide has groups of one process.
+    """
+
+    def __init__(self) -> None:
+        self._run: _Run | None = None
+        self._own_world: dist.ProcessGroup | None = None  # made by launch()
+
+    # -- what was launched -----------------------------------------------------------------------
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether :func:`launch` has been called, and :func:`shutdown` not since."""
+        return self._run is not None
+
+    @property
+    def config(self) -> Config:
+        """The configuration; empty before :func:`launch`."""
+        return Config() if self._run is None else self._run.config
+
+    @property
+    def layout(self) -> Layout:
+        """Over how many processes each kind of parallelism goes."""
+        return Layout() if self._run is None else self._run.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of all processes. Raises StateError before :func:`launch`."""
+        return self._launched().mesh
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks of tensor parallelism, whose ``own_part(x)`` cuts inputs. Raises as :attr:`mesh`."""
+        return self._launched().grid
+
+    data_parallel_size = property(lambda self: self.layout.dp)
+    pipeline_parallel_size = property(lambda self: self.layout.pp)
+    sequence_parallel_size = property(lambda self: self.layout.sp)
+    tensor_parallel_size = property(lambda self: self.layout.tp)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def get_global_rank(self) -> int:
+        """Return which of all processes this one is."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def is_initialized(self, mode: Enum | str) -> bool:
+        """Say whether this process is in a group of the kind with others; of all and of data parallelism,
+        whether there was a launch."""
+        if self._run is None:
+            return False
+        found = self._run.groups.get(key_of(mode))
+        is_there_always = key_of(mode) in (ParallelMode.GLOBAL.value, ParallelMode.DATA.value)
+        return found is not None and (is_there_always or len(found.ranks) > 1)
+
+    def get_world_size(self, mode: Enum | str) -> int:
+        """Return how many processes are in the group. Raises ConfigError where there is no such kind."""
+        return len(self.get_ranks_in_group(mode))
+
+    def get_local_rank(self, mode: Enum | str) -> int:
+        """Return this process's place in the group. Raises as :meth:`get_world_size`."""
+        found = self._find(mode)
+        return 0 if found is None else found.place
+
+    def get_ranks_in_group(self, mode: Enum | str) -> list[int]:
+        """Return the global ranks in the group, in order. Raises as :meth:`get_world_size`."""
+        found = self._find(mode)
+        return [self.get_global_rank()] if found is None else list(found.ranks)
+
+    def get_group(self, mode: Enum | str) -> dist.ProcessGroup:
+        """Return torch's group.
+
+        Raises:
+            ConfigError: there is no such kind, or this process is alone in it.
+        """
+        found = self._find(mode)
+        if found is None:
+            raise ConfigError(f"{mode} has no groups in {self.layout}; ask is_initialized({mode}) first")
+        return found.handle
+
+    def is_first_rank(self, mode: Enum | str) -> bool:
+        """Say whether this process is the first of its group."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: Enum | str) -> bool:
+        """Say whether this process is the last of its group."""
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def get_prev_global_rank(self, mode: Enum | str) -> int:
+        """Return the process before this one in its group; before the first one comes the last."""
+        return self._neighbour(mode, -1)
+
+    def get_next_global_rank(self, mode: Enum | str) -> int:
+        """Return the process behind this one in its group; behind the last one comes the first."""
+        return self._neighbour(mode, 1)
+
+    # -- beginning and end -----------------------------------------------------------------------
+
+    def begin(self, config: Config, *, owns_world: bool) -> None:
+        """Make the groups that ``config`` asks for among the processes of torch.distributed; all of them call
+        this together. What an earlier run had, and this one has not, is given back. ``owns_world``: these
+        processes were joined for this run.
+
+        Raises:
+            ConfigError: ``parallel`` cannot be had of these processes. Nothing was changed.
+        """
+        asked, world = config.get("parallel"), dist.group.WORLD
+        self._own_world = world if owns_world else self._own_world
+        layout, initializer = _read_parallel(config, dist.get_world_size())
+        run = self._run
+        if run is not None and run.world is world and run.parallel == asked and initializer is None:
+            run.config = config
+            return
+        self.end()
+        with ExitStack() as undo:
+            mesh = undo.enter_context(Mesh(layout, device_type=_device_type()))
+            run = _Run(config, layout, mesh, undo.enter_context(over(mesh)), asked, world)
+            run.groups = {ParallelMode.GLOBAL.value: _group(world)}
+            for mode, axis in AXES.items():
+                run.groups[mode.value] = _group(mesh[axis].get_group())
+            for mode, (of, coordinate) in COORDINATES.items():
+                along = run.grid.axis(coordinate) if layout.tp > 1 and layout.mode == of else None
+                if along is not None:
+                    run.groups[mode.value] = _group(along.group)
+            if initializer is not None:
+                _add_own(run, initializer)
+            run.stack = undo.pop_all()
+        self._run = run
+
+    def end(self, *, and_its_world: bool = False) -> None:
+        """Forget the run, and give back the groups that it made, with ``and_its_world`` also that of all
+        processes if it was joined for a run. Idempotent."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.stack.close()
+            for group in run.own_groups if run.world is dist.group.WORLD else ():
+                dist.destroy_process_group(group)
+        if and_its_world and self._own_world is not None:
+            if self._own_world is dist.group.WORLD:
+                dist.destroy_process_group()
+            self._own_world = None
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _launched(self) -> _Run:
+        if self._run is None:
+            raise StateError("there is no run yet: call gemini.parallel.launch.launch(...) first")
+        return self._run
+
+    def _find(self, mode: Enum | str) -> Group | None:
+        """Return the group of a kind; None where this process is alone in it."""
+        key = key_of(mode)
+        groups = {} if self._run is None else self._run.groups
+        if key not in groups and key not in {known.value for known in ParallelMode}:
+            raise ConfigError(
+                f"there are no groups {key!r}; there are {', '.join(groups) or 'none before launch()'}. A "
+                "program's own are made by a ProcessGroupInitializer"
+            )
+        return groups.get(key)
+
+    def _neighbour(self, mode: Enum | str, distance: int) -> int:
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(self.get_local_rank(mode) + distance) % len(ranks)]
+
+
+# A program, and the layers that it builds, ask for their groups without being handed them.
+global_context = GlobalContext()
+
+
+def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGroupInitializer | None]:
+    """Return what ``parallel`` says, and who makes groups of a mode that the program has registered."""
+    parallel = dict(config.get("parallel") or {})
+    tensor = parallel.get("tensor")
+    mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
+    if not isinstance(tensor, Mapping) or not isinstance(mode, str) or mode not in INITIALIZER_MAPPING:
+        return Layout.from_config(parallel, world_size), None
+    extra = {key: value for key, value in tensor.items() if key not in ("size", "mode")}
+    plain = {**{key: value for key, value in tensor.items() if key == "size"}, "mode": "1d"}
+    layout = Layout.from_config({**parallel, "tensor": plain}, world_size)
+    cls = DIST_GROUP_INITIALIZER.get_module(INITIALIZER_MAPPING[mode])
+    made = cls(dist.get_rank(), world_size, config, layout.dp, layout.pp, layout.tp, **extra)
+    if not isinstance(made, ProcessGroupInitializer):
+        raise ConfigError(f"{cls.__name__} must be made from ProcessGroupInitializer")
+    return layout, made
+
+
+def _add_own(run: _Run, initializer: ProcessGroupInitializer) -> None:
+    """Make the groups that a program says itself."""
+    for mode, groups in (initializer.init_parallel_groups() or {}).items():
+        key, lists = key_of(mode), [list(ranks) for ranks in groups]
+        members = [rank for ranks in lists for rank in ranks]
+        world = dist.get_world_size()
+        if len(set(members)) != len(members) or not set(members) <= set(range(world)):
+            raise ConfigError(
+                f"{type(initializer).__name__}: the groups of {key!r} are {lists}; each of the ranks 0 to "
+                f"{world - 1} may be in one of them"
+            )
+        for ranks in lists:
+            made = dist.new_group(ranks)  # all processes call this for every group
+            if dist.get_rank() in ranks:
+                run.groups[key] = _group(made)
+                run.own_groups.append(made)
+
+
+def _device_type() -> str:
+    """Return whose memory the groups of all processes take."""
+    taken: Sequence[Any] = dist.group.WORLD._device_types  # type: ignore[union-attr]
+    here = current_device().type
+    return here if any(device.type == here for device in taken) else "cpu"
+
+
+def _group(handle: dist.ProcessGroup | None) -> Group:
+    assert handle is not None
+    return Group(tuple(dist.get_process_group_ranks(handle)), handle)

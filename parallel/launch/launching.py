@@ -1,0 +1,195 @@
+"""Launch: how a process joins the others of its run, whichever launcher has started them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini.comm.collectives import join_ranks
+from gemini.errors import ConfigError
+from gemini.parallel.launch.config import read_config
+from gemini.parallel.launch.context import global_context
+from gemini.parallel.launch.place import OPENMPI, SLURM, TORCHRUN, Place, parse_port
+from gemini.system.device import cuda_available, select_device
+
+logger = logging.getLogger(__name__)
+
+ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | None
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def launch(
+    config: ConfigLike = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    host: str | None = None,
+    port: int | str | None = None,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    *,
+    seed: int | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Join the processes of a run and make the groups that its configuration asks for; all of them call this.
+
+    It may be called again: processes that have joined stay, the new configuration takes the place of the old
+    one. One process without a launcher needs no arguments. Afterwards ``global_context`` says which groups
+    there are, and layers of :mod:`gemini.parallel.tensor.nn` follow the mode in ``parallel``.
+
+    Args:
+        config: the path of a Python file, a dict or None; see :func:`read_config`.
+        rank, world_size: which of how many processes this is; None: as torchrun says in the environment.
+        host, port: where the first process listens.
+        backend: of torch.distributed; None: torch's for each device. ``"nccl"`` where there is not a GPU for
+            each process becomes ``"gloo"``, with a warning.
+        local_rank: which process of its machine this is, and so which GPU it takes; None: ``LOCAL_RANK``, or
+            ``rank``.
+        seed: of torch's generators on all ranks, set in every call; None leaves them.
+        timeout: how long a rank waits for the others.
+
+    Raises:
+        ConfigError: an argument or the configuration cannot be; nothing was changed, but for having joined
+            where ``parallel`` does not go over the processes.
+    """
+    if rank is None and world_size is None:
+        place = None
+        if host is not None or port is not None:
+            place = TORCHRUN.place(host, port)
+    elif rank is None or world_size is None:
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass both or neither")
+    else:
+        local = int(os.environ.get("LOCAL_RANK", rank)) if local_rank is None else local_rank
+        place = Place(rank, world_size, local, host, parse_port(port))
+    _launch(config, place, backend, seed, timeout)
+
+
+def launch_from_torch(
+    config: ConfigLike = None,
+    backend: str | None = None,
+    *,
+    seed: int | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Launch under torchrun, or as one process alone; arguments and errors as :func:`launch`."""
+    _launch(config, None, backend, seed, timeout)
+
+
+def launch_from_slurm(
+    config: ConfigLike = None,
+    host: str | None = None,
+    port: int | str | None = None,
+    backend: str | None = None,
+    *,
+    seed: int | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Launch under ``srun``; arguments and errors as :func:`launch`."""
+    _launch(config, SLURM.place(host, port), backend, seed, timeout)
+
+
+def launch_from_openmpi(
+    config: ConfigLike = None,
+    host: str | None = None,
+    port: int | str | None = None,
+    backend: str | None = None,
+    *,
+    seed: int | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Launch under Open MPI's ``mpirun``; arguments and errors as :func:`launch`."""
+    _launch(config, OPENMPI.place(host, port), backend, seed, timeout)
+
+
+def shutdown() -> None:
+    """Give back what :func:`launch` has made: groups, and torch.distributed where it was started by it.
+    Another launch may follow; of several processes, at another port. Idempotent."""
+    global_context.end(and_its_world=True)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Return a parser of what :func:`launch` takes, to which a program adds its own arguments. What is not
+    given is None: launch() then asks the environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="path of the configuration, a Python file")
+    parser.add_argument("--host", help="where the first process listens")
+    parser.add_argument("--port", type=int, help="the port it listens at")
+    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are")
+    parser.add_argument("--rank", type=int, help="which of them this one is")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="which one of its machine")
+    parser.add_argument(
+        "--backend", default="nccl", help="of torch.distributed (default: nccl, gloo without GPUs)"
+    )
+    return parser
+
+
+def _launch(
+    config: ConfigLike, place: Place | None, backend: str | None, seed: int | None, timeout: timedelta | None
+) -> None:
+    """``place``: None is what torchrun says, which restarts processes and keeps their store."""
+    chosen = read_config(config)  # what it refuses keeps nobody waiting
+    joins = not dist.is_initialized()
+    if joins:
+        global_context.end()  # of a group that the program has destroyed itself
+        _join(place, backend, timeout)
+    else:
+        _check_same(place)
+    if seed is not None:
+        torch.manual_seed(seed)
+    global_context.begin(chosen, owns_world=joins)
+
+
+def _join(place: Place | None, backend: str | None, timeout: timedelta | None) -> None:
+    """Make the group of all processes."""
+    if place is None:
+        environ = os.environ
+        found = _torchrun_place()
+        select_device(found.local_rank)
+        usable = _usable(backend, found)
+        if "RANK" in environ:
+            join_ranks(usable, timeout)
+            return
+        place = found
+    else:
+        select_device(place.local_rank)
+        usable = _usable(backend, place)
+    if place.host is None:
+        dist.init_process_group(usable, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
+        return
+    dist.init_process_group(
+        usable, init_method=place.address, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
+
+
+def _torchrun_place() -> Place:
+    return TORCHRUN.place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+
+
+def _check_same(place: Place | None) -> None:
+    """Refuse another place than the one this process has among those that have joined."""
+    have = (dist.get_rank(), dist.get_world_size())
+    if place is not None and place != Place() and (place.rank, place.world_size) != have:
+        raise ConfigError(
+            f"this process is rank {have[0]} of {have[1]} already, and was asked to be rank {place.rank} of "
+            f"{place.world_size}; call shutdown() first"
+        )
+
+
+def _usable(backend: str | None, place: Place) -> str | None:
+    """Return ``backend``, or gloo in the place of NCCL where processes of a machine would share a GPU."""
+    if backend != "nccl":
+        return backend
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    here = int(said) if said.isdigit() else place.world_size if place.host in _LOCAL else 1
+    gpus = torch.accelerator.device_count() if cuda_available() else 0
+    if gpus >= here:
+        return backend
+    logger.warning("backend 'nccl' needs a GPU for each process: %d for %d; 'gloo' is used", gpus, here)
+    return "gloo"
