@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as dist
@@ -17,6 +18,10 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
+from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
+    load_parts_of_optimizer,
+    save_parts_of_optimizer,
+)
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
@@ -120,6 +125,7 @@ class HybridParallelPlugin(Plugin):
         self._mesh: Mesh | None = None
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
+        self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
 
     @property
     def mesh(self) -> Mesh | None:
@@ -159,7 +165,7 @@ class HybridParallelPlugin(Plugin):
         if optimizer is not None:
             model_options = {"optimizer_rule": "adam", **model_options}
         mesh = self.mesh
-        parts = self._take_part(model, mesh)
+        parts = self._take_part(model, optimizer, mesh)
         if optimizer is not None:
             _forget_absent(optimizer, model)
         if mesh is not None:
@@ -173,12 +179,16 @@ class HybridParallelPlugin(Plugin):
         parts.tied.watch(handle_of(managed))
         trained = _Managed(handle_of(managed), boosted)
         self.parts[id(managed)] = parts
+        if boosted is not None:
+            self._parts_of[boosted] = parts
         self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule)
         return Boosted(managed, boosted, criterion)
 
-    def _take_part(self, model: nn.Module, mesh: Mesh | None) -> Parts:
+    def _take_part(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
+    ) -> Parts:
         """Leave ``model`` this rank's part."""
-        axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model)
+        axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
         if axis is None:
             staged = StagedModel.undivided(model)
             partition = Partition(None, {}) if mesh is None else parallelize(model, mesh, **self._cut)
@@ -242,14 +252,23 @@ class HybridParallelPlugin(Plugin):
             return
         load_parts(model, parts, checkpoint, self.ranks, strict=strict)
 
-    def why_no_optimizer_files(self) -> str:
-        """See :class:`Plugin`."""
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+    ) -> None:
+        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         if self._sizes.world_size == 1:
-            return ""
-        return (
-            "the state of an optimizer over parts of a model has no files yet; gemini.checkpoint.save writes "
-            "that of each rank along pp and tp to a directory of its own, for the same layout"
-        )
+            super().save_optimizer(optimizer, names, checkpoint, layout)
+            return
+        assert isinstance(optimizer, GeminiOptimizer)
+        save_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, layout, self.ranks)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
+        if self._sizes.world_size == 1:
+            super().load_optimizer(optimizer, names, checkpoint)
+            return
+        assert isinstance(optimizer, GeminiOptimizer)
+        load_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, self.ranks)
 
     @property
     def data_ranks(self) -> Ranks:
