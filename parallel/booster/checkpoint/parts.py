@@ -72,8 +72,8 @@ class Parts:
         """``mesh``: None where there is one process; ``rank_of``: which rank along ``pp`` has which stage."""
         self.staged, self.partition, self.tied, self.whole = staged, partition, tied, whole
         self.axis = mesh.axis("pp") if mesh is not None else None
-        self.is_first_column = mesh is None or (
-            mesh["dp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0
+        self.is_first_column = mesh is None or all(
+            mesh[axis].get_local_rank() == 0 for axis in ("dp", "sp", "tp")
         )
         self._mesh, self._rank_of = mesh, rank_of
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,7 @@ from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
+from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
@@ -35,6 +38,8 @@ from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
+from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
+from gemini.parallel.sequence.parallelize import METHODS
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.styles import Style
 from gemini.placement import PlacementPolicy
@@ -47,9 +52,9 @@ _OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}
 
 
 class HybridParallelPlugin(Plugin):
-    """Train over a grid of ``pp_size`` x data x ``tp_size`` processes: stages of the model, parts of the
-    batch, parts of each layer; what is left of the processes goes over the data. Chunks move within budgets
-    on each.
+    """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes: stages of the model,
+    parts of the batch, of each sequence, of each layer; what is left of the processes goes over the data.
+    Chunks move within budgets on each.
 
     ::
 
@@ -65,6 +70,10 @@ class HybridParallelPlugin(Plugin):
 
     Args:
         tp_size, pp_size: over how many processes layers are cut, and how many have stages.
+        sp_size, sp_mode: how many have parts of each sequence, and how attention goes across them:
+            ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
+            over the labels in its micro-batch, which are shifted already where the model predicts the next
+            token, and the loss is the mean over those of all ranks.
         zero_stage: 3: GeminiDDP.
         placement_policy: see GeminiDDP.
         tp_plan, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
@@ -87,7 +96,9 @@ class HybridParallelPlugin(Plugin):
         self,
         tp_size: int = 1,
         pp_size: int = 1,
+        sp_size: int = 1,
         *,
+        sp_mode: str = "ulysses",
         zero_stage: int = 3,
         placement_policy: str | PlacementPolicy = "auto",
         tp_plan: str | Mapping[str, Style | str] = "auto",
@@ -108,7 +119,9 @@ class HybridParallelPlugin(Plugin):
                 f"zero_stage is {zero_stage}; over parts of a model it is 3 (GeminiDDP). LowLevelZeroPlugin "
                 "has 1 and 2, TorchDDPPlugin 0, over data parallelism alone"
             )
-        self._sizes = Layout(tp=tp_size, pp=pp_size)
+        self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
+        _check_sequences(self._sizes, sp_mode)
+        self._sp_mode = sp_mode
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
         if pp_size == 1:
             pp_style, chunks = "1f1b", 1
@@ -119,12 +132,13 @@ class HybridParallelPlugin(Plugin):
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind}
         self._model_options = {key: value for key, value in options.items() if key in _MODEL}
         self._model_options["placement_policy"] = placement_policy
-        if tp_size * pp_size > 1:
+        if self._sizes.world_size > 1:
             self._model_options.setdefault("strict_ddp_mode", True)
         self._optimizer_options = {key: value for key, value in options.items() if key in _OPTIMIZER}
         self._mesh: Mesh | None = None
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
+        self._sequences: dict[int, SequenceParallel] = {}  # likewise
         self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
 
     @property
@@ -132,18 +146,19 @@ class HybridParallelPlugin(Plugin):
         """The grid of processes; None where there is one process alone.
 
         Raises:
-            ConfigError: the number of processes is no multiple of ``tp_size * pp_size``.
+            ConfigError: the number of processes is no multiple of ``tp_size * pp_size * sp_size``.
         """
         join_launched_group()
         each = self._sizes.world_size
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if world % each:
             raise ConfigError(
-                f"tp_size {self._sizes.tp} x pp_size {self._sizes.pp} do not divide {world} processes; start "
-                f"a multiple of {each}, or choose sizes whose product divides {world}"
+                f"tp_size {self._sizes.tp} x pp_size {self._sizes.pp} x sp_size {self._sizes.sp} do not "
+                f"divide {world} processes; start a multiple of {each}, or choose sizes whose product "
+                f"divides {world}"
             )
         if self._mesh is None and dist.is_available() and dist.is_initialized():
-            self._mesh = Mesh(Layout(world // each, self._sizes.pp, tp=self._sizes.tp))
+            self._mesh = Mesh(replace(self._sizes, dp=world // each))
         return self._mesh
 
     def configure(
@@ -166,12 +181,15 @@ class HybridParallelPlugin(Plugin):
             model_options = {"optimizer_rule": "adam", **model_options}
         mesh = self.mesh
         parts = self._take_part(model, optimizer, mesh)
+        sequence: SequenceParallel | None = None
+        if mesh is not None and self._sizes.sp > 1:
+            sequence = parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
         if optimizer is not None:
             _forget_absent(optimizer, model)
         if mesh is not None:
             model_options = {
                 **model_options,
-                "process_group": mesh["dp"],
+                "process_group": mesh["dp"] if sequence is None else mesh.group("dp", "sp"),
                 "model_ranks": parts.model_ranks,
             }
         managed = GeminiDDP(model, **model_options)
@@ -181,7 +199,10 @@ class HybridParallelPlugin(Plugin):
         self.parts[id(managed)] = parts
         if boosted is not None:
             self._parts_of[boosted] = parts
-        self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule)
+        cut = None if sequence is None else partial(own_part, sequence)
+        self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
+        if sequence is not None:
+            self._sequences[id(managed)] = sequence
         return Boosted(managed, boosted, criterion)
 
     def _take_part(
@@ -220,6 +241,11 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through a boosted model; see :meth:`Booster.execute_pipeline`."""
+        if (sequence := self._sequences.get(id(model))) is not None:
+            if criterion is not None:
+                criterion = mean_over_tokens(sequence, criterion)
+            if (count := options.get("count")) is not None:
+                options["count"] = count_of_all(sequence.averaging, count)
         return self._pipelines[id(model)].run(batch, criterion, **options)
 
     def save_model(
@@ -275,6 +301,17 @@ class HybridParallelPlugin(Plugin):
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
+
+
+def _check_sequences(sizes: Layout, mode: str) -> None:
+    """Raise ConfigError for parts of sequences that cannot be."""
+    if mode not in METHODS:
+        raise ConfigError(f"sp_mode is {mode!r}; it may be {' or '.join(METHODS)}")
+    if sizes.sp > 1 and sizes.pp > 1:
+        raise ConfigError(
+            f"sp_size {sizes.sp} with pp_size {sizes.pp}: stages take whole sequences; choose pp_size=1 "
+            "(sp_size goes with tp_size and data parallelism), or sp_size=1"
+        )
 
 
 class _Managed:
