@@ -218,13 +218,13 @@ class Booster:
     ) -> None:
         """Write the optimizer's state, groups and loss scale; arguments and promises as :meth:`save_model`.
 
-        States are stored by parameter name: any number of ranks can load them, and so can the other plugins
-        if their optimizer is of the same kind.
+        States are whole tensors, stored by parameter name: any number of ranks, and stages and parts of other
+        sizes, can load them, and so can the other plugins if their optimizer is of the same kind.
         """
-        names = self._require_files(optimizer)
+        names = self._require_boosted(optimizer)
         layout = files.layout(shard, prefix, size_per_shard)
         files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
-        files.save_optimizer(optimizer, names, checkpoint, layout, self.plugin.ranks)
+        self.plugin.save_optimizer(optimizer, names, checkpoint, layout)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
         """Read what :meth:`save_optimizer` wrote. All ranks must call it.
@@ -233,8 +233,8 @@ class Booster:
             CheckpointError: it is damaged or made for other parameters, here or on another rank; nothing was
                 changed.
         """
-        names = self._require_files(optimizer)
-        files.load_optimizer(optimizer, names, checkpoint, self.plugin.ranks)
+        names = self._require_boosted(optimizer)
+        self.plugin.load_optimizer(optimizer, names, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
         """Write the scheduler's state to a file. All ranks must call it; the first one writes."""
@@ -252,11 +252,6 @@ class Booster:
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         return self._models[model]() if model in self._models else None
-
-    def _require_files(self, optimizer: torch.optim.Optimizer) -> files.Names:
-        if why := self.plugin.why_no_optimizer_files():
-            raise ConfigError(why)
-        return self._require_boosted(optimizer)
 
     def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
         try:

@@ -74,6 +74,11 @@ class Ranks:
         :meth:`agree`."""
         return Rank(self.number, self.size, self._say).together(action)
 
+    def collect(self, action: Callable[[], str]) -> list[str]:
+        """Run ``action`` on every rank; return what it returned on each, once all have succeeded. Raises as
+        :meth:`agree`."""
+        return Rank(self.number, self.size, self._say).collect(action)
+
     def _say(self, text: str) -> list[str]:
         """Return what every rank has said here."""
         if self.size == 1:

@@ -51,8 +51,17 @@ class Pipeline:
     Ranks along ``pp`` and ``tp`` are given the same batch, those along ``dp`` each its own.
     """
 
-    def __init__(self, staged: StagedModel, trained: Trained, mesh: Mesh | None, schedule: Schedule) -> None:
-        """``mesh``: None where one process trains alone."""
+    def __init__(
+        self,
+        staged: StagedModel,
+        trained: Trained,
+        mesh: Mesh | None,
+        schedule: Schedule,
+        own_part: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """``mesh``: None where one process trains alone; ``own_part`` makes this rank's part of a batch of
+        whole sequences, and raises ConfigError where it cannot."""
+        self._own_part = own_part
         self._mesh, self._schedule = mesh, schedule
         self._axis = mesh.axis("pp") if mesh is not None else None
         self._losses = mesh.axis("pp", "dp") if mesh is not None else None
@@ -119,6 +128,8 @@ class Pipeline:
         try:
             if lacks_loss and torch.is_grad_enabled():
                 raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
+            if self._own_part is not None:
+                batch = self._own_part(batch)
             batches = cut_batch(batch, plan.num_microbatches, plan.microbatch_size)
             order = make_order(plan.style, self._num_ranks, len(batches), plan.chunks)
         except GeminiError as error:

@@ -74,5 +74,5 @@ class TiedWeights:
                 total[-1] = 1.0
             axis.all_reduce(total)
             if total[-1] > 0:
-                param.grad = total[:-1].view(param.shape).to(param.device)
+                param.grad = total[:-1].view(param.shape).to(param.device, param.dtype)
         self._seen = model.gradient_state()

@@ -156,6 +156,7 @@ def parallelize_sequence(
     *,
     zigzag: bool | None = None,
     cut: str = "batch",
+    takes_loss: bool = True,
 ) -> SequenceParallel:
     """Make ``model`` attend across the ranks of the axis ``sp`` of ``mesh``, each of which has a part of
     every sequence; return what cuts batches and takes losses. Nothing but its attention changes.
@@ -167,6 +168,8 @@ def parallelize_sequence(
         cut: ``"batch"``: each rank gives the model its part of the batch. ``"blocks"``: all give it the whole
             batch, which is cut before the first block and put together behind the last: for models that make
             their sequence by themselves (images), or look at one place of it (classifiers).
+        takes_loss: the loss that a causal model of transformers returns is the mean over the tokens of all
+            ranks; without, that over its tokens here, for :meth:`SequenceParallel.mean_loss`.
 
     Raises:
         ConfigError: the model cannot work on parts, here or on another rank. Nothing was changed.
@@ -196,5 +199,5 @@ def parallelize_sequence(
         sequence.shifts_labels = sequence.looks_back_only and has_causal_loss(model)
         sequence.refuses_labels = sequence.looks_back_only and not sequence.shifts_labels
         if sequence.shifts_labels:
-            take_loss_over_ranks(model, sequence.averaging)
+            take_loss_over_ranks(model, sequence.averaging if takes_loss else None)
     return sequence

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
-from gemini.parallel import parallelize, parallelize_sequence
+from gemini.parallel import Booster, HybridParallelPlugin, parallelize, parallelize_sequence
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -302,3 +302,37 @@ def test_what_parts_would_compute_wrongly_is_refused() -> None:
         assert vit.startswith("ViTForImageClassification makes its positions")
         assert unshifted.startswith("the labels are of a part of a sequence")
         assert empty.startswith("a batch has input_ids")
+
+
+def _losses_of_plugin(name: str, sizes: dict[str, Any]) -> list[float]:
+    booster, model = Booster(plugin=HybridParallelPlugin(**sizes)), build(name)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), lr=1e-2, eps=1e-6))
+    losses = []
+    for _ in range(3):
+        out = booster.execute_pipeline(iter([batch_of(name, "behind")]), model, own_loss, optimizer)
+        optimizer.step()
+        losses.append(float(out["loss"]))
+    return losses
+
+
+def own_loss(output: Any, batch: Any) -> Tensor:
+    loss: Tensor = output.loss
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {"sp_size": 2}), (4, {"sp_size": 2, "tp_size": 2})])
+def test_a_plugin_trains_them_with_the_loss_that_they_return(
+    name: str, ranks: int, sizes: dict[str, Any]
+) -> None:
+    model = build(name)
+    optimizer = CPUAdam(model.parameters(), lr=1e-2, eps=1e-6)
+    wanted = []
+    for _ in range(3):
+        loss = model(**batch_of(name, "behind")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for losses in on_ranks(_losses_of_plugin, ranks, name, sizes):
+        assert losses == pytest.approx(wanted, rel=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +59,17 @@ def save_optimizer(
         held = _sharded_contents(optimizer, names)
     else:
         held = _contents(optimizer, members)
+    save_contents(held, members, checkpoint, layout, ranks)
+
+
+def save_contents(
+    held: OptimizerContents,
+    members: Sequence[Sequence[str]],
+    checkpoint: str | os.PathLike[str],
+    layout: Layout,
+    ranks: Ranks,
+) -> None:
+    """Write what is known of an optimizer whose groups have these ``members``; all ranks call it."""
     document = {
         "members": members,
         "groups": plain_data.encode(held.groups, "a parameter group"),
@@ -107,10 +118,16 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
         ) from None
 
 
-def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
+def begin_managed(optimizer: GeminiOptimizer) -> None:
+    """Make states of chunks readable: run what is pending. Raises StateError for those that are incomplete,
+    CheckpointError for a model whose tensors have been exchanged."""
     contents.require_own_names(optimizer.model)
     optimizer.require_complete("save_optimizer")
     optimizer.model.manager.recover()
+
+
+def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
+    begin_managed(optimizer)
     sources: list[TensorSource] = []
     values: dict[str, dict[str, Any]] = {}
     for slot in optimizer.model.storage.slots.values():  # in an order that all ranks have
@@ -118,18 +135,22 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
             continue
         # As torch's optimizer has it, whose state this can become.
         values[slot.name] = dict(counted_steps(optimizer, slot))
-        sources += _managed_sources(optimizer, slot)
+        sources += managed_sources(optimizer, slot)
+    return OptimizerContents(sources, values, *managed_settings(optimizer))
+
+
+def managed_settings(optimizer: GeminiOptimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the settings of the groups, and what is next to them in a state dict."""
     groups = [
         {**_settings(group), "decoupled_weight_decay": group["adamw_mode"]}
         if "adamw_mode" in group
         else _settings(group)
         for group in optimizer.param_groups
     ]
-    rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
-    return OptimizerContents(sources, values, groups, rest)
+    return groups, {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
 
 
-def _managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[TensorSource]:
+def managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[TensorSource]:
     """Return sources of what is kept of a parameter, as its state dict has it."""
     numel, shape = slot.param_view.numel(), tuple(slot.param_view.shape)
     states = optimizer.states_of(slot.group)
@@ -181,25 +202,29 @@ def _state_for(
     checkpoint: str | os.PathLike[str],
 ) -> dict[str, Any]:
     """Return what a checkpoint holds as a state dict. Raises CheckpointError where it is of another model."""
-    document = _document(files, checkpoint)
-    if document["members"] != members:
-        raise CheckpointError(
-            f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
-            f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
-            "or in another order; build it as it was then"
-        )
-    return _state_dict(optimizer, document, files)
+    return _state_dict(optimizer, read_document(files, members, checkpoint), files)
 
 
-def _document(files: TensorFiles, checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+def read_document(
+    files: TensorFiles, members: Sequence[Sequence[str]], checkpoint: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Return what a checkpoint says beside its tensors: ``members``, and the fields of
+    :class:`OptimizerContents`. Raises CheckpointError where its groups have other members."""
     try:
         document = parse_json(files.metadata[_METADATA])
-        return {
+        document = {
             "members": document["members"],
             **{key: plain_data.decode(document[key]) for key in ("groups", "values", "rest")},
         }
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} was not written by save_optimizer: {error!r}") from error
+    if document["members"] != [list(group) for group in members]:
+        raise CheckpointError(
+            f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
+            f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
+            "or in another order; build it as it was then"
+        )
+    return document
 
 
 def _state_dict(
@@ -215,17 +240,22 @@ def _state_dict(
         name, _, state = key.rpartition("/")
         value = files[key]
         entries.setdefault(name, {})[state] = like(params[numbers[name]], value.clone()) if keeps else value
-    own_groups = [_settings(group) for group in optimizer.param_groups]
+    lengths = [len(members) for members in document["members"]]
+    states = {numbers[name]: entry for name, entry in entries.items()}
+    return {"state": states, **restored_settings(optimizer, document, lengths)}
+
+
+def restored_settings(
+    optimizer: torch.optim.Optimizer, document: Mapping[str, Any], lengths: Sequence[int]
+) -> dict[str, Any]:
+    """Return the groups of a state dict, of so many parameters each, which are numbered in order, and what
+    is next to them."""
     groups, first = [], 0
-    for own, saved, members in zip(own_groups, document["groups"], document["members"], strict=True):
-        groups.append({**own, **saved, "params": list(range(first, first + len(members)))})
-        first += len(members)
+    for own, saved, length in zip(optimizer.param_groups, document["groups"], lengths, strict=True):
+        groups.append({**_settings(own), **saved, "params": list(range(first, first + length))})
+        first += length
     rest = dict(document["rest"])
     own_scale = getattr(optimizer, "loss_scale", None)
     if "loss_scale" in rest and own_scale is not None:
         rest["loss_scale"] = {**own_scale.state_dict(), **rest["loss_scale"]}
-    return {
-        "state": {numbers[name]: entry for name, entry in entries.items()},
-        "param_groups": groups,
-        **rest,
-    }
+    return {"param_groups": groups, **rest}

@@ -18,8 +18,9 @@ from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import CheckpointError
 from gemini.parallel.booster.checkpoint.layout import Layout
+from gemini.parallel.booster.checkpoint.optimizer_files import group_members
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
-from gemini.parallel.booster.checkpoint.sources import config_file, model_contents
+from gemini.parallel.booster.checkpoint.sources import config_file, model_contents, parameter_names
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.ranks import Ranks
@@ -34,15 +35,17 @@ _Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a model was before ranks took their parts: its tensors on ``meta``, by name, and its config file,
-    where it has one."""
+    """What a model was before ranks took their parts: its tensors on ``meta``, by name, its config file,
+    where it has one, and the names of the parameters in each group of its optimizer."""
 
     tensors: Mapping[str, torch.Tensor]
     companions: Mapping[str, str]
+    members: Sequence[Sequence[str]] = ()
 
     @classmethod
-    def of(cls, model: nn.Module) -> WholeModel:
-        """Describe ``model``. Weights count in the type of files: fp32, unless they are wider."""
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> WholeModel:
+        """Describe ``model``. Weights count in the type of files: fp32, unless they are wider. Raises
+        ConfigError where ``optimizer`` has parameters that are none of the model's."""
         params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tensors = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -50,7 +53,8 @@ class WholeModel:
                 widened = name in params and value.dtype.itemsize <= 4
                 dtype = torch.float32 if widened else value.dtype
                 tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
-        return cls(tensors, config_file(model))
+        members = () if optimizer is None else group_members(optimizer, parameter_names(model))
+        return cls(tensors, config_file(model), members)
 
 
 class Parts:
@@ -68,10 +72,15 @@ class Parts:
         """``mesh``: None where there is one process; ``rank_of``: which rank along ``pp`` has which stage."""
         self.staged, self.partition, self.tied, self.whole = staged, partition, tied, whole
         self.axis = mesh.axis("pp") if mesh is not None else None
-        self.is_first_column = mesh is None or (
-            mesh["dp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0
+        self.is_first_column = mesh is None or all(
+            mesh[axis].get_local_rank() == 0 for axis in ("dp", "sp", "tp")
         )
         self._mesh, self._rank_of = mesh, rank_of
+
+    @property
+    def place(self) -> int:
+        """Which rank along ``pp`` this one is."""
+        return self.axis.rank if self.axis is not None else 0
 
     @property
     def model_ranks(self) -> ModelRanks | None:
@@ -103,19 +112,30 @@ def save_parts(model: nn.Module, parts: Parts, checkpoint: _Path, layout: Layout
         if name != first:
             aliases[name] = first
             continue
-        own = next((local[each] for each in names if each in local), None)
+        own = next(((each, local[each]) for each in names if each in local), None)
         spec = TensorSpec(name, like.dtype, tuple(like.shape))
-        sources.append(TensorSource(spec, partial(_stream, parts, passing, name, own)))
+        sources.append(TensorSource(spec, partial(stream, parts, passing, (name, spec), own)))
     save_tensors(checkpoint, "model", sources, aliases, layout, ranks, parts.whole.companions)
 
 
-def _stream(parts: Parts, passing: Passing | None, name: str, own: TensorSource | None, sink: Sink) -> None:
-    """Hand a tensor, whole, to ``sink`` on the first rank: from the stage that owns it."""
-    owner, place = parts.owner_of(name), parts.axis.rank if parts.axis is not None else 0
+def stream(
+    parts: Parts,
+    passing: Passing | None,
+    what: tuple[str, TensorSpec],
+    own: tuple[str, TensorSource] | None,
+    sink: Sink,
+) -> None:
+    """Hand a tensor, whole, to ``sink`` on the first rank, from the stage that owns it; all ranks call it.
+
+    ``what``: the tensor of the whole model that it is, or is a state of, and what the whole of it is.
+    ``own``: the name of the former here, and this rank's part of the latter; None: on other stages.
+    """
+    (name, spec), place = what, parts.place
+    owner = parts.owner_of(name)
     value: torch.Tensor | None = None
     if place == owner:
         assert own is not None
-        value = _whole(own, parts)
+        value = _whole(*own, parts)
     if not parts.is_first_column:
         return
     if owner != 0 and passing is not None:
@@ -123,15 +143,15 @@ def _stream(parts: Parts, passing: Passing | None, name: str, own: TensorSource 
             passing.send(value, 0, 0)
             passing.finish()
         elif place == 0:
-            like = parts.whole.tensors[name]
-            coming = Incoming(passing, owner, 0, (like.dtype, tuple(like.shape)))
-            value = coming.wait(f"waits for {name} of another stage (save_model)")
+            coming = Incoming(passing, owner, 0, (spec.dtype, spec.shape))
+            value = coming.wait(f"waits for {spec.name} of another stage (a save)")
     if place == 0 and value is not None:
         sink(value)
 
 
-def _whole(source: TensorSource, parts: Parts) -> torch.Tensor:
-    """Return the whole of a tensor of which this rank has a part; ranks along ``dp`` and ``tp`` together."""
+def _whole(name: str, source: TensorSource, parts: Parts) -> torch.Tensor:
+    """Return the whole of a tensor of which this rank has a part, cut as the parameter ``name`` is; ranks
+    along ``dp`` and ``tp`` together."""
     value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
     flat, place = value.view(-1), 0
 
@@ -141,8 +161,10 @@ def _whole(source: TensorSource, parts: Parts) -> torch.Tensor:
         place += piece.numel()
 
     source.stream(collect)
-    found: torch.Tensor = parts.partition.gather_state({source.spec.name: value})[source.spec.name]
-    return found
+    if value.dtype == torch.int16:  # which gloo does not send
+        value = value.int()
+    found: torch.Tensor = parts.partition.gather_state({name: value})[name]
+    return found.to(source.spec.dtype)
 
 
 def load_parts(model: nn.Module, parts: Parts, checkpoint: _Path, ranks: Ranks, *, strict: bool) -> None:

@@ -95,9 +95,16 @@ class Plugin(ABC):
         """Read weights into a model; ``ranks``: None: it is not boosted. See :meth:`Booster.load_model`."""
         files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
 
-    def why_no_optimizer_files(self) -> str:
-        """Return why the state of an optimizer has no files; nothing where it has."""
-        return ""
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+    ) -> None:
+        """Write the state of a boosted optimizer; ``names``: of its parameters. See
+        :meth:`Booster.save_optimizer`."""
+        files.save_optimizer(optimizer, names, checkpoint, layout, self.ranks)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+        """Read the state of a boosted optimizer; see :meth:`Booster.load_optimizer`."""
+        files.load_optimizer(optimizer, names, checkpoint, self.ranks)
 
     def prepare_dataloader(
         self,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as dist
@@ -17,10 +20,15 @@ from gemini.optim.cpu_adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
+from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
+    load_parts_of_optimizer,
+    save_parts_of_optimizer,
+)
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.options import with_precision
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
+from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
@@ -30,6 +38,8 @@ from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
+from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
+from gemini.parallel.sequence.parallelize import METHODS
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.styles import Style
 from gemini.placement import PlacementPolicy
@@ -42,9 +52,9 @@ _OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}
 
 
 class HybridParallelPlugin(Plugin):
-    """Train over a grid of ``pp_size`` x data x ``tp_size`` processes: stages of the model, parts of the
-    batch, parts of each layer; what is left of the processes goes over the data. Chunks move within budgets
-    on each.
+    """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes: stages of the model,
+    parts of the batch, of each sequence, of each layer; what is left of the processes goes over the data.
+    Chunks move within budgets on each.
 
     ::
 
@@ -60,6 +70,10 @@ class HybridParallelPlugin(Plugin):
 
     Args:
         tp_size, pp_size: over how many processes layers are cut, and how many have stages.
+        sp_size, sp_mode: how many have parts of each sequence, and how attention goes across them:
+            ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
+            over the labels in its micro-batch, which are shifted already where the model predicts the next
+            token, and the loss is the mean over those of all ranks.
         zero_stage: 3: GeminiDDP.
         placement_policy: see GeminiDDP.
         tp_plan, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
@@ -82,7 +96,9 @@ class HybridParallelPlugin(Plugin):
         self,
         tp_size: int = 1,
         pp_size: int = 1,
+        sp_size: int = 1,
         *,
+        sp_mode: str = "ulysses",
         zero_stage: int = 3,
         placement_policy: str | PlacementPolicy = "auto",
         tp_plan: str | Mapping[str, Style | str] = "auto",
@@ -103,7 +119,9 @@ class HybridParallelPlugin(Plugin):
                 f"zero_stage is {zero_stage}; over parts of a model it is 3 (GeminiDDP). LowLevelZeroPlugin "
                 "has 1 and 2, TorchDDPPlugin 0, over data parallelism alone"
             )
-        self._sizes = Layout(tp=tp_size, pp=pp_size)
+        self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
+        _check_sequences(self._sizes, sp_mode)
+        self._sp_mode = sp_mode
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
         if pp_size == 1:
             pp_style, chunks = "1f1b", 1
@@ -114,30 +132,33 @@ class HybridParallelPlugin(Plugin):
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind}
         self._model_options = {key: value for key, value in options.items() if key in _MODEL}
         self._model_options["placement_policy"] = placement_policy
-        if tp_size * pp_size > 1:
+        if self._sizes.world_size > 1:
             self._model_options.setdefault("strict_ddp_mode", True)
         self._optimizer_options = {key: value for key, value in options.items() if key in _OPTIMIZER}
         self._mesh: Mesh | None = None
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
+        self._sequences: dict[int, SequenceParallel] = {}  # likewise
+        self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
 
     @property
     def mesh(self) -> Mesh | None:
         """The grid of processes; None where there is one process alone.
 
         Raises:
-            ConfigError: the number of processes is no multiple of ``tp_size * pp_size``.
+            ConfigError: the number of processes is no multiple of ``tp_size * pp_size * sp_size``.
         """
         join_launched_group()
         each = self._sizes.world_size
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if world % each:
             raise ConfigError(
-                f"tp_size {self._sizes.tp} x pp_size {self._sizes.pp} do not divide {world} processes; start "
-                f"a multiple of {each}, or choose sizes whose product divides {world}"
+                f"tp_size {self._sizes.tp} x pp_size {self._sizes.pp} x sp_size {self._sizes.sp} do not "
+                f"divide {world} processes; start a multiple of {each}, or choose sizes whose product "
+                f"divides {world}"
             )
         if self._mesh is None and dist.is_available() and dist.is_initialized():
-            self._mesh = Mesh(Layout(world // each, self._sizes.pp, tp=self._sizes.tp))
+            self._mesh = Mesh(replace(self._sizes, dp=world // each))
         return self._mesh
 
     def configure(
@@ -159,13 +180,16 @@ class HybridParallelPlugin(Plugin):
         if optimizer is not None:
             model_options = {"optimizer_rule": "adam", **model_options}
         mesh = self.mesh
-        parts = self._take_part(model, mesh)
+        parts = self._take_part(model, optimizer, mesh)
+        sequence: SequenceParallel | None = None
+        if mesh is not None and self._sizes.sp > 1:
+            sequence = parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
         if optimizer is not None:
             _forget_absent(optimizer, model)
         if mesh is not None:
             model_options = {
                 **model_options,
-                "process_group": mesh["dp"],
+                "process_group": mesh["dp"] if sequence is None else mesh.group("dp", "sp"),
                 "model_ranks": parts.model_ranks,
             }
         managed = GeminiDDP(model, **model_options)
@@ -173,12 +197,19 @@ class HybridParallelPlugin(Plugin):
         parts.tied.watch(handle_of(managed))
         trained = _Managed(handle_of(managed), boosted)
         self.parts[id(managed)] = parts
-        self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule)
+        if boosted is not None:
+            self._parts_of[boosted] = parts
+        cut = None if sequence is None else partial(own_part, sequence)
+        self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
+        if sequence is not None:
+            self._sequences[id(managed)] = sequence
         return Boosted(managed, boosted, criterion)
 
-    def _take_part(self, model: nn.Module, mesh: Mesh | None) -> Parts:
+    def _take_part(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
+    ) -> Parts:
         """Leave ``model`` this rank's part."""
-        axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model)
+        axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
         if axis is None:
             staged = StagedModel.undivided(model)
             partition = Partition(None, {}) if mesh is None else parallelize(model, mesh, **self._cut)
@@ -210,6 +241,11 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through a boosted model; see :meth:`Booster.execute_pipeline`."""
+        if (sequence := self._sequences.get(id(model))) is not None:
+            if criterion is not None:
+                criterion = mean_over_tokens(sequence, criterion)
+            if (count := options.get("count")) is not None:
+                options["count"] = count_of_all(sequence.averaging, count)
         return self._pipelines[id(model)].run(batch, criterion, **options)
 
     def save_model(
@@ -242,20 +278,40 @@ class HybridParallelPlugin(Plugin):
             return
         load_parts(model, parts, checkpoint, self.ranks, strict=strict)
 
-    def why_no_optimizer_files(self) -> str:
-        """See :class:`Plugin`."""
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+    ) -> None:
+        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         if self._sizes.world_size == 1:
-            return ""
-        return (
-            "the state of an optimizer over parts of a model has no files yet; gemini.checkpoint.save writes "
-            "that of each rank along pp and tp to a directory of its own, for the same layout"
-        )
+            super().save_optimizer(optimizer, names, checkpoint, layout)
+            return
+        assert isinstance(optimizer, GeminiOptimizer)
+        save_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, layout, self.ranks)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
+        if self._sizes.world_size == 1:
+            super().load_optimizer(optimizer, names, checkpoint)
+            return
+        assert isinstance(optimizer, GeminiOptimizer)
+        load_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, self.ranks)
 
     @property
     def data_ranks(self) -> Ranks:
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
+
+
+def _check_sequences(sizes: Layout, mode: str) -> None:
+    """Raise ConfigError for parts of sequences that cannot be."""
+    if mode not in METHODS:
+        raise ConfigError(f"sp_mode is {mode!r}; it may be {' or '.join(METHODS)}")
+    if sizes.sp > 1 and sizes.pp > 1:
+        raise ConfigError(
+            f"sp_size {sizes.sp} with pp_size {sizes.pp}: stages take whole sequences; choose pp_size=1 "
+            "(sp_size goes with tp_size and data parallelism), or sp_size=1"
+        )
 
 
 class _Managed:

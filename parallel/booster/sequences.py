@@ -1,0 +1,53 @@
+"""Batches and losses of a plugin that gives each rank a part of every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.sequence import SequenceParallel
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+Count = Callable[[Any], float]
+
+
+def own_part(sequence: SequenceParallel, batch: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a batch of whole sequences, by the names of the model's keywords. Raises
+    ConfigError as :meth:`SequenceParallel.cut`, and for a batch that is no dict."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"with sp_size above 1 a batch is a dict of the model's keywords, as transformers calls them "
+            f"(input_ids, labels, attention_mask, position_ids); this one is a {type(batch).__name__}"
+        )
+    return sequence.cut(batch)
+
+
+def mean_over_tokens(sequence: SequenceParallel, criterion: Criterion) -> Criterion:
+    """Return a criterion whose losses are the means over the labels of all ranks, of one whose losses are
+    the means over those that count here."""
+
+    def mean(output: Any, batch: Any) -> torch.Tensor:
+        if "labels" not in batch:
+            raise ConfigError(
+                "with sp_size above 1 a loss is the mean over the labels that count, and the batch has no "
+                f"labels; it has {', '.join(batch)}"
+            )
+        return sequence.mean_loss(criterion(output, batch), batch["labels"])
+
+    return mean
+
+
+def count_of_all(axis: Axis | None, count: Count) -> Count:
+    """Return a function that adds up over the ranks of ``axis`` what ``count`` makes of their parts."""
+
+    def total(batch: Any) -> float:
+        counted = torch.tensor([float(count(batch))], dtype=torch.float64, device="cpu")
+        if axis is not None:
+            axis.all_reduce(counted)
+        return float(counted)
+
+    return total
