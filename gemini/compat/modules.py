@@ -8,20 +8,17 @@ import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from gemini.compat.names import AWAITED, COMING, NAMES, OWN
+from gemini.compat.names import COMING, NAMES, OWN
 
 _ROOT = "gemini.compat"
-
-TARGETS = NAMES | AWAITED
 
 
 def _modules() -> set[str]:
     """Return the paths of all modules, without the root."""
-    paths = [name.split(".")[:-1] for name in (*TARGETS, *COMING)]
+    paths = [name.split(".")[:-1] for name in (*NAMES, *COMING)]
     return {".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}
 
 
@@ -30,7 +27,7 @@ MODULES = _modules()
 
 def resolve(name: str) -> Any:
     """Return what ``name`` of the list stands for."""
-    module, _, attribute = TARGETS[name].partition(":")
+    module, _, attribute = NAMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -45,7 +42,7 @@ def look_up(module: str, name: str) -> Any:
         return importlib.import_module(f"{_ROOT}.{path}")
     if reason := why_absent(path):
         raise AttributeError(f"{_ROOT}.{path} is still to come: {reason}")
-    if path not in TARGETS:
+    if path not in NAMES:
         raise AttributeError(f"module {f'{_ROOT}.{module}'.rstrip('.')!r} has no attribute {name!r}")
     found = resolve(path)
     if not name.startswith("_"):
@@ -57,21 +54,19 @@ def look_up(module: str, name: str) -> Any:
 
 def why_absent(path: str) -> str | None:
     """Return why a name of the list is not there yet; None where it is."""
-    if path in AWAITED and find_spec(AWAITED[path].partition(":")[0]) is None:
-        return f"it comes with {AWAITED[path].partition(':')[0]}"
     return COMING.get(path)
 
 
 def own_name(path: str) -> str:
     """Return what a name is called without compat."""
-    target = TARGETS[path]
+    target = NAMES[path]
     return OWN.get(target, target.replace(":", "."))
 
 
 def names_in(module: str) -> list[str]:
     """Return the names and modules directly in a module."""
     prefix = f"{module}." if module else ""
-    inside = [path.removeprefix(prefix) for path in (*TARGETS, *MODULES) if path.startswith(prefix)]
+    inside = [path.removeprefix(prefix) for path in (*NAMES, *MODULES) if path.startswith(prefix)]
     return sorted(name for name in inside if name and "." not in name)
 
 

@@ -59,6 +59,8 @@ NAMES: dict[str, str] = {
     "booster.plugin.GeminiPlugin": f"{_HERE}.plugins:GeminiPlugin",
     "booster.plugin.LowLevelZeroPlugin": f"{_HERE}.plugins:LowLevelZeroPlugin",
     "booster.plugin.TorchDDPPlugin": "gemini.parallel:TorchDDPPlugin",
+    "booster.plugin.TorchFSDPPlugin": "gemini.parallel:TorchFSDPPlugin",
+    "builder.pipeline.partition_uniform": "gemini.parallel.pipeline:partition_uniform",
     "booster.mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
     "booster.mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
     "booster.mixed_precision.FP16TorchMixedPrecision": f"{_PRECISION}:FP16TorchMixedPrecision",
@@ -95,17 +97,13 @@ NAMES: dict[str, str] = {
 }
 
 _ENGINE = "it comes with the engine and the trainer; until then write the loop with Booster"
-_PIPELINE = "it comes with pipeline parallelism behind these names"
+_PIPELINE = (
+    "stages are gemini.parallel.HybridParallelPlugin and Booster.execute_pipeline here, and not built by hand"
+)
 _EXPERTS = "it comes with mixtures of experts"
 _SEARCH = "it comes with automatic parallelism"
-_FSDP = "it comes as a plugin of Booster; GeminiPlugin cuts parameters over ranks as well"
 _APEX = "apex is not maintained any more; FP16TorchMixedPrecision does what its levels O1 and O2 did"
 _FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range of fp32"
-
-# What is there as soon as its module is.
-AWAITED: dict[str, str] = {
-    "builder.pipeline.partition_uniform": "gemini.parallel.pipeline:partition_uniform",
-}
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
@@ -145,7 +143,6 @@ COMING: dict[str, str] = {
     },
     "auto_parallel.ColoTracer": _SEARCH,
     "auto_parallel.autoparallelize": _SEARCH,
-    "booster.plugin.TorchFSDPPlugin": _FSDP,
     **{
         f"{place}.{name}": why
         for place in ("booster.mixed_precision", "mixed_precision")

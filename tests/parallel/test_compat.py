@@ -20,8 +20,8 @@ import gemini
 import gemini.compat as documents
 from gemini import CheckpointError, ConfigError, IoError
 from gemini.compat.adapters.chunks import ChunkManager, GeminiManager, init_chunk_manager
-from gemini.compat.modules import MODULES, TARGETS, own_name, resolve, why_absent
-from gemini.compat.names import AWAITED, COMING, NAMES, OWN
+from gemini.compat.modules import MODULES, own_name, resolve, why_absent
+from gemini.compat.names import COMING, NAMES, OWN
 from gemini.parallel.colo import ColoParameter
 from gemini.parallel.launch import shutdown
 
@@ -71,7 +71,7 @@ def _quiet_and_alone() -> Iterator[None]:
 # -- the list --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted({*DOCUMENTED.split(), *TARGETS, *COMING}))
+@pytest.mark.parametrize("path", sorted({*DOCUMENTED.split(), *NAMES, *COMING}))
 def test_every_name_of_the_documents_is_there_or_said_to_come(path: str) -> None:
     module, _, name = f"gemini.compat.{path}".rpartition(".")
     found = importlib.import_module(module)
@@ -86,10 +86,10 @@ def test_every_name_of_the_documents_is_there_or_said_to_come(path: str) -> None
 
 
 def test_a_name_is_in_one_table() -> None:
-    tables = [NAMES.keys(), AWAITED.keys(), COMING.keys()]
+    tables = [NAMES.keys(), COMING.keys()]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert set(OWN) <= set(NAMES.values())
-    assert set(MODULES).isdisjoint({*TARGETS, *COMING})
+    assert set(MODULES).isdisjoint({*NAMES, *COMING})
 
 
 @pytest.mark.parametrize("own", sorted({own_name(path) for path in NAMES}))
@@ -131,7 +131,7 @@ def test_the_table_of_the_documentation_is_the_list() -> None:
     rows = dict(
         re.findall(r"^\| `([\w.]+)` \| (.*?) \|$", (ROOT / "docs/compat.md").read_text(), re.MULTILINE)
     )
-    wanted = {path: f"`{own_name(path)}`" for path in TARGETS}
+    wanted = {path: f"`{own_name(path)}`" for path in NAMES}
     wanted |= {path: f"to come: {why}" for path, why in COMING.items()}
     assert rows == wanted
 
