@@ -162,7 +162,8 @@ class GeminiOptimizer(ManagedGroups):
             with self._in_backward.backward_pass(last=not self.model.accumulates):
                 self.model.backward(loss)
         else:
-            self.run_backward(lambda scale: (loss if scale is None else loss.float() * scale).backward())
+            with self._scaled_pass() as scale:
+                self.model.backward(loss if scale is None else loss.float() * scale)
 
     def run_backward(self, call: Callable[[float | None], T]) -> T:
         """Return what ``call`` does: a backward pass, or a part of one, of a loss times what it is given,
@@ -174,12 +175,18 @@ class GeminiOptimizer(ManagedGroups):
         """
         if self._in_backward is not None:
             raise ConfigError("overlap='backward' updates in backward(loss) alone; choose overlap=True")
-        if self.loss_scale is None:
-            return self.model.run_backward(lambda: call(None))
-        self._begin_losses(self.loss_scale)
-        scale = self.loss_scale.scale
-        with self._losses.backward_pass(scale):
+        with self._scaled_pass() as scale:
             return self.model.run_backward(lambda: call(scale))
+
+    @contextmanager
+    def _scaled_pass(self) -> Iterator[float | None]:
+        """Run a backward pass within the block, of losses times what is yielded; None: as they are."""
+        if self.loss_scale is None:
+            yield None
+            return
+        self._begin_losses(self.loss_scale)
+        with self._losses.backward_pass(self.loss_scale.scale):
+            yield self.loss_scale.scale
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
