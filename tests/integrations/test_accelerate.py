@@ -15,6 +15,8 @@ import gemini  # noqa: E402
 from gemini.errors import ConfigError  # noqa: E402
 from gemini.integrations.accelerate import GeminiAccelerator  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 KINDS = [accelerate.Accelerator, GeminiAccelerator]
 
 

@@ -27,6 +27,8 @@ from gemini.jobs.gpt.display import SilentDisplay
 from gemini.jobs.gpt.report import StepReport
 from gemini.jobs.gpt.schedule import shaped_factor
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")

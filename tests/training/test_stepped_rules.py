@@ -15,6 +15,8 @@ from training_harness import seeded
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, checkpoint
 
+pytestmark = pytest.mark.slow
+
 Optimizers = list[torch.optim.Optimizer]
 
 ELEMENT_WISE: dict[str, Make] = {
