@@ -265,7 +265,9 @@ def test_unknown_state_dtype_is_refused_with_the_choices() -> None:
 
 
 @pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"master_remainders": True}])
-def test_managed_model_refuses_compact_states_and_names_the_way_out(options: dict[str, Any]) -> None:
-    model = GeminiDDP(nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="state_dtype='fp32' and no master_remainders"):
-        GeminiOptimizer(CPUAdam(model.parameters(), **options), model)
+def test_managed_model_takes_compact_states(options: dict[str, Any]) -> None:
+    model = GeminiDDP(nn.Linear(4, 4, dtype=torch.bfloat16))
+    optimizer = GeminiOptimizer(CPUAdam(model.parameters(), **options), model)
+    optimizer.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+    optimizer.step()
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
