@@ -89,7 +89,7 @@ def require_own_names(model: ManagedModel) -> None:
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"the model's state has other tensors than those that were wrapped under {others[0]!r}{more}, "
+            f"the model's state has under {others[0]!r}{more} other tensors than those that were wrapped, "
             "so that their chunks are not what the model computes with. Copy new "
             "values into the parameters (param.copy_(values) under torch.no_grad()), or replace, tie or "
             "exchange layers before wrapping: copy.deepcopy(model.module) is an ordinary model. Weights "
