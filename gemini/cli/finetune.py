@@ -12,8 +12,8 @@ from typing import Any
 from gemini.cli.train import add_memory_options, add_option, options_named, refuse_ranks
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
-from gemini.jobs.gpt.config import PRECISIONS
-from gemini.jobs.gpt.run_directory import saved_options
+from gemini.jobs.run.memory import PRECISIONS
+from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.state_format import STATE_DTYPES
 
 COMMAND = "gemini finetune"
@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.console import Console, print_json
     from gemini.cli.finetune_plan import forecast_lines
     from gemini.jobs.finetune import job
-    from gemini.jobs.gpt.display import make_display
-    from gemini.jobs.gpt.summary import summary_table
+    from gemini.jobs.run.display import make_display
+    from gemini.jobs.run.summary import summary_table
 
     logging.disable_progress_bar()  # or they are drawn across the display
     console = Console(stderr=True)

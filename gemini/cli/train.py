@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from gemini.errors import ConfigError, OutOfBudgetError
-from gemini.jobs.gpt.config import ACTIVATIONS, POLICIES, PRECISIONS, TrainConfig
-from gemini.jobs.gpt.run_directory import saved_options
+from gemini.jobs.gpt.config import TrainConfig
+from gemini.jobs.run.memory import ACTIVATIONS, POLICIES, PRECISIONS
+from gemini.jobs.run.run_directory import saved_options
 from gemini.system.config import parse_bytes
 
 EPILOG = """\
@@ -78,7 +79,9 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
     """
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(options).items() if name in names}
-    saved = saved_options(given["checkpoint"]) if given.keys() >= {"resume", "checkpoint"} else {}
+    saved = {}
+    if given.keys() >= {"resume", "checkpoint"}:
+        saved = saved_options(given["checkpoint"], TrainConfig, "gemini train")
     return TrainConfig(**{**saved, **given, **changes})
 
 
@@ -88,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     config = config_from(options)
     from gemini.cli.console import Console, print_json
     from gemini.jobs.gpt import job
-    from gemini.jobs.gpt.display import make_display
-    from gemini.jobs.gpt.summary import difference_table, summary_table
+    from gemini.jobs.run.display import make_display
+    from gemini.jobs.run.summary import difference_table, summary_table
 
     # Progress goes to standard error: standard output is the result, for people or for a script.
     display = make_display(Console(stderr=True), steps=config.steps, quiet=options.quiet)

@@ -23,9 +23,9 @@ from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.job import FineTuneResult
 from gemini.jobs.finetune.work import FineTuneWork
-from gemini.jobs.gpt.display import SilentDisplay
-from gemini.jobs.gpt.report import StepReport
-from gemini.jobs.gpt.schedule import shaped_factor
+from gemini.jobs.run.display import SilentDisplay
+from gemini.jobs.run.report import StepReport
+from gemini.jobs.run.schedule import shaped_factor
 
 pytestmark = pytest.mark.slow
 

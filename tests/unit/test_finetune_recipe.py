@@ -18,8 +18,8 @@ from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.documents import data_files, documents
 from gemini.jobs.finetune.recipe import read_recipe
 from gemini.jobs.finetune.samples import IGNORED, Order, Samples, num_learned
-from gemini.jobs.gpt.run_directory import RunDirectory
-from gemini.jobs.gpt.schedule import shaped_factor
+from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.schedule import shaped_factor
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
@@ -119,6 +119,10 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
         ([*NEEDED, "--activations", "plan"], "needs a tier below DEVICE"),
+        (
+            [*NEEDED, "--activations", "plan", "--host-bytes", "1GiB", "--device", "cuda"],
+            "plan is for the CPU in this release",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:

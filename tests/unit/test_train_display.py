@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gemini.jobs.gpt.display import LineDisplay, LiveDisplay, SilentDisplay, duration_text, make_display
-from gemini.jobs.gpt.picture import draw_timeline, phase_spans
-from gemini.jobs.gpt.report import StepReport, TierUse, model_data_ratio, over_budget_note, steady_speed
+from gemini.jobs.run.display import LineDisplay, LiveDisplay, SilentDisplay, duration_text, make_display
+from gemini.jobs.run.picture import draw_timeline, phase_spans
+from gemini.jobs.run.report import StepReport, TierUse, model_data_ratio, over_budget_note, steady_speed
 
 MIB = 2**20
 TIERS = {

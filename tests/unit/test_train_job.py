@@ -18,11 +18,12 @@ from fake_train_engine import FakeEngine, fake_is_complete
 from rich.console import Console
 
 from gemini.errors import CheckpointError, ConfigError, GeminiError
-from gemini.jobs.gpt import job, outcome
+from gemini.jobs.gpt import job
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.job import TrainResult
-from gemini.jobs.gpt.run_directory import RunDirectory, saved_options
-from gemini.jobs.gpt.summary import summary_table
+from gemini.jobs.run import outcome
+from gemini.jobs.run.run_directory import RunDirectory, saved_options
+from gemini.jobs.run.summary import summary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -281,7 +282,7 @@ def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
         run(config, resume=True, steps=3)
     assert run(config, resume=True, steps=8).summary.last_step == 8
     assert config.checkpoint is not None
-    assert saved_options(config.checkpoint)["steps"] == 8
+    assert saved_options(config.checkpoint, TrainConfig, "gemini train")["steps"] == 8
 
 
 def test_a_run_of_two_kinds_of_devices_goes_on_and_is_not_verified(

@@ -15,9 +15,9 @@ import torch
 from gemini.errors import OutOfBudgetError
 from gemini.jobs.gpt import job, work
 from gemini.jobs.gpt.config import TrainConfig
-from gemini.jobs.gpt.display import SilentDisplay
 from gemini.jobs.gpt.model import language_loss
-from gemini.jobs.gpt.report import StepReport
+from gemini.jobs.run.display import SilentDisplay
+from gemini.jobs.run.report import StepReport
 
 TINY = TrainConfig(layers=2, hidden=32, heads=2, seq=32, batch=2, steps=6)
 

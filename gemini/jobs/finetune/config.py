@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gemini.errors import ConfigError
-from gemini.jobs.gpt.config import ACTIVATIONS, POLICIES, PRECISIONS
+from gemini.jobs.run.memory import POLICIES, PRECISIONS, MemoryOptions
 from gemini.optim.state_format import STATE_DTYPES
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -23,7 +23,7 @@ _IDENTITY = (
 
 
 @dataclass(frozen=True)
-class FineTuneConfig:
+class FineTuneConfig(MemoryOptions):
     """Options of ``gemini finetune`` and keys of its recipes; sizes are bytes, None leaves a budget to the
     runtime. ``steps`` None: as many as ``epochs`` take; ``seq`` None: 1024, or as many as the model has
     positions for; ``lora`` is the rank, 0 trains all weights.
@@ -58,14 +58,6 @@ class FineTuneConfig:
     eval_share: float = 0.0
     eval_every: int = 0
     seed: int = 0
-    device: str = "cpu"
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_dir: str | None = None
-    disk_bytes: int | None = None
-    non_model_bytes: int | None = None
-    policy: str = "auto"
-    activations: str = "keep"
     activation_checkpointing: bool = False
     checkpoint_every: int = 0
     resume: str = "no"
@@ -86,15 +78,7 @@ class FineTuneConfig:
             raise ConfigError("--merge puts adapters into the weights; give --lora RANK, or leave it out")
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
-        if self.activations != "keep" and not (self.disk_dir or self.host_bytes):
-            raise ConfigError(
-                f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
-                "--host-bytes"
-            )
-        if self.activations != "keep" and self.policy != "auto":
-            raise ConfigError(
-                f"--activations {self.activations} needs --policy auto, which measures what stays on DEVICE"
-            )
+        self.check_activations()
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
@@ -109,11 +93,6 @@ class FineTuneConfig:
             if given[name] is not None:
                 given[name] = str(Path(given[name]).absolute())
         return given
-
-    @property
-    def device_kind(self) -> str:
-        """Return the kind of device, of which numbers are the same: ``cpu`` or ``cuda``."""
-        return self.device.partition(":")[0]
 
     def _check_numbers(self) -> None:
         for name, least in (
@@ -157,7 +136,6 @@ class FineTuneConfig:
             ("precision", PRECISIONS),
             ("state_dtype", STATE_DTYPES),
             ("policy", POLICIES),
-            ("activations", ACTIVATIONS),
             ("resume", RESUME),
         ):
             if getattr(self, name) not in choices:

@@ -15,7 +15,8 @@ import gemini
 from gemini.errors import ConfigError, GeminiError
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.samples import Batch, num_learned
-from gemini.jobs.gpt.engine import ManagedTraining, make_disk_directory
+from gemini.jobs.run.managed import ManagedTraining
+from gemini.jobs.run.memory import make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.system.files import io_errors, temporary_of
 
@@ -107,16 +108,7 @@ def _loaded(config: FineTuneConfig) -> Any:
         "AutoModelForCausalLM",
         adapter=adapter_of(config),
         local_files_only=True,
-        device=config.device,
-        placement_policy=config.policy,
-        mixed_precision="bf16" if config.precision == "bf16" else None,
-        device_bytes=config.device_bytes,
-        host_bytes=config.host_bytes,
-        disk_dir=config.disk_dir,
-        disk_bytes=config.disk_bytes,
-        non_model_bytes=config.non_model_bytes,
-        activation_offload=False if config.activations == "keep" else "auto",
-        activation_recompute=config.activations == "plan",
+        **config.managed_options(),
         # It announces states in fp32; smaller ones may fit where those do not.
         optimizer_rule="adam" if config.state_dtype == "fp32" else None,
     )

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.gpt.run_directory import is_a
+from gemini.jobs.run.run_directory import is_a
 from gemini.system.config import parse_bytes
 from gemini.system.files import read_regular
 
@@ -40,7 +40,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
     if not isinstance(document, dict):
         raise ConfigError(f"the recipe {path} holds no keys; write one 'name = value' per line")
-    types = {each.name: get_type_hints(FineTuneConfig)[each.name] for each in fields(FineTuneConfig)}
+    hints, own = get_type_hints(FineTuneConfig), list(FineTuneConfig.__annotations__)
+    names = [each.name for each in fields(FineTuneConfig)]
+    # The job's own first, as its class has them.
+    names.sort(key=lambda name: own.index(name) if name in own else len(own))
+    types = {name: hints[name] for name in names}
     return {name: _value(path, name, value, types) for name, value in _flat(path, document).items()}
 
 

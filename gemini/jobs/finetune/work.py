@@ -1,4 +1,4 @@
-"""What ``gemini finetune`` trains, for the loop of :mod:`gemini.jobs.gpt.training`."""
+"""What ``gemini finetune`` trains, for the loop of :mod:`gemini.jobs.run.training`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.samples import IGNORED, Batch, Order, Samples, num_learned
-from gemini.jobs.gpt.schedule import shaped_factor
-from gemini.jobs.gpt.training import RunOptions
+from gemini.jobs.run.schedule import shaped_factor
+from gemini.jobs.run.training import RunOptions
 
 
 class FineTuneWork:

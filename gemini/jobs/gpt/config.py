@@ -8,18 +8,15 @@ from typing import Any, ClassVar
 
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPTConfig
+from gemini.jobs.run.memory import POLICIES, PRECISIONS, MemoryOptions
 
-POLICIES = ("auto", "cpu", "cuda", "const")
-PRECISIONS = ("fp32", "bf16")
-ACTIVATIONS = ("keep", "offload", "plan")
 VOCAB = 256
 """One token per byte value."""
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Options of ``gemini train``; sizes are bytes, None leaves a budget to the runtime. ``device`` is what
-    ``GeminiDDP`` takes for one.
+class TrainConfig(MemoryOptions):
+    """Options of ``gemini train``.
 
     Raise ConfigError for a combination that cannot work.
     """
@@ -34,14 +31,6 @@ class TrainConfig:
     batch: int = 4
     steps: int = 40
     lr: float = 1e-3
-    device: str = "cpu"
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_dir: str | None = None
-    disk_bytes: int | None = None
-    non_model_bytes: int | None = None
-    policy: str = "auto"
-    precision: str = "fp32"
     checkpoint: str | None = None
     checkpoint_every: int = 0
     resume: bool = False
@@ -51,7 +40,6 @@ class TrainConfig:
     accumulate: int = 1
     clip: float = 1.0
     activation_checkpointing: bool = False
-    activations: str = "keep"
 
     def __post_init__(self) -> None:
         self.gpt()
@@ -68,7 +56,7 @@ class TrainConfig:
             raise ConfigError(f"--policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
-        self._check_activations()
+        self.check_activations()
         self._check_checkpointing()
 
     def gpt(self) -> GPTConfig:
@@ -99,34 +87,9 @@ class TrainConfig:
         return given
 
     @property
-    def device_kind(self) -> str:
-        """Return the kind of device, of which numbers are the same: ``cpu`` or ``cuda``."""
-        return self.device.partition(":")[0]
-
-    @property
     def tokens_per_step(self) -> int:
         """Return how many bytes of text one optimizer step learns from."""
         return self.batch * self.seq * self.accumulate
-
-    def _check_activations(self) -> None:
-        if self.activations not in ACTIVATIONS:
-            raise ConfigError(
-                f"--activations is {self.activations!r}; it must be one of {', '.join(ACTIVATIONS)}"
-            )
-        if self.activations != "keep" and not (self.disk_dir or self.host_bytes):
-            raise ConfigError(
-                f"--activations {self.activations} needs a tier below DEVICE; add --disk-dir DIR, or "
-                "--host-bytes"
-            )
-        if self.activations == "plan" and self.device_kind != "cpu":
-            raise ConfigError(
-                f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
-                "--activations offload, or --activation-checkpointing"
-            )
-        if self.activations != "keep" and self.policy != "auto":
-            raise ConfigError(
-                f"--activations {self.activations} needs --policy auto, which measures what stays on DEVICE"
-            )
 
     def _check_checkpointing(self) -> None:
         if self.checkpoint_every < 0:

@@ -6,22 +6,18 @@ anyone would write it, bf16 as the short loop with bf16 weights and fp32 masters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 import gemini
-from gemini import checkpoint
-from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.model import GPT
-from gemini.model.ddp import GeminiDDP
-from gemini.model.in_place import InPlace
+from gemini.jobs.run.managed import ManagedTraining, Tiered
+from gemini.jobs.run.memory import make_disk_directory
 from gemini.system.device import resolve_device
-from gemini.timeline import TimelineRecorder
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
@@ -54,80 +50,8 @@ class Engine(Protocol):
         """Yield every weight in fp32 on the CPU, the masters where training is in 16 bits."""
 
 
-class Tiered(Protocol):
-    """A model under training whose memory is managed: it can be measured, saved and restored.
-
-    Its maker closes it.
-    """
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return what a learning-rate scheduler drives."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return the runtime's counters, see ``GeminiDDP.stats``."""
-
-    def timeline(self) -> list[dict[str, Any]]:
-        """Return bytes per tier at every moment of the last complete step."""
-
-    def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Write a checkpoint into ``directory``, complete or not at all."""
-
-    def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Restore a checkpoint bit for bit, return its ``extra``. Raise CheckpointError if it is another."""
-
-    def close(self) -> None:
-        """Give everything back; the engine cannot be used afterwards."""
-
-
 class TieredEngine(Engine, Tiered, Protocol):
     """An engine that is both."""
-
-
-class ManagedTraining:
-    """What is the same for every managed model (a GeminiDDP, or a handle) with its optimizer."""
-
-    optimizer: gemini.GeminiOptimizer
-
-    def __init__(self, model: GeminiDDP | InPlace, optimizer: gemini.GeminiOptimizer) -> None:
-        self._model = model
-        self.optimizer = optimizer
-
-    def run_step(self, step: Callable[[], float]) -> float:
-        """Call ``step``, if need be twice."""
-        return self._model.retry_step(step)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the managed backward pass."""
-        self.optimizer.backward(loss)
-
-    def step(self) -> None:
-        """Update every chunk where it lives; gives the gradients back too."""
-        self.optimizer.step()
-
-    def stats(self) -> dict[str, Any]:
-        """Return the runtime's counters."""
-        return dict(self._model.stats())
-
-    def timeline(self) -> list[dict[str, Any]]:
-        """Return the last complete step, moment by moment."""
-        return list(self._model.timeline())
-
-    def record_timeline(self) -> TimelineRecorder:
-        """Return what records steps while it is entered."""
-        return self._model.record_timeline()
-
-    def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Stream model, optimizer, scheduler and RNG state to ``directory``."""
-        checkpoint.save(directory, self._model, self.optimizer, scheduler=scheduler, extra=dict(extra))
-
-    def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Stream everything back."""
-        return dict(checkpoint.load(directory, self._model, self.optimizer, scheduler=scheduler))
-
-    def close(self) -> None:
-        """Release chunks, threads and the disk file."""
-        self._model.close()
 
 
 class ManagedEngine(ManagedTraining):
@@ -141,16 +65,7 @@ class ManagedEngine(ManagedTraining):
             make_disk_directory(config.disk_dir)
         model = gemini.GeminiDDP(
             module,
-            device=config.device,
-            placement_policy=config.policy,
-            mixed_precision="bf16" if config.precision == "bf16" else None,
-            device_bytes=config.device_bytes,
-            host_bytes=config.host_bytes,
-            disk_dir=config.disk_dir,
-            disk_bytes=config.disk_bytes,
-            non_model_bytes=config.non_model_bytes,
-            activation_offload=False if config.activations == "keep" else "auto",
-            activation_recompute=config.activations == "plan",
+            **config.managed_options(),
             optimizer_rule="adam",
         )
         adam = gemini.HybridAdam(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -223,11 +138,3 @@ class PlainEngine:
 
     def _updated(self) -> list[nn.Parameter]:
         return list(self._module.parameters()) if self._masters is None else self._masters
-
-
-def make_disk_directory(path: str) -> None:
-    """Make the directory of the DISK tier where there is none. Raise ConfigError where that cannot be."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make --disk-dir {path}: {error.strerror}") from error

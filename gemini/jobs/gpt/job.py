@@ -12,17 +12,17 @@ from gemini import checkpoint
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
-from gemini.jobs.gpt.display import Display, SilentDisplay
 from gemini.jobs.gpt.engine import ManagedEngine, PlainEngine
 from gemini.jobs.gpt.model import num_parameters
-from gemini.jobs.gpt.outcome import summarize, written
-from gemini.jobs.gpt.report import Summary
-from gemini.jobs.gpt.run_directory import RunDirectory
-from gemini.jobs.gpt.schedule import lr_schedule
-from gemini.jobs.gpt.stop import StopRequest
-from gemini.jobs.gpt.training import Training
-from gemini.jobs.gpt.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
 from gemini.jobs.gpt.work import EngineFactory, GPTWork, train_step
+from gemini.jobs.run.display import Display, SilentDisplay
+from gemini.jobs.run.outcome import summarize, written
+from gemini.jobs.run.report import Summary
+from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.schedule import lr_schedule
+from gemini.jobs.run.stop import StopRequest
+from gemini.jobs.run.training import Training
+from gemini.jobs.run.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
 from gemini.system.device import ran_out_of_memory, repeatable_operators, resolve_device
 
 

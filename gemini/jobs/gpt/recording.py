@@ -8,11 +8,11 @@ from collections.abc import Callable
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
-from gemini.jobs.gpt.display import Display
 from gemini.jobs.gpt.engine import ManagedEngine
-from gemini.jobs.gpt.schedule import lr_schedule
-from gemini.jobs.gpt.stop import StopRequest
 from gemini.jobs.gpt.work import train_step
+from gemini.jobs.run.display import Display
+from gemini.jobs.run.schedule import lr_schedule
+from gemini.jobs.run.stop import StopRequest
 from gemini.system.device import repeatable_operators, resolve_device
 from gemini.timeline import TimelineRecorder
 

@@ -1,4 +1,4 @@
-"""What ``gemini train`` trains: a GPT on bytes, for the loop of :mod:`gemini.jobs.gpt.training`."""
+"""What ``gemini train`` trains: a GPT on bytes, for the loop of :mod:`gemini.jobs.run.training`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
 from gemini.jobs.gpt.engine import Engine, TieredEngine
 from gemini.jobs.gpt.model import language_loss
-from gemini.jobs.gpt.schedule import lr_schedule
-from gemini.jobs.gpt.training import RunOptions
-from gemini.jobs.gpt.verify import WeightFile
+from gemini.jobs.run.schedule import lr_schedule
+from gemini.jobs.run.training import RunOptions
+from gemini.jobs.run.verify import WeightFile
 
 EngineFactory = Callable[[TrainConfig], TieredEngine]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gemini.errors import IoError
-from gemini.jobs.gpt.picture import PLOT_HINT, draw_timeline
-from gemini.jobs.gpt.report import (
+from gemini.jobs.run.picture import PLOT_HINT, draw_timeline
+from gemini.jobs.run.report import (
     LINKS,
     TIERS,
     Summary,
@@ -15,8 +15,8 @@ from gemini.jobs.gpt.report import (
     steady_speed,
     tier_uses,
 )
-from gemini.jobs.gpt.run_directory import RunDirectory
-from gemini.jobs.gpt.training import Progress
+from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.training import Progress
 
 
 def summarize(

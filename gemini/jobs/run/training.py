@@ -11,11 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.jobs.gpt.display import Display
-from gemini.jobs.gpt.engine import Tiered
-from gemini.jobs.gpt.report import StepReport, tier_uses
-from gemini.jobs.gpt.run_directory import RunDirectory
-from gemini.jobs.gpt.stop import StopRequest
+from gemini.jobs.run.display import Display
+from gemini.jobs.run.managed import Tiered
+from gemini.jobs.run.report import StepReport, tier_uses
+from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.stop import StopRequest
 
 Value = TypeVar("Value")
 EngineT = TypeVar("EngineT", bound=Tiered)

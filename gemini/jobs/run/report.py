@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gemini.jobs.gpt.verify import Verdict
+from gemini.jobs.run.verify import Verdict
 from gemini.system.config import format_bytes
 
 TIERS = ("device", "host", "disk")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.jobs.gpt.config import TrainConfig
 from gemini.system.directory_lock import DirectoryLock
 from gemini.system.files import append_whole, io_errors, read_regular, replacing, temporary_of
 
@@ -269,9 +268,7 @@ class RunDirectory:
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
-def saved_options(
-    path: str | os.PathLike[str], kind: type[Any] = TrainConfig, command: str = "gemini train"
-) -> dict[str, Any]:
+def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -> dict[str, Any]:
     """Return the options that the run in ``path`` last had; none where there is no run. ``kind``: the
     dataclass they are of, which names in ``NOT_KEPT`` those that a run does not keep.
 

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gemini.jobs.gpt.report import StepReport, TierUse
+from gemini.jobs.run.report import StepReport, TierUse
 from gemini.system.config import format_bytes
 
 STOPPING = "stopping after this step; once more stops at once and loses what is not saved"

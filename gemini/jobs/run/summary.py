@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gemini.jobs.gpt.display import duration_text
-from gemini.jobs.gpt.report import LINKS, TIERS, Summary
-from gemini.jobs.gpt.verify import Verdict
+from gemini.jobs.run.display import duration_text
+from gemini.jobs.run.report import LINKS, TIERS, Summary
+from gemini.jobs.run.verify import Verdict
 from gemini.system.config import format_bytes
 
 _LINK_NAMES = {

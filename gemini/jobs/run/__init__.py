@@ -1,0 +1,1 @@
+"""What every job of training has: loop, directory, display, signals, summary."""
