@@ -24,7 +24,8 @@ from gemini.chunk.layout import (
     page_elements,
     round_up,
 )
-from gemini.chunk.state_spec import BLOCK_NUMEL, CUT_NUMEL
+from gemini.chunk.state_spec import BLOCK_NUMEL
+from gemini.comm.share import CUT_NUMEL
 from gemini.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of parameters, as the chunks of its states know it; and where chunks may be cut."""
+"""What an optimizer keeps of parameters, as the chunks of its states know it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import torch
 
 # Elements of a tensor, counted from its start, that may share a value of a state: the scale of int8 moments.
+# A layout sees to it that none of these blocks lies on both sides of a cut (CUT_NUMEL).
 BLOCK_NUMEL = 256
-
-# Chunks are cut, into state pieces and among ranks, at multiples of this many elements: then pieces of every
-# dtype of two bytes and more fill 4 KiB pages. A layout sees to it that no block lies on both sides.
-CUT_NUMEL = 2048
 
 
 def num_blocks(numel: int) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 # take the time of a message, keeping them takes next to nothing.
 _SMALL_PART = 16
 
-# Shards begin at multiples of this many elements, as state pieces do (gemini/chunk/state_spec.py).
-_SHARD_ALIGN = 2048
+# Chunks are cut, into shards and state pieces, at multiples of this many elements: then parts of every dtype
+# of two bytes and more fill 4 KiB pages.
+CUT_NUMEL = 2048
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Share:
 
     def whole_numel(self, numel: int) -> int:
         """Return the elements of a chunk with room for ``numel`` that is cut into equal parts."""
-        unit = self.size * _SHARD_ALIGN
+        unit = self.size * CUT_NUMEL
         return -(-numel // unit) * unit
 
     def range_of(self, whole_numel: int) -> tuple[int, int]:
