@@ -116,9 +116,9 @@ def test_a_model_that_fits_is_not_planned(tmp_path: Path) -> None:
         assert model.plan().step is None
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [("8MiB", 0), ("300KiB", None)])
+@pytest.mark.parametrize(("device_bytes", "has_room"), [("8MiB", True), ("300KiB", False)])
 def test_the_policy_cpu_uses_host_only_for_what_has_no_room_where_device_is_cpu_memory(
-    device_bytes: str, host_bytes: int | None
+    device_bytes: str, has_room: bool
 ) -> None:
     recipe = Recipe(steps=4)
     want = train_plain(seeded(TinyGPT), gpt_loss, recipe)
@@ -126,6 +126,9 @@ def test_the_policy_cpu_uses_host_only_for_what_has_no_room_where_device_is_cpu_
     model = GeminiDDP(seeded(TinyGPT), "cpu", placement_policy="cpu", device_bytes=device_bytes, **chunks)
     got = train_managed(model, gpt_loss, recipe)
     assert_identical(got, want)
-    expected = got.stats["model_data_bytes"] if host_bytes is None else host_bytes
-    assert got.stats["host"]["budget_bytes"] == expected
-    assert (moved_bytes(got.stats) == 0) == (host_bytes == 0)
+    host_bytes = got.stats["host"]["budget_bytes"]
+    if has_room:
+        assert host_bytes == moved_bytes(got.stats) == 0
+    else:
+        assert host_bytes >= got.stats["model_data_bytes"]
+        assert moved_bytes(got.stats) > 0

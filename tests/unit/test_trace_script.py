@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,8 +62,13 @@ def test_sigterm_keeps_the_meaning_that_a_script_gives_it(trace: Callable[..., i
 
 @pytest.mark.parametrize("error", ["BrokenPipeError", "ConfigError('of ours')", "ValueError", "OSError(5)"])
 def test_an_error_of_a_script_is_shown_with_its_lines(
-    error: str, trace: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: str,
+    trace: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed sets one for the process
     assert trace(f"{TRAINING}raise {error}\n") == 1
     said = capsys.readouterr().err
     first, *_, line = (each for each in said.splitlines() if each.startswith("  "))
