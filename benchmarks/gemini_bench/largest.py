@@ -1,7 +1,9 @@
-"""Case ``largest``: the largest model under one real limit on resident memory, plain against managed.
+"""Cases ``largest`` and ``compact``: the largest model under one real limit on resident memory, plain against
+managed.
 
-The watch kills a process whose resident memory exceeds the limit. Plain torch climbs a fixed ladder of sizes;
-the managed model must train with a multiple of the parameters of the highest rung that plain torch reached.
+The watch kills a process whose resident memory exceeds the limit. Plain torch, in fp32, climbs a fixed ladder of
+sizes; the managed model must train with a multiple of the parameters of the highest rung that plain torch reached.
+In ``compact`` it trains in 8 bytes a parameter: bf16 weights with remainders and int8 moments.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,7 @@ import psutil
 
 from gemini.errors import ConfigError, StateError
 from gemini.jobs.gpt.model import GPTConfig, num_parameters
+from gemini_bench.nvme_bare import BareDisk
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session
 from gemini_bench.trainee import (
@@ -30,6 +34,7 @@ from gemini_bench.trainee import (
 from gemini_bench.watch import Ending
 
 TARGET_RATIO = 20.0
+COMPACT_RATIO = 120.0
 BUDGET_RULE = (
     "device_bytes = half of what the limit leaves above a bare process and 150 MB; non_model_bytes = 0"
 )
@@ -43,6 +48,8 @@ _HEAD = 64
 _MAX_HIDDEN = 1024
 _ROUNDS_UP = 1.02  # layers are whole: aim a little higher than the ratio
 _DISK_SLACK = 1.10
+_FLOOR_BYTES = 4 << 30
+_FLOOR_BATCH = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,11 @@ class Settings:
     growth: float = 1.06
     plain_steps: int = 2
     managed_steps: int = 3
+    compact: bool = False
 
 
 QUICK = Settings(limit_bytes=448 << 20, ratio=2.0, growth=1.5)
+COMPACT = Settings(limit_bytes=640 << 20, ratio=COMPACT_RATIO, compact=True)
 
 
 def rung(parameters: float) -> GPTConfig:
@@ -89,7 +98,15 @@ def highest(count: int, reaches: Callable[[int], bool]) -> int:
 
 def run(session: Session) -> CaseResult:
     """Find plain torch's largest model under the limit; train one ``ratio`` times larger under it."""
-    settings = QUICK if session.quick else Settings()
+    return _run(session, QUICK if session.quick else Settings())
+
+
+def run_compact(session: Session) -> CaseResult:
+    """Do the same with 8 bytes a parameter."""
+    return _run(session, dataclasses.replace(QUICK, compact=True) if session.quick else COMPACT)
+
+
+def _run(session: Session, settings: Settings) -> CaseResult:
     if session.limit_bytes is not None:
         settings = dataclasses.replace(settings, limit_bytes=session.limit_bytes)
     bare = session.bare_bytes()
@@ -123,12 +140,14 @@ def run(session: Session) -> CaseResult:
         "ratio": ratio,
         "managed": found,
     }
+    if settings.compact:
+        measured["disk_floor"] = session.run("largest.floor", _floor_options(session, found)).data()
     return CaseResult(_rows(settings, measured), dataclasses.asdict(settings), measured)
 
 
 def _rows(settings: Settings, measured: dict[str, Any]) -> list[Row]:
     found = measured["managed"]
-    return [
+    rows = [
         Row("limit on resident memory", settings.limit_bytes, "bytes"),
         Row("plain torch, largest that trains", measured["plain_parameters"], "parameters"),
         Row("managed, trained", measured["managed_parameters"], "parameters"),
@@ -139,6 +158,20 @@ def _rows(settings: Settings, measured: dict[str, Any]) -> list[Row]:
         Row("managed, last loss, on the same batch", found["losses"][-1], "nats", found["losses"][0]),
         Row("managed, file on disk", found["disk_budget_bytes"], "bytes"),
     ]
+    if settings.compact:
+        step = statistics.median(found["seconds"][1:])
+        floor = found["step_bytes"] / measured["disk_floor"]["bytes_per_second"]
+        rows += [
+            Row("managed, model data", found["model_data_bytes"] / measured["managed_parameters"], "B/param"),
+            Row("managed, read and written per step", found["step_bytes"], "bytes"),
+            Row("the bare disk, for as many bytes", floor, "s"),
+            Row("managed, median step / that floor", step / floor, "x"),
+        ]
+    return rows
+
+
+def _floor_options(session: Session, found: dict[str, Any]) -> dict[str, Any]:
+    return {"disk_dir": os.fspath(session.disk_dir), "file_bytes": min(found["disk_peak_bytes"], _FLOOR_BYTES)}
 
 
 def _plain_fits(
@@ -168,7 +201,7 @@ def _train_managed(session: Session, settings: Settings, model: GPTConfig, budge
         StateError: a loss is not finite, or never changes.
     """
     need, free = (
-        int(_DISK_SLACK * model_data_bytes(model)),
+        int(_DISK_SLACK * model_data_bytes(model, compact=settings.compact)),
         psutil.disk_usage(os.fspath(session.disk_dir)).free,
     )
     if need > free:
@@ -181,6 +214,7 @@ def _train_managed(session: Session, settings: Settings, model: GPTConfig, budge
         "steps": settings.managed_steps,
         "device_bytes": budget,
         "disk_dir": os.fspath(session.disk_dir),
+        "compact": settings.compact,
     }
     worker = session.run("largest.managed", options, limit_bytes=settings.limit_bytes)
     found = worker.data()
@@ -203,18 +237,26 @@ def managed(options: dict[str, Any]) -> dict[str, Any]:
     batch = make_batches(config, count=1, batch=1, seq=config.seq)[0]
     trainee = ManagedTrainee(
         config,
+        compact=options["compact"],
         device_bytes=options["device_bytes"],
         host_bytes=0,
         non_model_bytes=0,
         disk_dir=options["disk_dir"],
     )
-    losses, seconds = zip(*(timed_step(trainee, batch) for _ in range(options["steps"])), strict=True)
-    stats = trainee.model.stats()
+    losses, seconds, moved = [], [], [0]
+    for _ in range(options["steps"]):
+        loss, took = timed_step(trainee, batch)
+        losses.append(loss)
+        seconds.append(took)
+        stats = trainee.model.stats()
+        moved.append(stats["disk_read"]["bytes"] + stats["disk_write"]["bytes"])
     trainee.close()
     return {
         "losses": losses,
         "seconds": seconds,
         "stall_seconds": stats["stall_seconds"],
+        "model_data_bytes": stats["model_data_bytes"],
+        "step_bytes": moved[-1] - moved[-2],
         "disk_budget_bytes": stats["disk"]["budget_bytes"],
         "disk_peak_bytes": stats["disk"]["peak_bytes"],
         "disk_read": stats["disk_read"],
@@ -222,4 +264,14 @@ def managed(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS = {"plain": plain, "managed": managed}
+def floor(options: dict[str, Any]) -> dict[str, Any]:
+    """Read every byte of a new file and write it back, three times; no computing."""
+    disk = BareDisk.of_new_file(options["disk_dir"], options["file_bytes"], _FLOOR_BATCH, 8 * _FLOOR_BATCH)
+    try:
+        seconds = [disk.run() for _ in range(3)]
+    finally:
+        disk.close()
+    return {"seconds": seconds, "bytes_per_second": 2 * disk.nbytes / statistics.median(seconds)}
+
+
+TASKS = {"plain": plain, "managed": managed, "floor": floor}

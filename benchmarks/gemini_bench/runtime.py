@@ -16,6 +16,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "offload": offload.run,
         "preop": preop.run,
         "largest": largest.run,
+        "compact": largest.run_compact,
         "endurance": endurance.run,
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,6 +20,8 @@ from gemini.runtime import init_on
 
 # fp32: parameter, gradient and the two moments of Adam.
 MODEL_DATA_BYTES_PER_PARAMETER = 16
+# bf16: parameter, gradient and remainder, two int8 moments and the scales of their blocks.
+COMPACT_BYTES_PER_PARAMETER = 8 + 8 / 256
 _SEED = 1234
 _LEARNING_RATE = 1e-4
 
@@ -27,9 +30,10 @@ GPT2_124M = GPTConfig(vocab=50257, layers=12, hidden=768, heads=12, seq=1024)
 Batch = tuple[Tensor, Tensor]
 
 
-def model_data_bytes(config: GPTConfig) -> int:
-    """Return the bytes of fp32 parameters, gradients and Adam states of ``GPT(config)``, without padding."""
-    return MODEL_DATA_BYTES_PER_PARAMETER * num_parameters(config)
+def model_data_bytes(config: GPTConfig, *, compact: bool = False) -> int:
+    """Return the bytes of parameters, gradients and Adam states of ``GPT(config)``, without padding."""
+    each = COMPACT_BYTES_PER_PARAMETER if compact else MODEL_DATA_BYTES_PER_PARAMETER
+    return math.ceil(each * num_parameters(config))
 
 
 def make_batches(config: GPTConfig, *, count: int, batch: int, seq: int) -> list[Batch]:
@@ -95,18 +99,26 @@ class PlainTrainee:
 class ManagedTrainee:
     """The same model under GeminiDDP, built on ``meta`` so that it is never whole outside its chunks.
 
-    ``overlap`` and ``max_norm`` are GeminiOptimizer's, ``budgets`` keywords of GeminiDDP. Close it, or leave
-    that to the end of the process.
+    ``compact``: bf16 weights with remainders and int8 moments in place of fp32. ``overlap`` and ``max_norm`` are
+    GeminiOptimizer's, ``budgets`` keywords of GeminiDDP. Close it, or leave that to the end of the process.
     """
 
     def __init__(
-        self, config: GPTConfig, *, overlap: Overlap = True, max_norm: float = 0.0, **budgets: Any
+        self,
+        config: GPTConfig,
+        *,
+        compact: bool = False,
+        overlap: Overlap = True,
+        max_norm: float = 0.0,
+        **budgets: Any,
     ) -> None:
         torch.manual_seed(_SEED)
         with init_on("meta"):
-            module = GPT(config)
-        self.model = GeminiDDP(module, "cpu", optimizer_rule="adam", **budgets)
-        adam = CPUAdam(self.model.parameters(), lr=_LEARNING_RATE)
+            module = GPT(config).to(torch.bfloat16 if compact else torch.float32)
+        # What is announced has room for fp32 states from the beginning: compact ones are made with the optimizer.
+        self.model = GeminiDDP(module, "cpu", optimizer_rule="none" if compact else "adam", **budgets)
+        formats: dict[str, Any] = {"state_dtype": "int8", "master_remainders": True} if compact else {}
+        adam = CPUAdam(self.model.parameters(), lr=_LEARNING_RATE, **formats)
         self._optimizer = GeminiOptimizer(adam, self.model, overlap=overlap, max_norm=max_norm)
 
     def step(self, batch: Batch) -> float:

@@ -223,7 +223,10 @@ def fake_runs(fits_below: int, losses: list[float]) -> Callable[..., WorkerRun]:
     def run(task: str, options: dict[str, Any], **_watch: Any) -> WorkerRun:
         if task == "largest.plain" and num_parameters(GPTConfig(**options["model"])) >= fits_below:
             return WorkerRun(None, watched(Ending.OVER_LIMIT))
-        found = {"losses": losses, "seconds": [1.0, 1.0], "disk_budget_bytes": 1}
+        if task == "largest.floor":
+            return WorkerRun({"bytes_per_second": 40.0}, watched())
+        found = {"losses": losses, "seconds": [9.0, 4.0], "disk_budget_bytes": 1, "disk_peak_bytes": 1}
+        found |= {"step_bytes": 80, "model_data_bytes": 83_000_000}
         return WorkerRun(found, watched(peak=5))
 
     return run
@@ -238,6 +241,17 @@ def test_largest_case_reports_the_ratio_of_parameters(tmp_path: Path) -> None:
     assert measured["plain_parameters"] < 5_000_000 <= measured["next_rung_parameters"]
     assert measured["ratio"] == measured["managed_parameters"] / measured["plain_parameters"]
     assert all(row.met is not False for row in result.rows)
+
+
+def test_compact_case_counts_the_bytes_of_a_parameter_and_the_floor_of_the_disk(tmp_path: Path) -> None:
+    session = Session(
+        tmp_path, quick=True, bare_bytes=lambda: 200 * MIB, run=fake_runs(5_000_000, [5.0, 4.0])
+    )
+    result = largest.run_compact(session)
+    values = {row.what: row.value for row in result.rows}
+    assert values["managed, model data"] == 83_000_000 / result.measured["managed_parameters"]
+    assert values["the bare disk, for as many bytes"] == 80 / 40
+    assert values["managed, median step / that floor"] == 4.0 / 2.0
 
 
 @pytest.mark.parametrize("losses", [[5.0, math.nan], [5.0, 5.0]])
