@@ -246,7 +246,7 @@ def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, UpdateStep]) -> list
 
 def _tensors(group: ChunkGroup) -> tuple[int, ...]:
     """Return every tensor that lies in a chunk of the group."""
-    params = [slot.param_ref.tensors[0] for slot in group.slots]
+    params = dict.fromkeys(slot.param_ref.tensors[0] for slot in group.slots)
     values = [tensor for tensor in group.value_tensors(group.slots) if tensor not in params]
     grads = [slot.grad.update_tensor for slot in group.slots if slot.grad is not None]
     states = [tensor for piece in group.pieces for tensor in piece.tensors.values()]

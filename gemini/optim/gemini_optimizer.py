@@ -428,7 +428,7 @@ class GeminiOptimizer(ManagedGroups):
         if manager.sharding is not None:
             manager.sharding.close_all()
         updates = self._chunk_updates(self.model.storage.trainable_groups())
-        updated = [slot for update in updates for slot in update.steps]
+        updated = {slot: None for update in updates for slot in update.steps}
         with self._completeness.change():
             for update in updates:
                 self._count(update)
