@@ -303,7 +303,8 @@ def test_types_of_mixed_precision_are_those_of_a_booster() -> None:
     booster = gemini.parallel.Booster("fp16", gemini.parallel.TorchDDPPlugin())
     want = train(*booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2])
     assert run(types.TORCH) == run(types.APEX) == run(types.APEX, {"opt_level": "O1"}) == want
-    assert run(types.TORCH, {"enabled": False}) == run(types.APEX, {"enabled": False}) != want
+    assert run(types.APEX, {"enabled": False}) == run(types.APEX, {"opt_level": "O0"}) != want
+    assert run(types.TORCH, {"enabled": False}) != run(types.APEX, {"enabled": False})
     assert len(run(types.NAIVE, {"initial_scale": 2**5, "log_num_zeros_in_grad": False})) == 3
     half, _, criterion = convert(model_of(), torch.optim.SGD([nn.Parameter(torch.ones(1))]), len, types.NAIVE)
     assert criterion is len
