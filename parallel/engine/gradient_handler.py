@@ -56,7 +56,8 @@ class DataParallelGradientHandler(BaseGradientHandler):
         params = [param for param in self._model.parameters() if param.requires_grad]
         if not params:
             return
-        has = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
+        said = [float(param.grad is not None) for param in params]
+        has = torch.tensor(said, dtype=torch.float32, device=params[0].device)
         dist.all_reduce(has, group=self._group)
         for param, count in zip(params, has.tolist(), strict=True):
             if count and param.grad is None:

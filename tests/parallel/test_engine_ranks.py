@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from gemini.parallel.engine import AMP_TYPE, Engine, get_dataloader, initialize
+from gemini.parallel.engine import AMP_TYPE, get_dataloader, initialize
 from gemini.parallel.launch import global_context, launch_from_torch, shutdown
 from gemini.parallel.tensor import nn as layers
 
