@@ -8,6 +8,7 @@ _LAYERS = "gemini.parallel.tensor.nn"
 _COLO = "gemini.parallel.colo"
 _PRECISION = "gemini.parallel.booster.mixed_precision"
 _ENGINE = "gemini.parallel.engine"
+_TRAINER = "gemini.parallel.trainer"
 
 # "path": "module:name".
 NAMES: dict[str, str] = {
@@ -86,6 +87,28 @@ NAMES: dict[str, str] = {
     "engine.schedule.BaseSchedule": f"{_HERE}.training:BaseSchedule",
     "engine.schedule.NonPipelineSchedule": f"{_ENGINE}:NonPipelineSchedule",
     "registry.GRADIENT_HANDLER": f"{_LAUNCH}:GRADIENT_HANDLER",
+    # trainer
+    "trainer.Trainer": f"{_HERE}.training:Trainer",
+    **{
+        f"trainer.hooks.{name}": f"{_TRAINER}.hooks:{name}"
+        for name in (
+            *("AccuracyHook", "BaseHook", "LRSchedulerHook", "LogMemoryByEpochHook", "LogMetricByEpochHook"),
+            *("LogMetricByStepHook", "LogTimingByEpochHook", "LossHook", "ProfilerHook"),
+            *("SaveCheckpointHook", "TensorboardHook", "ThroughputHook"),
+        )
+    },
+    "nn.metric.Accuracy": f"{_TRAINER}:Accuracy",
+    "nn.metric.MixupAccuracy": f"{_TRAINER}:MixupAccuracy",
+    "utils.MultiTimer": f"{_TRAINER}:MultiTimer",
+    "utils.Timer": f"{_TRAINER}:Timer",
+    "utils.timer.MultiTimer": f"{_TRAINER}:MultiTimer",
+    "utils.timer.Timer": f"{_TRAINER}:Timer",
+    "nn.Lamb": "gemini:Lamb",
+    "nn.optimizer.Lamb": "gemini:Lamb",
+    **{
+        f"nn.lr_scheduler.{name}": f"gemini.optim.lr_scheduler:{name}"
+        for name in ("CosineAnnealingLR", "CosineAnnealingWarmupLR", "LinearWarmupLR")
+    },
     "utils.get_dataloader": f"{_ENGINE}:get_dataloader",
     # tensors, layers
     "tensor.ColoParameter": f"{_COLO}:ColoParameter",
@@ -109,7 +132,6 @@ NAMES: dict[str, str] = {
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
 }
 
-_TRAINER = "it comes with the trainer; until then write the loop with gemini.parallel.engine"
 _PIPELINE = (
     "stages are gemini.parallel.HybridParallelPlugin and Booster.execute_pipeline here, and not built by hand"
 )
@@ -119,17 +141,6 @@ _FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range 
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
-    "nn.Lamb": _TRAINER,
-    "nn.optimizer.Lamb": _TRAINER,
-    "nn.lr_scheduler.CosineAnnealingLR": _TRAINER,
-    "nn.lr_scheduler.CosineAnnealingWarmupLR": _TRAINER,
-    "nn.lr_scheduler.LinearWarmupLR": _TRAINER,
-    "nn.metric.Accuracy": _TRAINER,
-    "nn.metric.MixupAccuracy": _TRAINER,
-    "trainer.Trainer": _TRAINER,
-    "trainer.hooks": _TRAINER,
-    "utils.MultiTimer": _TRAINER,
-    "utils.timer.MultiTimer": _TRAINER,
     "builder.build_pipeline_model": _PIPELINE,
     "builder.build_pipeline_model_from_cfg": _PIPELINE,
     "engine.schedule.InterleavedPipelineSchedule": _PIPELINE,
@@ -171,6 +182,7 @@ OWN: dict[str, str] = {
     f"{_HERE}.models:zero_model_wrapper": "gemini.zero_model_wrapper",
     f"{_HERE}.plugins:GeminiPlugin": "gemini.parallel.GeminiPlugin",
     f"{_HERE}.plugins:LowLevelZeroPlugin": "gemini.parallel.LowLevelZeroPlugin",
+    f"{_HERE}.training:Trainer": f"{_TRAINER}.Trainer",
     f"{_HERE}.training:BaseSchedule": f"{_ENGINE}.BaseSchedule",
     f"{_HERE}.training:initialize": f"{_ENGINE}.initialize",
 }

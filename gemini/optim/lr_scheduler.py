@@ -28,7 +28,7 @@ class _OfLength(LRScheduler):
         self.total_steps, self.warmup_steps, self.eta_min = total_steps, warmup_steps, eta_min
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rate of each group after ``last_epoch`` steps; :meth:`step` sets it."""
         if self.last_epoch < self.warmup_steps:
             return [base * (self.last_epoch + 1) / (self.warmup_steps + 1) for base in self.base_lrs]

@@ -51,7 +51,10 @@ nn.optimizer.CPUAdam nn.optimizer.HybridAdam nn.parallel.GeminiDDP
 pipeline.pipelinable.PipelinableContext registry.LAYERS registry.MODELS registry.GRADIENT_HANDLER
 registry.DIST_GROUP_INITIALIZER tensor.ProcessGroup tensor.ColoTensor tensor.ColoTensorSpec
 tensor.ColoParameter tensor.ShardSpec tensor.ReplicaSpec tensor.ComputeSpec tensor.ComputePattern
-testing.spawn trainer.Trainer trainer.hooks utils.MultiTimer utils.get_dataloader utils.is_using_pp
+testing.spawn trainer.Trainer trainer.hooks.BaseHook trainer.hooks.LossHook trainer.hooks.AccuracyHook
+trainer.hooks.LogMetricByEpochHook trainer.hooks.LogMetricByStepHook trainer.hooks.ThroughputHook
+trainer.hooks.LRSchedulerHook trainer.hooks.SaveCheckpointHook trainer.hooks.TensorboardHook
+trainer.hooks.LogMemoryByEpochHook nn.optimizer.Lamb utils.MultiTimer utils.get_dataloader utils.is_using_pp
 utils.get_current_device utils.print_rank_0 utils.save_checkpoint utils.load_checkpoint
 utils.timer.MultiTimer utils.model.colo_init_context.ColoInitContext zero.ColoInitContext
 zero.zero_model_wrapper zero.zero_optim_wrapper zero.low_level.LowLevelZeroOptimizer

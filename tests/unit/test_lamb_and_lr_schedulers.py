@@ -68,7 +68,8 @@ def test_lamb_refuses_what_is_out_of_range(option: dict[str, Any]) -> None:
 
 def rates(make: Any, count: int) -> list[float]:
     optimizer = torch.optim.SGD(
-        [{"params": [nn.Parameter(torch.ones(1))], "lr": 8.0}, {"params": [nn.Parameter(torch.ones(1))]}], lr=4.0
+        [{"params": [nn.Parameter(torch.ones(1))], "lr": 8.0}, {"params": [nn.Parameter(torch.ones(1))]}],
+        lr=4.0,
     )
     scheduler, found = make(optimizer), []
     with warnings.catch_warnings():

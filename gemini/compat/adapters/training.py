@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from gemini.parallel import engine as ours
 from gemini.parallel.booster.plugin.base import Criterion
 from gemini.parallel.engine.initialize import Initialized
 from gemini.parallel.engine.schedule import Result, Runs
+from gemini.parallel.trainer import Trainer as OurTrainer
+from gemini.parallel.trainer.hooks import BaseHook
 
 
 def initialize(
@@ -31,6 +33,37 @@ def initialize(
     if ophooks:
         raise ConfigError("initialize: ophooks are not run; use hooks of torch.nn.Module, or of the Trainer")
     return ours.initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
+
+
+class Trainer(OurTrainer):
+    """:class:`gemini.parallel.trainer.Trainer`, whose :meth:`fit` takes two keywords by other names too."""
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+        *,
+        hook: Sequence[BaseHook] | None = None,
+        display_process: bool = False,
+    ) -> None:
+        """See :class:`gemini.parallel.trainer.Trainer`; ``hook`` is hooks, ``display_process``
+        display_progress."""
+        super().fit(
+            train_dataloader,
+            epochs,
+            max_steps,
+            test_dataloader,
+            test_interval,
+            [*(hooks or ()), *(hook or ())],
+            display_progress or display_process,
+            return_output_label,
+        )
 
 
 class BaseSchedule(ours.BaseSchedule):
