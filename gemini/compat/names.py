@@ -85,7 +85,9 @@ NAMES: dict[str, str] = {
     "engine.gradient_handler.BaseGradientHandler": f"{_ENGINE}:BaseGradientHandler",
     "engine.gradient_handler.DataParallelGradientHandler": f"{_ENGINE}:DataParallelGradientHandler",
     "engine.schedule.BaseSchedule": f"{_HERE}.training:BaseSchedule",
+    "engine.schedule.InterleavedPipelineSchedule": f"{_ENGINE}:InterleavedPipelineSchedule",
     "engine.schedule.NonPipelineSchedule": f"{_ENGINE}:NonPipelineSchedule",
+    "engine.schedule.PipelineSchedule": f"{_ENGINE}:PipelineSchedule",
     "registry.GRADIENT_HANDLER": f"{_LAUNCH}:GRADIENT_HANDLER",
     # trainer
     "trainer.Trainer": f"{_HERE}.training:Trainer",
@@ -143,8 +145,6 @@ _FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range 
 COMING: dict[str, str] = {
     "builder.build_pipeline_model": _PIPELINE,
     "builder.build_pipeline_model_from_cfg": _PIPELINE,
-    "engine.schedule.InterleavedPipelineSchedule": _PIPELINE,
-    "engine.schedule.PipelineSchedule": _PIPELINE,
     "nn.layer.wrapper.PipelineSharedModuleWrapper": _PIPELINE,
     "pipeline.pipelinable.PipelinableContext": _PIPELINE,
     "context.random.moe_set_seed": _EXPERTS,

@@ -12,13 +12,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini.errors import ConfigError
-from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gemini.optim import CPUAdam
+from gemini.parallel.booster import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+)
 from gemini.parallel.booster.mixed_precision import MixedPrecision
 from gemini.parallel.booster.plugin.base import Criterion
 from gemini.parallel.booster.ranks import join_launched_group
 from gemini.parallel.engine.amp import read_amp
 from gemini.parallel.engine.engine import Engine, UpdateScheduler
 from gemini.parallel.engine.gradient_handler import HandledPlugin, make_handlers
+from gemini.parallel.engine.pipeline_schedule import InterleavedPipelineSchedule, PipelineSchedule
 from gemini.parallel.engine.schedule import BaseSchedule
 from gemini.parallel.launch import ParallelMode, global_context, read_config
 from gemini.parallel.launch.launching import ConfigLike
@@ -82,7 +91,8 @@ def initialize(
     configuration say how. Without any, ranks share gradients as torch's DDP does. ``zero=dict(stage=1)`` to
     3 takes the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 unless they say
     otherwise. A model of layers over the launched ranks of tensor parallelism is one part of several: they
-    clip by one norm and skip a step together.
+    clip by one norm and skip a step together. With stages of a pipeline the model is an ordinary one, whole
+    on each rank, which HybridParallelPlugin cuts; batches go through ``engine.execute_schedule``.
 
     With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
     the optimizer must be used through the engine.
@@ -104,10 +114,17 @@ def initialize(
             "HybridParallelPlugin(sp_size=...)"
         )
     if plugin is None:
-        plugin = choose_plugin(features, parts_of(model))
+        parts = parts_of(model)
+        has_stages = global_context.pipeline_parallel_size > 1
+        plugin = (
+            choose_stages(features, parts, optimizer, said) if has_stages else choose_plugin(features, parts)
+        )
     elif features.zero is not None:
         raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
     booster = Booster(features.precision, plugin)
+    if schedule is None and isinstance(plugin, HybridParallelPlugin):
+        is_interleaved = (said.get("NUM_CHUNKS") or 1) > 1
+        schedule = (InterleavedPipelineSchedule if is_interleaved else PipelineSchedule)(booster)
     boosted, optim, loss, _, _ = booster.boost(model, optimizer, criterion, None, lr_scheduler)
     engine = Engine(
         booster,
@@ -147,6 +164,43 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
         )
     precision = {} if features.casts else {"precision": "fp16"}
     return LowLevelZeroPlugin(stage, dp_process_group=group, **{**precision, **options})
+
+
+def choose_stages(
+    features: Features,
+    parts: Partition | None,
+    optimizer: torch.optim.Optimizer,
+    config: Mapping[str, Any],
+) -> HybridParallelPlugin:
+    """Return what trains the stages of an ordinary model, whole on each rank, as a configuration says.
+
+    Chunks (stage 3) are updated by our Adam; with another optimizer ``zero`` has stage 0 unless it says more.
+    Raises ConfigError for what a pipeline does not go with.
+    """
+    layout = global_context.layout
+    for is_there, what in (
+        (bool(features.handlers), "gradient handlers: stages share gradients themselves"),
+        (
+            parts is not None,
+            "layers over launched ranks: give it an ordinary model, whose layers it cuts itself",
+        ),
+        (layout.mode not in (None, "1d"), f"tensor parallelism in mode {layout.mode!r}: write mode='1d'"),
+    ):
+        if is_there:
+            raise ConfigError(f"config: a pipeline of {layout.pp} stages does not go with {what}")
+    options = dict(features.zero or {})
+    chunks = config.get("NUM_CHUNKS") or 1
+    stage = options.pop("stage", 3 if isinstance(optimizer, CPUAdam) else 0)
+    precision = {} if features.zero is None else {"mixed_precision": "fp16"}
+    return HybridParallelPlugin(
+        tp_size=layout.tp,
+        pp_size=layout.pp,
+        zero_stage=stage,
+        pp_style="interleaved" if chunks > 1 else "1f1b",
+        num_model_chunks=chunks,
+        num_microbatches=config.get("NUM_MICRO_BATCHES"),
+        **{**precision, **options},
+    )
 
 
 def parts_of(model: nn.Module) -> Partition | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.engine.calls import call_criterion, call_model, move_to, num_samples, split_batch
@@ -18,7 +20,19 @@ Result = tuple[Any, Any, torch.Tensor | None]
 class Runs(Protocol):
     """What a schedule asks of an engine."""
 
+    model: nn.Module
+    optimizer: Any
     criterion: Callable[..., Any] | None
+    accumulation: int
+
+    @property
+    def is_last_iteration(self) -> bool:
+        """Whether an update comes next."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate on each rank."""
+        ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""

@@ -22,7 +22,7 @@ class Training:
 
     ``cur_epoch`` and ``cur_step`` count epochs and iterations that are over; ``max_epochs`` and
     ``max_steps`` (None: any) are where the run ends. ``metrics`` are by name, those of ``"train"`` and of
-    ``"test"``; ``step_text`` is shown beside the progress of an epoch.
+    ``"test"``; ``step_text`` is what :meth:`show` was told last.
     """
 
     def __init__(
@@ -35,3 +35,7 @@ class Training:
         self.steps_per_epoch = 0
         self.metrics: dict[str, dict[str, Metric]] = {"train": {}, "test": {}}
         self.step_text = ""
+
+    def show(self, text: str) -> None:
+        """Have ``text`` shown beside the progress of the epoch."""
+        self.step_text = text

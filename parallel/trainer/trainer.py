@@ -186,7 +186,7 @@ class Trainer(Training):
     @contextmanager
     def _progress(self, what: str, loader: Iterable[Any], shows: bool) -> Iterator[Callable[[], None]]:
         """Give what is called after each iteration of an epoch, and shows it where that was asked for."""
-        self.step_text = ""
+        self.show("")
         if not shows or global_context.get_global_rank() != 0:
             yield _nothing
             return

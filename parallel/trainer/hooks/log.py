@@ -60,11 +60,11 @@ class LogMetricByStepHook(BaseHook):
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
         """Show those of training."""
-        trainer.step_text = _of_step(trainer, "train")
+        trainer.show(_of_step(trainer, "train"))
 
     def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
         """Show those of the test."""
-        trainer.step_text = _of_step(trainer, "test")
+        trainer.show(_of_step(trainer, "test"))
 
 
 class LogMemoryByEpochHook(_ByEpoch):
