@@ -67,6 +67,11 @@ CONFIGS = {
     "accumulated": {"gradient_accumulation": 2, "clip_grad_norm": 0.01},
     "accumulated, handlers": {"gradient_accumulation": 2, **SHARED},
     "zero": {"gradient_accumulation": 2, "zero": {"stage": 1, "precision": "fp32"}},
+    "chunks": {
+        "gradient_accumulation": 2,
+        "clip_grad_norm": 0.01,
+        "zero": {"stage": 3, "mixed_precision": None},
+    },
 }
 
 

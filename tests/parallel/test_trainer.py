@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,50 @@ def test_metrics_of_steps_and_epochs_go_to_tensorboard() -> None:
     Trainer(engine_of()).fit(loader_of(), 1, test_dataloader=loader_of(), hooks=[hooks.LossHook(), hook])
     steps = [("Loss/Train-step", number) for number in (1, 2, 3)]
     assert writer.written == [*steps, ("Loss/Train", 1), ("Loss/Test", 1), ("flush", 0)]
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """Return how many Python functions ``run`` calls."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_engine_and_trainer_add_few_calls_to_a_step() -> None:
+    model, criterion = nn.Linear(6, 2), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = initialize(model, optimizer, criterion, config={})
+    trainer, batches = Trainer(engine), list(loader_of(1))
+
+    def plain() -> None:
+        for data, label in batches:
+            optimizer.zero_grad()
+            criterion(model(data), label).backward()
+            optimizer.step()
+
+    def by_engine() -> None:
+        for data, label in batches:
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(data), label))
+            engine.step()
+
+    def by_trainer() -> None:
+        trainer.fit(batches, trainer.cur_epoch + 1, hooks=[hooks.LossHook(), hooks.ThroughputHook()])
+
+    for run in (plain, by_engine, by_trainer):
+        run()
+    base, with_engine, with_trainer = (calls_of(run) / len(batches) for run in (plain, by_engine, by_trainer))
+    assert with_engine - base <= 25  # some 20 microseconds
+    assert with_trainer - base <= 100
 
 
 # -- metrics and timers ----------------------------------------------------------------------------
