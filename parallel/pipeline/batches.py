@@ -45,11 +45,12 @@ def _piece(value: Any, index: int, count: int) -> Any:
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with: a mapping's items as keywords, else the batch itself or, of several
-    (inputs and targets), the first."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
+    """Return what a model is called with: the batch or, of several (inputs and targets), the first; a
+    mapping's items are keywords."""
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs,), {}
 
 
 def form_of(batch: Any) -> str:
