@@ -37,7 +37,7 @@ over ssh:
 exit codes:
   that of the first rank that failed, when all others have been ended; 128 and the number of a signal that
   ended it
-  130, 143, 129 ended by Ctrl-C, SIGTERM or SIGHUP, which all ranks get; a second one does not wait for them
+  130, 143, 129 ended by Ctrl-C, SIGTERM or SIGHUP, which all ranks get; they have up to 30 s to end
   2 an error before anything was started, such as a machine that cannot be reached, with its reason
 """
 
@@ -93,14 +93,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, program: Program) -> Ended:
     from gemini.parallel.launch.over_hosts import run_on_hosts
-    from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port, run_ranks
+    from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, run_ranks
 
     hosts = _hosts_from(options)
     if hosts is not None:
         found, address = hosts
         port = DEFAULT_PORT if options.master_port is None else options.master_port
         return run_on_hosts(found, Node(options.nproc_per_node, 0, len(found.names), address, port), program)
-    node = _node_from(options, DEFAULT_PORT if options.nnodes > 1 else chosen_port(options.master_port))
+    node = _node_from(options)
     program.require()
     return run_ranks(node, program)
 
@@ -131,20 +131,26 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
         for name in ("include", "exclude")
     ]
     names, address = first_to_listen(choose_hosts(known, *chosen), options.master_addr, known)
-    ssh = tuple(shlex.split(options.ssh)) or ("ssh",)
+    try:
+        ssh = tuple(shlex.split(options.ssh)) or ("ssh",)
+    except ValueError as error:
+        raise ConfigError(f"--ssh is {options.ssh!r}, which is no command: {error}") from None
     return Hosts(tuple(names), ssh, tuple(options.env)), address
 
 
-def _node_from(options: argparse.Namespace, port: int) -> Node:
+def _node_from(options: argparse.Namespace) -> Node:
     """Return this machine's part of the run. Raises ConfigError where it cannot be."""
-    from gemini.parallel.launch.torchrun import Node
+    from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
 
-    if options.nnodes > 1 and options.master_addr is None:
+    address = options.master_addr or "127.0.0.1"
+    if options.nnodes == 1:
+        port = chosen_port(options.master_port)
+    elif options.master_addr is None:
         raise ConfigError(
             f"{options.nnodes} machines: give --master-addr, the address of the one with --node-rank 0"
         )
-    port = port if options.master_port is None else options.master_port
-    address = options.master_addr or "127.0.0.1"
+    else:
+        port = DEFAULT_PORT if options.master_port is None else options.master_port
     return Node(options.nproc_per_node, options.node_rank, options.nnodes, address, port)
 
 

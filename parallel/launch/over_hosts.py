@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from gemini.errors import ConfigError, StateError
-from gemini.parallel.launch.hosts import address_of, is_this_machine
+from gemini.parallel.launch.hosts import is_this_machine
 from gemini.parallel.launch.torchrun import Ended, Node, Program
 
 # What a program finds on every machine as it is here: where Python looks, and how libraries talk.
@@ -48,7 +50,7 @@ class Hosts:
 def run_on_hosts(hosts: Hosts, node: Node, program: Program) -> Ended:
     """Run ``program`` on all machines, of which ``node`` is the first; return how the first has ended that
     failed, or how all have. The others are then ended too, with what they have started, after 20 s by force.
-    SIGINT, SIGTERM and SIGHUP are passed on; a second one does not wait.
+    SIGINT, SIGTERM and SIGHUP are passed on; after a second one nobody is waited for.
 
     Called in the main thread.
 
@@ -79,7 +81,7 @@ class _Job:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.local = is_this_machine(address_of(self.host))
+        self.local = "@" not in self.host and is_this_machine(self.host)
 
     def command(self, *arguments: str) -> list[str]:
         """Return what runs Python with ``arguments`` there, in this directory and environment."""
@@ -112,11 +114,17 @@ class _Job:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it by force if it has not ended; its end of the pipe then says so there."""
+        """End it by force if it has not ended. Elsewhere the end of its input says so; here its ranks, each
+        in a session of its own, are ended with it."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
-        self.process.kill()
+        if self.process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                for started in psutil.Process(self.process.pid).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        started.kill()
+            self.process.kill()
         self.process.wait()
 
     def ended(self) -> Ended:

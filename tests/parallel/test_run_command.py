@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from hosts import WIRE, Host, two_hosts
 import gemini
 from gemini.cli.main import EXIT_ERROR, main
 from gemini.errors import ConfigError, IoError
+from gemini.parallel.launch import free_port, over_hosts
 from gemini.parallel.launch.hosts import (
     choose_hosts,
     first_to_listen,
@@ -26,6 +28,7 @@ from gemini.parallel.launch.hosts import (
     parse_hosts,
     read_hostfile,
 )
+from gemini.parallel.launch.torchrun import Node, Program
 
 # -- which machines --------------------------------------------------------------------------------
 
@@ -104,6 +107,10 @@ def test_this_machine_is_known_by_its_addresses() -> None:
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "numbered from 0"),
         (["--host", "localhost,192.0.2.1", __file__], "each of them takes for itself"),
         (["--host", "192.0.2.1", "--ssh", "no-such-ssh -v", __file__], "'no-such-ssh', which is to reach"),
+        (
+            ["--host", "192.0.2.1", "--ssh", "ssh -i 'a b", __file__],
+            "which is no command: No closing quotation",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_line(
@@ -216,6 +223,44 @@ def test_a_taken_port_is_refused_and_one_that_is_not_named_is_found(program: str
         done = run(["--master-port", str(port), program, "end"], tmp_path)
     assert done.returncode == EXIT_ERROR
     assert f"port {port} is taken" in done.stderr
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_end_are_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pids = tmp_path / "stubborn.py", tmp_path / "pids"
+    file.write_text(STUBBORN)
+    pids.mkdir()
+    monkeypatch.setattr(over_hosts, "_GRACE_SECONDS", 1.0)
+
+    def interrupt() -> None:
+        while len(list(pids.iterdir())) < 2:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    node = Node("2", address="127.0.0.1", port=free_port())
+    ended = over_hosts.run_on_hosts(over_hosts.Hosts(("localhost",)), node, Program(str(file), (str(pids),)))
+    assert ended.code == 130
+    deadline = time.monotonic() + 10
+    while any(lives(int(pid.read_text())) for pid in pids.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # -- on others -------------------------------------------------------------------------------------
