@@ -16,7 +16,7 @@ from gemini.errors import (
 from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel, handle_of
-from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lion
+from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lamb, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
@@ -37,6 +37,7 @@ __all__ = [
     "GeminiOptimizer",
     "HybridAdam",
     "IoError",
+    "Lamb",
     "Lion",
     "ManagedModel",
     "OutOfBudgetError",

@@ -7,6 +7,8 @@ _LAUNCH = "gemini.parallel.launch"
 _LAYERS = "gemini.parallel.tensor.nn"
 _COLO = "gemini.parallel.colo"
 _PRECISION = "gemini.parallel.booster.mixed_precision"
+_ENGINE = "gemini.parallel.engine"
+_TRAINER = "gemini.parallel.trainer"
 
 # "path": "module:name".
 NAMES: dict[str, str] = {
@@ -67,13 +69,47 @@ NAMES: dict[str, str] = {
     "mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
     "mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
     "mixed_precision.FP16TorchMixedPrecision": f"{_PRECISION}:FP16TorchMixedPrecision",
-    "amp.AMP_TYPE": f"{_HERE}.precision:AMP_TYPE",
-    "amp.convert_to_amp": f"{_HERE}.precision:convert_to_amp",
-    "amp.apex_amp.convert_to_apex_amp": f"{_HERE}.precision:convert_to_apex_amp",
-    "amp.naive_amp.convert_to_naive_amp": f"{_HERE}.precision:convert_to_naive_amp",
-    "amp.torch_amp.convert_to_torch_amp": f"{_HERE}.precision:convert_to_torch_amp",
-    "utils.load_checkpoint": f"{_HERE}.checkpoints:load_checkpoint",
-    "utils.save_checkpoint": f"{_HERE}.checkpoints:save_checkpoint",
+    "booster.mixed_precision.FP16ApexMixedPrecision": f"{_PRECISION}:FP16ApexMixedPrecision",
+    "mixed_precision.FP16ApexMixedPrecision": f"{_PRECISION}:FP16ApexMixedPrecision",
+    "amp.AMP_TYPE": f"{_ENGINE}:AMP_TYPE",
+    "amp.convert_to_amp": f"{_ENGINE}:convert_to_amp",
+    "amp.apex_amp.convert_to_apex_amp": f"{_ENGINE}:convert_to_apex_amp",
+    "amp.naive_amp.convert_to_naive_amp": f"{_ENGINE}:convert_to_naive_amp",
+    "amp.torch_amp.convert_to_torch_amp": f"{_ENGINE}:convert_to_torch_amp",
+    "utils.load_checkpoint": f"{_ENGINE}:load_checkpoint",
+    "utils.save_checkpoint": f"{_ENGINE}:save_checkpoint",
+    # engine
+    "initialize": f"{_HERE}.training:initialize",
+    "engine.BaseGradientHandler": f"{_ENGINE}:BaseGradientHandler",
+    "engine.Engine": f"{_ENGINE}:Engine",
+    "engine.gradient_handler.BaseGradientHandler": f"{_ENGINE}:BaseGradientHandler",
+    "engine.gradient_handler.DataParallelGradientHandler": f"{_ENGINE}:DataParallelGradientHandler",
+    "engine.schedule.BaseSchedule": f"{_HERE}.training:BaseSchedule",
+    "engine.schedule.NonPipelineSchedule": f"{_ENGINE}:NonPipelineSchedule",
+    "registry.GRADIENT_HANDLER": f"{_LAUNCH}:GRADIENT_HANDLER",
+    # trainer
+    "trainer.Trainer": f"{_HERE}.training:Trainer",
+    **{
+        f"trainer.hooks.{name}": f"{_TRAINER}.hooks:{name}"
+        for name in (
+            *("AccuracyHook", "BaseHook", "LRSchedulerHook", "LogMemoryByEpochHook", "LogMetricByEpochHook"),
+            *("LogMetricByStepHook", "LogTimingByEpochHook", "LossHook", "ProfilerHook"),
+            *("SaveCheckpointHook", "TensorboardHook", "ThroughputHook"),
+        )
+    },
+    "nn.metric.Accuracy": f"{_TRAINER}:Accuracy",
+    "nn.metric.MixupAccuracy": f"{_TRAINER}:MixupAccuracy",
+    "utils.MultiTimer": f"{_TRAINER}:MultiTimer",
+    "utils.Timer": f"{_TRAINER}:Timer",
+    "utils.timer.MultiTimer": f"{_TRAINER}:MultiTimer",
+    "utils.timer.Timer": f"{_TRAINER}:Timer",
+    "nn.Lamb": "gemini:Lamb",
+    "nn.optimizer.Lamb": "gemini:Lamb",
+    **{
+        f"nn.lr_scheduler.{name}": f"gemini.optim.lr_scheduler:{name}"
+        for name in ("CosineAnnealingLR", "CosineAnnealingWarmupLR", "LinearWarmupLR")
+    },
+    "utils.get_dataloader": f"{_ENGINE}:get_dataloader",
     # tensors, layers
     "tensor.ColoParameter": f"{_COLO}:ColoParameter",
     "tensor.ColoTensor": f"{_COLO}:ColoTensor",
@@ -96,35 +132,15 @@ NAMES: dict[str, str] = {
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
 }
 
-_ENGINE = "it comes with the engine and the trainer; until then write the loop with Booster"
 _PIPELINE = (
     "stages are gemini.parallel.HybridParallelPlugin and Booster.execute_pipeline here, and not built by hand"
 )
 _EXPERTS = "it comes with mixtures of experts"
 _SEARCH = "it comes with automatic parallelism"
-_APEX = "apex is not maintained any more; FP16TorchMixedPrecision does what its levels O1 and O2 did"
 _FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range of fp32"
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
-    "initialize": _ENGINE,
-    "engine.BaseGradientHandler": _ENGINE,
-    "engine.Engine": _ENGINE,
-    "engine.gradient_handler.BaseGradientHandler": _ENGINE,
-    "engine.schedule.BaseSchedule": _ENGINE,
-    "nn.Lamb": _ENGINE,
-    "nn.optimizer.Lamb": _ENGINE,
-    "nn.lr_scheduler.CosineAnnealingLR": _ENGINE,
-    "nn.lr_scheduler.CosineAnnealingWarmupLR": _ENGINE,
-    "nn.lr_scheduler.LinearWarmupLR": _ENGINE,
-    "nn.metric.Accuracy": _ENGINE,
-    "nn.metric.MixupAccuracy": _ENGINE,
-    "registry.GRADIENT_HANDLER": _ENGINE,
-    "trainer.Trainer": _ENGINE,
-    "trainer.hooks": _ENGINE,
-    "utils.MultiTimer": _ENGINE,
-    "utils.get_dataloader": f"{_ENGINE}, whose plugin.prepare_dataloader makes loaders",
-    "utils.timer.MultiTimer": _ENGINE,
     "builder.build_pipeline_model": _PIPELINE,
     "builder.build_pipeline_model_from_cfg": _PIPELINE,
     "engine.schedule.InterleavedPipelineSchedule": _PIPELINE,
@@ -146,7 +162,7 @@ COMING: dict[str, str] = {
     **{
         f"{place}.{name}": why
         for place in ("booster.mixed_precision", "mixed_precision")
-        for name, why in (("FP16ApexMixedPrecision", _APEX), ("FP8MixedPrecision", _FP8))
+        for name, why in (("FP8MixedPrecision", _FP8),)
     },
 }
 
@@ -166,11 +182,7 @@ OWN: dict[str, str] = {
     f"{_HERE}.models:zero_model_wrapper": "gemini.zero_model_wrapper",
     f"{_HERE}.plugins:GeminiPlugin": "gemini.parallel.GeminiPlugin",
     f"{_HERE}.plugins:LowLevelZeroPlugin": "gemini.parallel.LowLevelZeroPlugin",
-    f"{_HERE}.precision:AMP_TYPE": _PRECISION,
-    **{
-        f"{_HERE}.precision:convert_to_{name}amp": "gemini.parallel.Booster"
-        for name in ("", "apex_", "naive_", "torch_")
-    },
-    f"{_HERE}.checkpoints:load_checkpoint": "gemini.checkpoint.load",
-    f"{_HERE}.checkpoints:save_checkpoint": "gemini.checkpoint.save",
+    f"{_HERE}.training:Trainer": f"{_TRAINER}.Trainer",
+    f"{_HERE}.training:BaseSchedule": f"{_ENGINE}.BaseSchedule",
+    f"{_HERE}.training:initialize": f"{_ENGINE}.initialize",
 }

@@ -64,8 +64,9 @@ class GeminiOptimizer(ManagedGroups):
     the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
-        optim: a CPUAdam, HybridAdam, Lion, or one of torch's but LBFGS and SparseAdam, over parameters of
-            ``model`` (made before or after wrapping). Muon and Adafactor need whole parameters: one process.
+        optim: a CPUAdam, HybridAdam, Lion, Lamb, or one of torch's but LBFGS and SparseAdam, over parameters
+            of ``model`` (made before or after wrapping). Lamb, Muon and Adafactor need whole parameters: one
+            process.
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.

@@ -7,6 +7,7 @@ from torch import optim as torch_optim
 
 from gemini.errors import ConfigError
 from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
 from gemini.optim.stepped_rule import SteppedRule, step_of
@@ -26,7 +27,10 @@ _ELEMENT_WISE = (
     torch_optim.SGD,  # with what its own rule does not do
 )
 # Of those that need a parameter whole, what they keep for each element of it. Older torch has no Muon.
-_WHOLE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {torch_optim.Adafactor: ()}
+_WHOLE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch_optim.Adafactor: (),
+    Lamb: ("exp_avg", "exp_avg_sq"),
+}
 if hasattr(torch_optim, "Muon"):
     _WHOLE[torch_optim.Muon] = ("momentum_buffer",)
 
@@ -35,8 +39,8 @@ _REFUSED = {
     torch_optim.SparseAdam: "it takes sparse gradients, and those of managed parameters are dense",
 }
 _WAY_OUT = (
-    "GeminiOptimizer drives CPUAdam, HybridAdam, Lion, and torch's SGD, Adam, AdamW, Adamax, NAdam, RAdam, "
-    "RMSprop, Adagrad, Adadelta, Rprop, ASGD, Muon and Adafactor"
+    "GeminiOptimizer drives CPUAdam, HybridAdam, Lion, Lamb, and torch's SGD, Adam, AdamW, Adamax, NAdam, "
+    "RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD, Muon and Adafactor"
 )
 
 

@@ -34,13 +34,17 @@ def prepare_dataloader(
     ranks: Ranks,
     sampler_type: type[DistributedSampler[Any]] | None,
     options: dict[str, Any],
+    divides: bool = True,
 ) -> DataLoader[Any]:
-    """Return the loader that :meth:`Plugin.prepare_dataloader` describes."""
-    sampler = _sampler(dataset, ranks, sampler_type, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    """Return the loader that :meth:`Plugin.prepare_dataloader` describes; unless it ``divides`` the data,
+    every rank gets all of it, in one order."""
+    sampler = None
+    if divides:
+        sampler = _sampler(dataset, ranks, sampler_type, shuffle=shuffle, seed=seed, drop_last=drop_last)
     # torch draws from it what it seeds the generators of every worker with, anew in every pass: a seed per
     # rank, or all ranks would augment alike.
     generator = torch.Generator()
-    generator.manual_seed(seed + ranks.number)
+    generator.manual_seed(seed + ranks.number * divides)
     return DataLoader(
         dataset,
         batch_size=batch_size,

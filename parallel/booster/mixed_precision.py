@@ -14,13 +14,14 @@ class FP16TorchMixedPrecision:
     """torch's automatic mixed precision: fp32 weights, operators in fp16 where torch holds that to be safe.
 
     The loss scale starts at ``init_scale``, is multiplied by ``backoff_factor`` when a gradient overflows and
-    by ``growth_factor`` after ``growth_interval`` steps without.
+    by ``growth_factor`` after ``growth_interval`` steps without. Without ``enabled`` the loss is not scaled.
     """
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    enabled: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,66 @@ class FP16NaiveMixedPrecision:
 
 
 @dataclass(frozen=True)
+class FP16ApexMixedPrecision:
+    """apex's options, as far as torch's automatic mixed precision means the same.
+
+    ``opt_level`` is O1, which is :class:`FP16TorchMixedPrecision`, or O0: fp32. apex held its scale below
+    2**24, torch's grows until a gradient overflows.
+
+    Raises:
+        ConfigError: any other value, by its name.
+    """
+
+    opt_level: str = "O1"
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str | None = None
+    cast_model_outputs: torch.dtype | None = None
+    num_losses: int = 1
+    verbosity: int = 1
+    min_loss_scale: float | None = None
+    max_loss_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name, same in _APEX.items():
+            value = getattr(self, name)
+            if value not in same:
+                raise ConfigError(
+                    f"apex's {name}={value!r} is not what torch's automatic mixed precision does; leave it "
+                    "out, or take FP16NaiveMixedPrecision (AMP_TYPE.NAIVE) for the whole model in fp16"
+                )
+
+
+# Of apex's options, the values with which torch does the same; verbosity may be any.
+_APEX: dict[str, tuple[object, ...]] = {
+    "opt_level": ("O1", "O0"),
+    "cast_model_type": (None,),
+    "patch_torch_functions": (None, True),
+    "keep_batchnorm_fp32": (None,),
+    "master_weights": (None,),
+    "loss_scale": (None, "dynamic"),
+    "cast_model_outputs": (None,),
+    "num_losses": (1,),
+    "min_loss_scale": (None,),
+    "max_loss_scale": (2.0**24,),
+}
+
+
+@dataclass(frozen=True)
 class BF16MixedPrecision:
     """bf16, which needs no loss scale."""
 
 
-MixedPrecision = FP16TorchMixedPrecision | FP16NaiveMixedPrecision | BF16MixedPrecision
+MixedPrecision = (
+    FP16TorchMixedPrecision | FP16NaiveMixedPrecision | FP16ApexMixedPrecision | BF16MixedPrecision
+)
 
 _REFUSED = {
-    "fp16_apex": "apex is not maintained any more; 'fp16' does what its levels O1 and O2 did",
     "fp8": "fp8 is not supported in this release; 'bf16' is the smallest type with the range of fp32",
 }
-_NAMES = ("fp16", "bf16", "fp16_naive")
+_NAMES = ("fp16", "bf16", "fp16_naive", "fp16_apex")
 
 
 @dataclass(frozen=True)
@@ -74,6 +124,12 @@ def choose_precision(asked: str | MixedPrecision | None) -> Precision | None:
     """
     if asked is None:
         return None
+    if asked == "fp16_apex":
+        asked = FP16ApexMixedPrecision()
+    if isinstance(asked, FP16ApexMixedPrecision):
+        if asked.opt_level == "O0":
+            return None
+        asked = FP16TorchMixedPrecision()
     if isinstance(asked, FP16TorchMixedPrecision):
         return Precision("fp16", asked)
     if isinstance(asked, FP16NaiveMixedPrecision):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import ConfigError, StateError
 
 
@@ -17,12 +19,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
     Args:
         optim: any torch optimizer.
         scaler: scales the loss in :meth:`backward`; None does not scale.
+        model_ranks: the ranks that have the other parts of the model; they clip by one norm, and skip a step
+            together.
     """
 
-    def __init__(self, optim: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        scaler: GradScaler | None = None,
+        model_ranks: ModelRanks | None = None,
+    ) -> None:
         # Not Optimizer.__init__: groups and state are those of ``optim`` and must exist once only.
         self.optim = optim
         self._scaler = scaler
+        self._model_ranks = model_ranks
         self._unscaled = False  # since the last step, by clipping
         self._measured: float | None = None  # the norm of gradients that were clipped since
         self._grad_norm: float | None = None
@@ -83,7 +93,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before."""
         self._unscale()
-        norm = torch.nn.utils.clip_grad_norm_(list(self._parameters()), max_norm, norm_type)
+        params = list(self._parameters())
+        if self._model_ranks is None:
+            norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        else:
+            norm = norm_over_parts(params, self._model_ranks, norm_type)
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         self._measured = float(norm)
         return norm
 
@@ -157,9 +172,37 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if any(param.grad is not None for param in self._parameters()):
             self._scaler.unscale_(self.optim)
             self._unscaled = True
+            if self._model_ranks is not None:
+                share_overflow(self._scaler, self.optim, self._model_ranks)
 
     def _finish_scaling(self) -> None:
         """Adapt the loss scale to the gradients that were unscaled."""
         if self._scaler is not None and self._unscaled:
             self._scaler.update()
             self._unscaled = False
+
+
+def norm_over_parts(
+    params: Sequence[torch.Tensor], model_ranks: ModelRanks, norm_type: float
+) -> torch.Tensor:
+    """Return the norm of the gradients of the whole model, of which every rank has a part: a gradient that
+    several ranks have counts once. All ranks call it."""
+    grads = [p.grad for p in params if p.grad is not None and model_ranks.counts(p)]
+    device = params[0].device if params else torch.device("cpu")
+    own = torch.nn.utils.get_total_norm(grads, norm_type).to(device)
+    if math.isinf(norm_type):
+        largest = own.float().reshape(1)
+        model_ranks.peers.largest(largest)
+        return largest[0]
+    total = own.double().pow(norm_type).reshape(1)
+    model_ranks.peers.sum(total)
+    return total[0].pow(1 / norm_type).float()
+
+
+def share_overflow(scaler: GradScaler, optim: torch.optim.Optimizer, model_ranks: ModelRanks) -> None:
+    """Have all ranks skip the step, and back off, where a gradient overflowed on one. All ranks call it."""
+    found = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
+    for value in found.values():
+        shared = value.reshape(1).contiguous()
+        model_ranks.peers.largest(shared)
+        value.copy_(shared[0])

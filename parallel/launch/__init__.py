@@ -16,6 +16,7 @@ from gemini.parallel.launch.modes import ParallelMode
 from gemini.parallel.launch.processes import free_port, spawn
 from gemini.parallel.launch.registry import (
     DIST_GROUP_INITIALIZER,
+    GRADIENT_HANDLER,
     INITIALIZER_MAPPING,
     LAYERS,
     MODELS,
@@ -25,6 +26,7 @@ from gemini.parallel.launch.registry import (
 
 __all__ = [
     "DIST_GROUP_INITIALIZER",
+    "GRADIENT_HANDLER",
     "INITIALIZER_MAPPING",
     "LAYERS",
     "MODELS",

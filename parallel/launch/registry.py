@@ -49,6 +49,7 @@ class Registry:
 LAYERS = Registry("LAYERS")
 MODELS = Registry("MODELS")
 DIST_GROUP_INITIALIZER = Registry("DIST_GROUP_INITIALIZER")
+GRADIENT_HANDLER = Registry("GRADIENT_HANDLER")
 
 # By ``tensor=dict(mode=...)`` of a configuration: the name of a class in DIST_GROUP_INITIALIZER.
 INITIALIZER_MAPPING: dict[str, str] = {}

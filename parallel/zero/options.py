@@ -12,7 +12,7 @@ from gemini.optim.state_format import StateFormat
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Their update of an element depends on others, or on the shape of the whole parameter.
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Lamb", "Muon", "SparseAdam")
 _BY_RANK = ("params", "param_names")  # of a group: what is this rank's own
 
 

@@ -209,7 +209,7 @@ def test_step_without_gradients_is_legal_in_fp16() -> None:
 
 @pytest.mark.parametrize(
     ("mixed_precision", "text"),
-    [("fp16_apex", "'fp16'"), ("fp8", "'bf16'"), ("half", "'fp16', 'bf16'"), (16, "'fp16', 'bf16'")],
+    [("fp8", "'bf16'"), ("half", "'fp16', 'bf16'"), (16, "'fp16', 'bf16'")],
 )
 def test_unknown_mixed_precision_is_refused(mixed_precision: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -51,7 +51,10 @@ nn.optimizer.CPUAdam nn.optimizer.HybridAdam nn.parallel.GeminiDDP
 pipeline.pipelinable.PipelinableContext registry.LAYERS registry.MODELS registry.GRADIENT_HANDLER
 registry.DIST_GROUP_INITIALIZER tensor.ProcessGroup tensor.ColoTensor tensor.ColoTensorSpec
 tensor.ColoParameter tensor.ShardSpec tensor.ReplicaSpec tensor.ComputeSpec tensor.ComputePattern
-testing.spawn trainer.Trainer trainer.hooks utils.MultiTimer utils.get_dataloader utils.is_using_pp
+testing.spawn trainer.Trainer trainer.hooks.BaseHook trainer.hooks.LossHook trainer.hooks.AccuracyHook
+trainer.hooks.LogMetricByEpochHook trainer.hooks.LogMetricByStepHook trainer.hooks.ThroughputHook
+trainer.hooks.LRSchedulerHook trainer.hooks.SaveCheckpointHook trainer.hooks.TensorboardHook
+trainer.hooks.LogMemoryByEpochHook nn.optimizer.Lamb utils.MultiTimer utils.get_dataloader utils.is_using_pp
 utils.get_current_device utils.print_rank_0 utils.save_checkpoint utils.load_checkpoint
 utils.timer.MultiTimer utils.model.colo_init_context.ColoInitContext zero.ColoInitContext
 zero.zero_model_wrapper zero.zero_optim_wrapper zero.low_level.LowLevelZeroOptimizer
@@ -303,7 +306,8 @@ def test_types_of_mixed_precision_are_those_of_a_booster() -> None:
     booster = gemini.parallel.Booster("fp16", gemini.parallel.TorchDDPPlugin())
     want = train(*booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2])
     assert run(types.TORCH) == run(types.APEX) == run(types.APEX, {"opt_level": "O1"}) == want
-    assert run(types.TORCH, {"enabled": False}) == run(types.APEX, {"enabled": False}) != want
+    assert run(types.APEX, {"enabled": False}) == run(types.APEX, {"opt_level": "O0"}) != want
+    assert run(types.TORCH, {"enabled": False}) != run(types.APEX, {"enabled": False})
     assert len(run(types.NAIVE, {"initial_scale": 2**5, "log_num_zeros_in_grad": False})) == 3
     half, _, criterion = convert(model_of(), torch.optim.SGD([nn.Parameter(torch.ones(1))]), len, types.NAIVE)
     assert criterion is len

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import optim as torch_optim
 from training_harness import seeded
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, checkpoint
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lamb, OutOfBudgetError, checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +48,7 @@ def muon(params: Iterator[nn.Parameter]) -> Optimizers:
 TARGETS: dict[str, Callable[[Any], Optimizers]] = {
     "muon": muon,
     "adafactor": lambda params: [torch_optim.Adafactor(params, lr=0.05, weight_decay=0.1)],
+    "lamb": lambda params: [Lamb(params, lr=0.05, weight_decay=0.1, bias_correction=True)],
     "adam-int8": lambda params: [HybridAdam(params, lr=1e-2, state_dtype="int8")],
 }
 

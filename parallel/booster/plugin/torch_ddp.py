@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from gemini.comm.model_ranks import ModelRanks
 from gemini.errors import ConfigError
 from gemini.parallel.booster.data_parallel import AutocastCriterion, DataParallel, SingleProcess
 from gemini.parallel.booster.mixed_precision import FP16TorchMixedPrecision, Precision
@@ -29,6 +31,9 @@ class TorchDDPPlugin(Plugin):
         find_unused_parameters: look for parameters that a forward pass did not use; needed where some are
             not.
         check_reduction, gradient_as_bucket_view, static_graph: see there.
+        process_group: the ranks that share gradients; None: all.
+        model_ranks: the ranks that have the other parts of the model, as :class:`gemini.GeminiDDP` has it:
+            they clip by one norm and skip a step together.
     """
 
     def __init__(
@@ -40,7 +45,11 @@ class TorchDDPPlugin(Plugin):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        model_ranks: ModelRanks | None = None,
     ) -> None:
+        self.process_group = process_group
+        self._model_ranks = model_ranks
         options = {
             "broadcast_buffers": (broadcast_buffers, True),
             "bucket_cap_mb": (bucket_cap_mb, 25),
@@ -64,17 +73,22 @@ class TorchDDPPlugin(Plugin):
         _check_model(model, precision)
         dtype = precision.dtype if precision is not None else None
         model.to(device)  # parameters keep their identity: the optimizer still holds them
-        boosted: nn.Module
-        if self.ranks.is_group and any(param.requires_grad for param in model.parameters()):
-            boosted = DataParallel(model, device, dtype, **self._options)
-        else:
-            boosted = SingleProcess(model, device, dtype)
+        boosted = self.wrap(model, device, dtype)
         if criterion is not None and dtype is not None:
             criterion = AutocastCriterion(criterion, device, dtype)
         if isinstance(criterion, nn.Module):
             criterion.to(device)
-        optim = None if optimizer is None else BoostedOptimizer(optimizer, _scaler(precision, device))
+        optim = None
+        if optimizer is not None:
+            optim = BoostedOptimizer(optimizer, _scaler(precision, device), self._model_ranks)
         return Boosted(boosted, optim, criterion)
+
+    def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+        """Return the model in the wrapper that trains it; ``dtype`` is autocast's, None for fp32."""
+        if self.ranks.is_group and any(param.requires_grad for param in model.parameters()):
+            options = {"process_group": self.process_group, **self._options}
+            return DataParallel(model, device, dtype, **options)
+        return SingleProcess(model, device, dtype)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -113,6 +127,8 @@ def _scaler(precision: Precision | None, device: torch.device) -> GradScaler | N
         return None
     settings = precision.settings or FP16TorchMixedPrecision()
     assert isinstance(settings, FP16TorchMixedPrecision)
+    if not settings.enabled:
+        return None
     return GradScaler(
         device.type,
         init_scale=settings.init_scale,

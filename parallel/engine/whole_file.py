@@ -12,9 +12,8 @@ from torch import nn
 from gemini.checkpoint import Scheduler
 from gemini.errors import CheckpointError
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.launch import global_context
+from gemini.parallel.engine.initialize import parts_of
 from gemini.parallel.partition import Partition
-from gemini.parallel.tensor.nn import GridLayer, partition_of
 from gemini.system.files import io_errors, replacing
 
 
@@ -96,6 +95,4 @@ def _parts_of(model: nn.Module) -> Partition | None:
     known = getattr(model, "partition", None)
     if isinstance(known, Partition):
         return known
-    inner = getattr(model, "module", model)
-    has_parts = any(isinstance(layer, GridLayer) for layer in inner.modules())
-    return partition_of(inner) if has_parts and global_context.tensor_parallel_size > 1 else None
+    return parts_of(getattr(model, "module", model))

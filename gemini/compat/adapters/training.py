@@ -1,0 +1,92 @@
+"""Engine and trainer with the documents' signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from gemini.errors import ConfigError
+from gemini.parallel import engine as ours
+from gemini.parallel.booster.plugin.base import Criterion
+from gemini.parallel.engine.initialize import Initialized
+from gemini.parallel.engine.schedule import Result, Runs
+from gemini.parallel.trainer import Trainer as OurTrainer
+from gemini.parallel.trainer.hooks import BaseHook
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Criterion | None = None,
+    train_dataloader: DataLoader[Any] | None = None,
+    test_dataloader: DataLoader[Any] | None = None,
+    lr_scheduler: Any = None,
+    ophooks: Any = None,
+    verbose: bool = True,
+) -> Initialized:
+    """See :func:`gemini.parallel.engine.initialize`; ``verbose`` says nothing. Raises ConfigError for
+    ``ophooks``, which are not run."""
+    if ophooks:
+        raise ConfigError("initialize: ophooks are not run; use hooks of torch.nn.Module, or of the Trainer")
+    return ours.initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
+
+
+class Trainer(OurTrainer):
+    """:class:`gemini.parallel.trainer.Trainer`, whose :meth:`fit` takes two keywords by other names too."""
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+        *,
+        hook: Sequence[BaseHook] | None = None,
+        display_process: bool = False,
+    ) -> None:
+        """See :class:`gemini.parallel.trainer.Trainer`; ``hook`` is hooks, ``display_process``
+        display_progress."""
+        super().fit(
+            train_dataloader,
+            epochs,
+            max_steps,
+            test_dataloader,
+            test_interval,
+            [*(hooks or ()), *(hook or ())],
+            display_progress or display_process,
+            return_output_label,
+        )
+
+
+class BaseSchedule(ours.BaseSchedule):
+    """:class:`gemini.parallel.engine.BaseSchedule` whose method is ``forward_back_step``."""
+
+    def forward_backward_step(
+        self,
+        engine: Runs,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:
+        """See :class:`gemini.parallel.engine.BaseSchedule`."""
+        return self.forward_back_step(engine, data_iter, forward_only, return_loss, return_output_label)
+
+    def forward_back_step(
+        self,
+        engine: Runs,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:
+        """Run the next batch; a class made from this one says how."""
+        raise NotImplementedError(f"{type(self).__name__} does nothing: override forward_back_step()")

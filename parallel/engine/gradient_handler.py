@@ -1,0 +1,128 @@
+"""Gradient handlers: who shares gradients among ranks, in the place of torch's DDP."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.booster.data_parallel import SingleProcess
+from gemini.parallel.booster.plugin import TorchDDPPlugin
+from gemini.parallel.launch import GRADIENT_HANDLER
+
+_BUCKET_NUMEL = 2**22
+
+
+class BaseGradientHandler(ABC):
+    """Shares the gradients of ``model`` among ranks, before the step of ``optimizer``.
+
+    A class made from it is registered in ``GRADIENT_HANDLER`` and named by a configuration:
+    ``gradient_handler=[dict(type="MyHandler")]``; further entries are keywords of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    @abstractmethod
+    def handle_gradient(self) -> None:
+        """Do it; called once per update, when the gradients of all its iterations are there."""
+
+
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(BaseGradientHandler):
+    """Averages all gradients over the ranks of data parallelism."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``process_group``: None: all ranks."""
+        super().__init__(model, optimizer)
+        self._group = process_group
+
+    def handle_gradient(self) -> None:
+        """Average, some megabytes at a time. A parameter that got no gradient on a rank counts as 0 there if
+        it got one on another."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
+            return
+        params = [param for param in self._model.parameters() if param.requires_grad]
+        if not params:
+            return
+        said = [float(param.grad is not None) for param in params]
+        has = torch.tensor(said, dtype=torch.float32, device=params[0].device)
+        dist.all_reduce(has, group=self._group)
+        for param, count in zip(params, has.tolist(), strict=True):
+            if count and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        average((param.grad for param, count in zip(params, has.tolist(), strict=True) if count), self._group)
+
+
+@torch.no_grad()
+def average(tensors: Iterable[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
+    """Replace tensors by their mean over the ranks of ``group``. Extra memory: one bucket of 2**22 elements,
+    or the largest tensor."""
+    by_type: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            by_type.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same in by_type.values():
+        for bucket in _buckets(same):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(dist.get_world_size(group))
+            dist.all_reduce(flat, group=group)
+            for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def make_handlers(
+    entries: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None,
+) -> list[BaseGradientHandler]:
+    """Return what a configuration names; ``group``: the ranks of data parallelism.
+
+    Raises:
+        ConfigError: no class of that name is registered, or it is no handler.
+    """
+    handlers = []
+    for entry in entries:
+        options = {key: value for key, value in entry.items() if key != "type"}
+        kind = GRADIENT_HANDLER.get_module(entry["type"])
+        if not issubclass(kind, BaseGradientHandler):
+            raise ConfigError(f"{kind.__name__} must be made from BaseGradientHandler")
+        if kind is DataParallelGradientHandler:
+            options.setdefault("process_group", group)
+        handlers.append(kind(model, optimizer, **options))
+    return handlers
+
+
+class HandledPlugin(TorchDDPPlugin):
+    """A replica of the model on every rank, whose gradients handlers share: all begin with the weights of the
+    first one, and nothing synchronizes them in backward."""
+
+    def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+        """See :class:`TorchDDPPlugin`."""
+        if self.ranks.size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), group=self.process_group, group_src=0)
+        return SingleProcess(model, device, dtype)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Yield ``tensors`` in order, as many at a time as a bucket holds, at least one."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET_NUMEL:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

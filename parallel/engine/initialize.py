@@ -1,0 +1,172 @@
+"""initialize: an engine with the features that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from gemini.errors import ConfigError
+from gemini.parallel.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gemini.parallel.booster.mixed_precision import MixedPrecision
+from gemini.parallel.booster.plugin.base import Criterion
+from gemini.parallel.booster.ranks import join_launched_group
+from gemini.parallel.engine.amp import read_amp
+from gemini.parallel.engine.engine import Engine, UpdateScheduler
+from gemini.parallel.engine.gradient_handler import HandledPlugin, make_handlers
+from gemini.parallel.engine.schedule import BaseSchedule
+from gemini.parallel.launch import ParallelMode, global_context, read_config
+from gemini.parallel.launch.launching import ConfigLike
+from gemini.parallel.partition import Partition
+from gemini.parallel.tensor.nn import GridLayer, partition_of
+
+Initialized = tuple[Engine, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a configuration asks of training."""
+
+    precision: MixedPrecision | None
+    casts: bool
+    zero: Mapping[str, Any] | None
+    accumulation: int
+    clip_grad_norm: float
+    handlers: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Features:
+        """Read a configuration whose reserved keywords were checked.
+
+        Raises:
+            ConfigError: features that exclude each other, or an option of mixed precision that is not done.
+        """
+        fp16, precision, casts = config.get("fp16"), None, False
+        if fp16 is not None:
+            if "mode" not in fp16:
+                raise ConfigError("config: fp16 has no mode; write fp16=dict(mode=AMP_TYPE.TORCH)")
+            amp = read_amp(fp16["mode"], {key: value for key, value in fp16.items() if key != "mode"})
+            precision, casts = amp.precision, amp.casts
+        handlers = _handlers(config)
+        zero = config.get("zero")
+        if handlers and (zero is not None or casts):
+            what = "zero" if zero is not None else "AMP_TYPE.NAIVE"
+            raise ConfigError(
+                f"config: gradient handlers share whole gradients, and {what} shares them itself, in parts; "
+                "leave one of them out"
+            )
+        accumulation, clip = config.get("gradient_accumulation"), config.get("clip_grad_norm")
+        return cls(precision, casts, zero, accumulation or 1, float(clip or 0.0), handlers)
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Criterion | None = None,
+    train_dataloader: DataLoader[Any] | None = None,
+    test_dataloader: DataLoader[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    config: ConfigLike = None,
+    plugin: Plugin | None = None,
+    schedule: BaseSchedule | None = None,
+) -> Initialized:
+    """Return an engine, both data loaders and the scheduler, ready to train.
+
+    ``fp16``, ``zero``, ``gradient_accumulation``, ``clip_grad_norm`` and ``gradient_handler`` of the
+    configuration say how. Without any, ranks share gradients as torch's DDP does. ``zero=dict(stage=1)`` to
+    3 takes the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 unless they say
+    otherwise. A model of layers over the launched ranks of tensor parallelism is one part of several: they
+    clip by one norm and skip a step together.
+
+    With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
+    the optimizer must be used through the engine.
+
+    Args:
+        config: path, dict, or None: that of the launch.
+        plugin: how to train, in the place of what the configuration says of ``zero``.
+        schedule: what ``engine.execute_schedule`` does; None: it follows from the configuration.
+
+    Raises:
+        ConfigError: the configuration says what cannot be had together, or of this model.
+    """
+    join_launched_group()
+    said = global_context.config if config is None else read_config(config)
+    features = Features.read(said)
+    if global_context.sequence_parallel_size > 1:
+        raise ConfigError(
+            "parallel: an engine has no parts of sequences; they go through Booster and "
+            "HybridParallelPlugin(sp_size=...)"
+        )
+    if plugin is None:
+        plugin = choose_plugin(features, parts_of(model))
+    elif features.zero is not None:
+        raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
+    booster = Booster(features.precision, plugin)
+    boosted, optim, loss, _, _ = booster.boost(model, optimizer, criterion, None, lr_scheduler)
+    engine = Engine(
+        booster,
+        boosted,
+        optim,
+        loss,
+        accumulation=features.accumulation,
+        clip_grad_norm=features.clip_grad_norm,
+        gradient_handlers=make_handlers(features.handlers, boosted, optim, data_group()),
+        schedule=schedule,
+    )
+    if lr_scheduler is not None and features.accumulation > 1:
+        lr_scheduler = UpdateScheduler(lr_scheduler, engine)
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
+    """Return what trains a model as a configuration says; ``parts``: which of its parts are here, None for
+    all. Raises ConfigError where nothing does."""
+    group, model_ranks = data_group(), None if parts is None else parts.model_ranks
+    if features.handlers:
+        return HandledPlugin(process_group=group, model_ranks=model_ranks)
+    if features.zero is None and not features.casts:
+        return TorchDDPPlugin(process_group=group, model_ranks=model_ranks)
+    options = dict(features.zero or {})
+    if model_ranks is not None and (features.zero is None or options.get("stage") == 3):
+        options.pop("stage", None)
+        precision = {} if features.casts else {"mixed_precision": "fp16"}
+        return GeminiPlugin(process_group=group, model_ranks=model_ranks, **{**precision, **options})
+    stage = options.pop("stage", 1)
+    if stage == 3:
+        return GeminiPlugin(process_group=group, **{"mixed_precision": "fp16", **options})
+    if model_ranks is not None:
+        raise ConfigError(
+            f"config: zero has stage {stage}, and the layers of the model are cut over ranks: only stage 3 "
+            "goes with them; write zero=dict(stage=3)"
+        )
+    precision = {} if features.casts else {"precision": "fp16"}
+    return LowLevelZeroPlugin(stage, dp_process_group=group, **{**precision, **options})
+
+
+def parts_of(model: nn.Module) -> Partition | None:
+    """Return which parts of which tensors a model of layers over the launched ranks has; None for a model
+    that is whole on each."""
+    if global_context.tensor_parallel_size == 1:
+        return None
+    return partition_of(model) if any(isinstance(layer, GridLayer) for layer in model.modules()) else None
+
+
+def data_group() -> dist.ProcessGroup | None:
+    """Return the ranks of data parallelism; None: all ranks, or this process alone."""
+    mode = ParallelMode.DATA
+    return global_context.get_group(mode) if global_context.is_initialized(mode) else None
+
+
+def _handlers(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the entries of ``gradient_handler`` and of ``gradient_handlers``."""
+    found: list[Mapping[str, Any]] = []
+    for key in ("gradient_handler", "gradient_handlers"):
+        said = config.get(key) or ()
+        found.extend(said if isinstance(said, Sequence) else [said])
+    return tuple(found)

@@ -1,0 +1,27 @@
+"""Hooks of a trainer (docs/engine.md)."""
+
+from gemini.parallel.trainer.hooks.act import LRSchedulerHook, ProfilerHook, SaveCheckpointHook
+from gemini.parallel.trainer.hooks.base import BaseHook
+from gemini.parallel.trainer.hooks.log import (
+    LogMemoryByEpochHook,
+    LogMetricByEpochHook,
+    LogMetricByStepHook,
+    LogTimingByEpochHook,
+    TensorboardHook,
+)
+from gemini.parallel.trainer.hooks.metric import AccuracyHook, LossHook, ThroughputHook
+
+__all__ = [
+    "AccuracyHook",
+    "BaseHook",
+    "LRSchedulerHook",
+    "LogMemoryByEpochHook",
+    "LogMetricByEpochHook",
+    "LogMetricByStepHook",
+    "LogTimingByEpochHook",
+    "LossHook",
+    "ProfilerHook",
+    "SaveCheckpointHook",
+    "TensorboardHook",
+    "ThroughputHook",
+]

@@ -1,0 +1,103 @@
+"""Hooks that watch training: each adds its metric, for those that log them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gemini.parallel.trainer.hooks.base import BaseHook
+from gemini.parallel.trainer.metrics import AccuracyMetric, LossMetric, ThroughputMetric
+from gemini.parallel.trainer.state import Training
+
+
+class LossHook(BaseHook):
+    """Adds ``Loss`` of training and of tests."""
+
+    def __init__(self, priority: int = 0) -> None:
+        super().__init__(priority)
+        self.train_loss, self.test_loss = LossMetric(), LossMetric()
+
+    def after_hook_is_attached(self, trainer: Training) -> None:
+        """Add the metrics."""
+        trainer.metrics["train"]["Loss"] = self.train_loss
+        trainer.metrics["test"]["Loss"] = self.test_loss
+
+    def before_train_epoch(self, trainer: Training) -> None:
+        """Begin an epoch."""
+        self.train_loss.reset()
+
+    def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
+        """Add a step."""
+        self.train_loss.update(loss)
+
+    def before_test_epoch(self, trainer: Training) -> None:
+        """Begin a test."""
+        self.test_loss.reset()
+
+    def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
+        """Add a batch."""
+        self.test_loss.update(loss)
+
+
+class AccuracyHook(BaseHook):
+    """Adds ``Accuracy`` of tests: the share of samples of which ``accuracy_func(output, label)`` returns how
+    many are right, such as :class:`gemini.parallel.trainer.Accuracy`."""
+
+    def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
+        super().__init__(priority)
+        self.accuracy = AccuracyMetric(accuracy_func)
+
+    def after_hook_is_attached(self, trainer: Training) -> None:
+        """Add the metric."""
+        trainer.metrics["test"]["Accuracy"] = self.accuracy
+
+    def before_test_epoch(self, trainer: Training) -> None:
+        """Begin a test."""
+        self.accuracy.reset()
+
+    def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
+        """Add a batch."""
+        self.accuracy.update(output, label)
+
+
+class ThroughputHook(BaseHook):
+    """Adds ``Throughput`` of training and of tests.
+
+    Args:
+        ignored_steps: so many steps of an epoch are not counted.
+        tflop_per_step: with it the value is TFLOPS per rank, else samples per second of all ranks.
+    """
+
+    def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0, priority: int = 10) -> None:
+        super().__init__(priority)
+        self.train_pace = ThroughputMetric(ignored_steps, tflop_per_step)
+        self.test_pace = ThroughputMetric(ignored_steps)
+
+    def after_hook_is_attached(self, trainer: Training) -> None:
+        """Add the metrics."""
+        trainer.metrics["train"]["Throughput"] = self.train_pace
+        trainer.metrics["test"]["Throughput"] = self.test_pace
+
+    def before_train_epoch(self, trainer: Training) -> None:
+        """Begin an epoch."""
+        self.train_pace.reset()
+
+    def before_train_iter(self, trainer: Training) -> None:
+        """Begin a step."""
+        self.train_pace.begin()
+
+    def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
+        """Add a step."""
+        self.train_pace.update(trainer.schedule.batch_size)
+
+    def before_test_epoch(self, trainer: Training) -> None:
+        """Begin a test."""
+        self.test_pace.reset()
+
+    def before_test_iter(self, trainer: Training) -> None:
+        """Begin a batch."""
+        self.test_pace.begin()
+
+    def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
+        """Add a batch."""
+        self.test_pace.update(trainer.schedule.batch_size)

@@ -1,0 +1,228 @@
+"""Metrics: what a trainer knows of the steps it has made, over all ranks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from gemini.errors import ConfigError
+from gemini.parallel.engine.calls import num_samples
+from gemini.parallel.launch import ParallelMode, global_context
+from gemini.parallel.trainer.timer import now
+from gemini.system.device import current_device
+
+
+def sum_over_ranks(*values: float | torch.Tensor) -> list[float]:
+    """Return the sums of ``values`` over the ranks of data parallelism, and over the stages of a pipeline.
+    All ranks call it."""
+    total = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=current_device()).detach() for value in values]
+    )
+    if dist.is_available() and dist.is_initialized():
+        if not global_context.is_launched:
+            dist.all_reduce(total)
+        for mode in (ParallelMode.DATA, ParallelMode.PIPELINE):
+            if global_context.is_launched and global_context.get_world_size(mode) > 1:
+                dist.all_reduce(total, group=global_context.get_group(mode))
+    return [float(value) for value in total.tolist()]
+
+
+class Metric(ABC):
+    """A number by which training is watched. Its values are over all ranks, which ask for them together;
+    None: there is none yet."""
+
+    epoch_only = False  # a step has no value
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin an epoch."""
+
+    @abstractmethod
+    def last_value(self) -> float | None:
+        """Return the value of the last step."""
+
+    @abstractmethod
+    def value(self) -> float | None:
+        """Return the value of all steps since :meth:`reset`."""
+
+    def text(self) -> str:
+        """Return :meth:`value` for people to read."""
+        return _shown(self.value())
+
+    def last_text(self) -> str:
+        """Return :meth:`last_value` for people to read."""
+        return _shown(self.last_value())
+
+
+class LossMetric(Metric):
+    """The mean loss of steps; nothing is waited for before it is asked for."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """See :class:`Metric`."""
+        self._last: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._count = 0
+
+    def update(self, loss: torch.Tensor | None) -> None:
+        """Add the loss of a step; None is passed over."""
+        if loss is None:
+            return
+        self._last = loss.detach()
+        self._total = self._last.double() if self._total is None else self._total + self._last
+        self._count += 1
+
+    def last_value(self) -> float | None:
+        """See :class:`Metric`."""
+        return _ratio(*sum_over_ranks(self._last if self._last is not None else 0.0, self._last is not None))
+
+    def value(self) -> float | None:
+        """See :class:`Metric`."""
+        return _ratio(*sum_over_ranks(self._total if self._total is not None else 0.0, self._count))
+
+
+class AccuracyMetric(Metric):
+    """The share of samples that ``count(output, label)`` says are right."""
+
+    def __init__(self, count: Callable[..., Any]) -> None:
+        self._counted = count
+        self.reset()
+
+    def reset(self) -> None:
+        """See :class:`Metric`."""
+        self._last: tuple[Any, int] = (0.0, 0)
+        self._right: Any = 0.0
+        self._samples = 0
+
+    def update(self, output: Any, label: Any) -> None:
+        """Add a step; one without an output is of another stage of a pipeline.
+
+        Raises:
+            ConfigError: there is no label either: the schedule was told to return none.
+        """
+        if output is None and label is None:
+            raise ConfigError("accuracy needs outputs and labels: call fit(return_output_label=True)")
+        if output is None:
+            return
+        with torch.no_grad():
+            right = self._counted(output, label)
+        right = right.double() if isinstance(right, torch.Tensor) else right
+        self._last = (right, _num_labels(label))
+        self._right = self._right + right
+        self._samples += self._last[1]
+
+    def last_value(self) -> float | None:
+        """See :class:`Metric`."""
+        return _ratio(*sum_over_ranks(*self._last))
+
+    def value(self) -> float | None:
+        """See :class:`Metric`."""
+        return _ratio(*sum_over_ranks(self._right, self._samples))
+
+
+class RateMetric(Metric):
+    """The learning rate of the first group."""
+
+    def __init__(self, *, epoch_only: bool) -> None:
+        self.epoch_only = epoch_only
+        self._rate: float | None = None
+
+    def reset(self) -> None:
+        """See :class:`Metric`; the rate goes on."""
+
+    def update(self, rate: float) -> None:
+        """Say the rate."""
+        self._rate = float(rate)
+
+    def last_value(self) -> float | None:
+        """See :class:`Metric`."""
+        return self._rate
+
+    def value(self) -> float | None:
+        """See :class:`Metric`."""
+        return self._rate
+
+
+class ThroughputMetric(Metric):
+    """Samples per second of all ranks: within a step for one, from the first step to the last for all.
+
+    Args:
+        ignored_steps: so many steps of an epoch are not counted, while caches fill.
+        tflop_per_step: with it the value is TFLOPS per rank.
+    """
+
+    def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0) -> None:
+        self._ignored, self._tflop = ignored_steps, tflop_per_step
+        self.reset()
+
+    def reset(self) -> None:
+        """See :class:`Metric`."""
+        self._steps = self._samples = self._last_samples = 0
+        self._began = self._step_began = time.perf_counter()
+        self._ended: float | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._step_began = time.perf_counter()
+        if self._steps == self._ignored:
+            self._began = now()
+
+    def update(self, samples: int) -> None:
+        """A step of so many samples on this rank has ended."""
+        self._steps += 1
+        self._last_samples = samples
+        if self._steps > self._ignored:
+            self._samples += samples
+        self._ended = None
+
+    def last_value(self) -> float | None:
+        """See :class:`Metric`."""
+        seconds = now() - self._step_began
+        return self._pace(self._last_samples, 1, seconds)
+
+    def value(self) -> float | None:
+        """See :class:`Metric`."""
+        if self._ended is None:  # a GPU may still be at the last step
+            self._ended = now()
+        return self._pace(self._samples, self._steps - self._ignored, self._ended - self._began)
+
+    def text(self) -> str:
+        """See :class:`Metric`."""
+        return self._with_unit(self.value())
+
+    def last_text(self) -> str:
+        """See :class:`Metric`."""
+        return self._with_unit(self.last_value())
+
+    def _pace(self, samples: int, steps: int, seconds: float) -> float | None:
+        if self._tflop:
+            return self._tflop * steps / seconds if steps > 0 and seconds > 0 else None
+        mine = samples / seconds if seconds > 0 else 0.0
+        (total,) = sum_over_ranks(mine)
+        return total / global_context.pipeline_parallel_size or None
+
+    def _with_unit(self, value: float | None) -> str:
+        unit = "TFLOPS" if self._tflop else "samples/s"
+        return _shown(value) if value is None else f"{value:.5g} {unit}"
+
+
+def _num_labels(label: Any) -> int:
+    """Return how many numbers of classes a label has; shares of classes count once for a sample."""
+    if isinstance(label, torch.Tensor):
+        return len(label) if label.is_floating_point() and label.dim() else label.numel()
+    return num_samples(label)
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.5g}"

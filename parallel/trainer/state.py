@@ -1,0 +1,37 @@
+"""What hooks see of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gemini.parallel.engine import BaseSchedule, Engine
+from gemini.parallel.trainer.metrics import Metric
+from gemini.parallel.trainer.timer import MultiTimer
+
+
+class Logs(Protocol):
+    """A logger: of :mod:`logging`, or :class:`gemini.parallel.launch.DistributedLogger`."""
+
+    def info(self, message: object, *args: object, **kwargs: Any) -> None:
+        """Log at level INFO."""
+        ...
+
+
+class Training:
+    """The state of a run: hooks read it, and add ``metrics``.
+
+    ``cur_epoch`` and ``cur_step`` count epochs and iterations that are over; ``max_epochs`` and
+    ``max_steps`` (None: any) are where the run ends. ``metrics`` are by name, those of ``"train"`` and of
+    ``"test"``; ``step_text`` is shown beside the progress of an epoch.
+    """
+
+    def __init__(
+        self, engine: Engine, schedule: BaseSchedule, timer: MultiTimer | None, logger: Logs | None
+    ) -> None:
+        self.engine, self.schedule, self.timer, self.logger = engine, schedule, timer, logger
+        self.cur_epoch = self.cur_step = 0
+        self.max_epochs = 0
+        self.max_steps: int | None = None
+        self.steps_per_epoch = 0
+        self.metrics: dict[str, dict[str, Metric]] = {"train": {}, "test": {}}
+        self.step_text = ""
