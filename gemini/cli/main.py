@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gemini._C import build_info
-from gemini.cli import check, ckpt, finetune, mode_speeds, plan, simulate, trace, train
+from gemini.cli import check, ckpt, finetune, mode_speeds, plan, run, simulate, trace, train
 from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
@@ -24,6 +24,7 @@ COMMANDS: dict[str, AddParser] = {
     "plan": plan.add_parser,
     "train": train.add_parser,
     "finetune": finetune.add_parser,
+    "run": run.add_parser,
     "ckpt": ckpt.add_parser,
     "trace": trace.add_parser,
     "simulate": simulate.add_parser,
@@ -40,6 +41,8 @@ start here:
   gemini train --help                  every option, with its unit and default
   gemini finetune --model DIR --data chats.jsonl --output out/tuned
                                        fine-tune a checkpoint of Hugging Face within budgets
+  gemini run --nproc-per-node 4 train.py
+                                       a program on four ranks; --host a,b for two machines
   gemini ckpt verify out/run           inspect, verify and convert its checkpoints
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
@@ -106,8 +109,8 @@ def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
         logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     _require_directory()
-    run: Callable[[argparse.Namespace], int] = options.run
-    return run(options)
+    perform: Callable[[argparse.Namespace], int] = options.run
+    return perform(options)
 
 
 def _require_directory() -> None:

@@ -118,6 +118,10 @@ def test_readme_program_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_first_program_in_chinese_is_that_of_the_readme() -> None:
+    assert programs_of("docs/zh/first-training.md") == programs_of("README.md")
+
+
 def test_readme_can_be_read_in_some_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 

@@ -1,0 +1,197 @@
+"""``gemini run``: a program on the ranks of one machine or several, over torchrun and ssh."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemini.cli.console import say_error
+from gemini.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gemini.parallel.launch.over_hosts import Hosts
+    from gemini.parallel.launch.torchrun import Ended, Node, Program
+
+EPILOG = """\
+examples:
+  gemini run --nproc-per-node 4 train.py --lr 3e-4
+      four ranks on this machine; what follows the program is its own
+  gemini run --nproc-per-node 4 --host node1,node2 train.py
+      eight ranks on two machines, reached over ssh; ranks meet at node1
+  gemini run --nproc-per-node 4 --hostfile hosts.txt --exclude node3 --master-addr 10.0.0.1 train.py
+      all machines of a file, one name per line, but one; they meet at that address of the first
+  gemini run --nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr node1 train.py
+      this machine's part alone, where something else (srun, a container) starts it on each
+
+in the program:
+  from gemini.parallel import launch         then launch.launch_from_torch() joins the ranks (docs/compat.md),
+  from gemini.parallel import join_ranks     or join_ranks(), or torch.distributed.init_process_group()
+
+over ssh:
+  Each machine has the same Python at the same path, and this directory. No password can be asked for: give
+  ssh keys. Variables of Python's paths and threads, NCCL_*, GLOO_*, TP_*, UCX_*, TORCH_*, GEMINI_* come
+  along, others by --env. With several network interfaces set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+
+exit codes:
+  that of the first rank that failed, when all others have been ended; 128 and the number of a signal that
+  ended it
+  130, 143, 129 ended by Ctrl-C, SIGTERM or SIGHUP, which all ranks get; they have up to 30 s to end
+  2 an error before anything was started, such as a machine that cannot be reached, with its reason
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``run`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a program on several ranks, on one machine or over ssh on more",
+        description="Start a program on every rank of a run with torchrun, on this machine or several, and "
+        "end all ranks when one fails.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="gemini run [options] PROGRAM [arguments]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("program", metavar="PROGRAM", help="a Python file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
+    parser.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="N",
+        default="1",
+        help="ranks on each machine: a number, gpu, cpu, or auto for GPUs where there are any (default: 1)",
+    )
+    parser.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="where ranks meet (default: 29500; on one machine a free one where that is taken)",
+    )
+    _add_machines(parser.add_argument_group("machines"))
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program and return the exit code."""
+    from gemini.parallel.launch.torchrun import Program
+
+    program = Program(options.program, tuple(options.arguments), options.module)
+    if options.told_by_stdin:
+        from gemini.parallel.launch.over_hosts import obey_stdin
+
+        obey_stdin()
+    ended = _run(options, program)
+    if ended.reason:
+        say_error(ended.reason)
+    # To ssh 255 says that there was no connection.
+    return 1 if options.told_by_stdin and ended.code == 255 else ended.code
+
+
+def _run(options: argparse.Namespace, program: Program) -> Ended:
+    from gemini.parallel.launch.over_hosts import run_on_hosts
+    from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, run_ranks
+
+    hosts = _hosts_from(options)
+    if hosts is not None:
+        found, address = hosts
+        port = DEFAULT_PORT if options.master_port is None else options.master_port
+        return run_on_hosts(found, Node(options.nproc_per_node, 0, len(found.names), address, port), program)
+    node = _node_from(options)
+    program.require()
+    return run_ranks(node, program)
+
+
+def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
+    """Return the machines that are started from here and where they meet; None: only this one is.
+
+    Raises:
+        ConfigError: options contradict each other, or name what cannot be.
+    """
+    from gemini.parallel.launch.hosts import choose_hosts, first_to_listen, parse_hosts, read_hostfile
+    from gemini.parallel.launch.over_hosts import Hosts
+
+    if options.host and options.hostfile:
+        raise ConfigError("--host and --hostfile both say the machines; give one of them")
+    if not options.host and not options.hostfile:
+        for name in ("include", "exclude"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name} chooses among machines; give those by --hostfile or --host")
+        return None
+    if options.nnodes > 1 or options.node_rank:
+        raise ConfigError(
+            "--nnodes and --node-rank say the part of one machine; leave them out with --host or --hostfile"
+        )
+    known = parse_hosts(options.host, "--host") if options.host else read_hostfile(options.hostfile)
+    chosen = [
+        parse_hosts(text, f"--{name}") if (text := getattr(options, name)) else []
+        for name in ("include", "exclude")
+    ]
+    names, address = first_to_listen(choose_hosts(known, *chosen), options.master_addr, known)
+    try:
+        ssh = tuple(shlex.split(options.ssh)) or ("ssh",)
+    except ValueError as error:
+        raise ConfigError(f"--ssh is {options.ssh!r}, which is no command: {error}") from None
+    return Hosts(tuple(names), ssh, tuple(options.env)), address
+
+
+def _node_from(options: argparse.Namespace) -> Node:
+    """Return this machine's part of the run. Raises ConfigError where it cannot be."""
+    from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
+
+    address = options.master_addr or "127.0.0.1"
+    if options.nnodes == 1:
+        port = chosen_port(options.master_port)
+    elif options.master_addr is None:
+        raise ConfigError(
+            f"{options.nnodes} machines: give --master-addr, the address of the one with --node-rank 0"
+        )
+    else:
+        port = DEFAULT_PORT if options.master_port is None else options.master_port
+    return Node(options.nproc_per_node, options.node_rank, options.nnodes, address, port)
+
+
+def _add_machines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", "--hosts", metavar="NAMES", help="names or addresses with commas between them"
+    )
+    group.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="a file with one name or address per line"
+    )
+    group.add_argument("--include", metavar="NAMES", help="of those, only these")
+    group.add_argument("--exclude", metavar="NAMES", help="of those, all but these")
+    group.add_argument(
+        "--master-addr",
+        "--master_addr",
+        metavar="ADDRESS",
+        help="where ranks meet: the name or address of a machine, which gets the first ranks (default: the "
+        "first one)",
+    )
+    group.add_argument(
+        "--ssh",
+        metavar="COMMAND",
+        default="ssh",
+        help="as in 'ssh -p 2222 -i key' (default: ssh), by no shell",
+    )
+    group.add_argument(
+        "--env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a variable that other machines get too; repeatable",
+    )
+    group.add_argument(
+        "--nnodes", type=int, metavar="N", default=1, help="machines, where each is started by itself"
+    )
+    group.add_argument(
+        "--node-rank",
+        "--node_rank",
+        type=int,
+        metavar="I",
+        default=0,
+        help="which of them this one is, from 0",
+    )
+    group.add_argument("--told-by-stdin", action="store_true", help=argparse.SUPPRESS)
