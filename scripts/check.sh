@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {fast|py|cpp|standin|docs|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {fast|py|zoo|cpp|standin|docs|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -92,6 +92,9 @@ py() {
     check "pytest" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}"
   fi
 }
+
+# All models of tests/zoo, and docs/zoo.md with what is found out about each.
+zoo() { check "zoo" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" tests/zoo --write-zoo; }
 
 # The loop of every day. What is left out, tests marked `slow`, starts processes or kills them, compiles, or trains for long.
 fast() {
@@ -199,7 +202,7 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  fast | docs | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
+  fast | zoo | docs | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
   all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac

@@ -10,6 +10,7 @@ readonly STAMPS=$VENV/stamps
 readonly BUILD_TOOLS=(setuptools wheel pybind11 cmake ninja)
 readonly LIBRARIES=(torch==2.13.0 psutil numpy scipy safetensors rich matplotlib)
 readonly INTEGRATED=("transformers>=5" accelerate peft)
+readonly ALONE=(timm)  # without torchvision, which package indexes have for torch with CUDA only
 readonly CHECKERS=(pytest pytest-xdist hypothesis ruff mypy clang-format)
 readonly SITE=(mkdocs-material "mkdocstrings[python]")
 
@@ -73,7 +74,7 @@ make_venv() {
   local want
   # The path is part of it: a virtual environment does not survive being copied or moved.
   want=$(digest "$PWD" "$("$python" -c 'import sys; print(sys.executable, sys.version)')" \
-    "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${CHECKERS[@]}" "${SITE[@]}" < constraints.txt)
+    "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${ALONE[@]}" "${CHECKERS[@]}" "${SITE[@]}" < constraints.txt)
   if is_fresh venv "$want"; then return; fi
   check_toolchain
   install_system_packages
@@ -89,6 +90,8 @@ make_venv() {
     quietly "$VENV/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "${names[@]}" \
       || die "pip could not install ${names[*]}"
   done
+  quietly "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps -c constraints.txt "${ALONE[@]}" \
+    || die "pip could not install ${ALONE[*]}"
   mark venv "$want"
 }
 

@@ -64,6 +64,34 @@ def test_adapters_start_and_train_as_on_an_unmanaged_model(name: str, base: Path
     assert_same(got, want)
 
 
+FROZEN_BUFFERS: dict[str, Callable[[], Any]] = {
+    "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=TASK),
+    "PVeRA": lambda: peft.PveraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=TASK),
+    "TinyLoRA": lambda: peft.TinyLoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=TASK),
+    "UniLoRA": lambda: peft.UniLoraConfig(target_modules=["q_proj", "v_proj"], task_type=TASK),
+    "OSF": lambda: peft.OSFConfig(target_modules=["q_proj", "v_proj"], task_type=TASK),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN_BUFFERS)
+@pytest.mark.parametrize("kept", [False, True], ids=["all in bf16", "adapters in fp32"])
+def test_adapters_whose_frozen_weights_are_buffers_train_in_bf16(
+    name: str, kept: bool, base: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    plain = peft.get_peft_model(LLAMA.from_pretrained(base), FROZEN_BUFFERS[name]())
+    trained = {name for name, param in plain.named_parameters() if param.requires_grad}
+    losses = []
+    for budget in (tight(tmp_path), {}):
+        torch.manual_seed(7)
+        model = peft.get_peft_model(LLAMA.from_pretrained(base), FROZEN_BUFFERS[name]())
+        gemini.manage(model, mixed_precision="bf16", keep_fp32=trained if kept else (), **budget)
+        losses.append(train(model, gemini.GeminiAdamOptimizer(model, lr=1e-2)))
+    assert losses[0] == losses[1]
+    want = train(plain, gemini.CPUAdam([p for p in plain.parameters() if p.requires_grad], lr=1e-2))
+    assert losses[0] == pytest.approx(want, rel=1e-2)
+
+
 def test_saved_adapters_are_loaded_on_top_and_merged(base: Path, tmp_path: Path) -> None:
     first = peft.get_peft_model(LLAMA.from_pretrained(base), CONFIGS["LoRA"]())
     with torch.no_grad():

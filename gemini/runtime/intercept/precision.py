@@ -91,8 +91,9 @@ def _computes_in_fp32(name: str, owner: nn.Module) -> bool:
 
 def place_buffers(module: nn.Module, device: torch.device | None, *, casts: bool) -> None:
     """Replace the buffers of a module and its submodules by ones on ``device`` (None: where they are). With
-    ``casts`` those that torch itself derives from a parameter get its type. One that fits already stays."""
-    derived = dict(_derived_buffers(module)) if casts else {}
+    ``casts`` those that torch itself derives from a parameter get its type, and so do weights that PEFT holds
+    as buffers. One that fits already stays."""
+    derived = dict((*_derived_buffers(module), *_weights_of_adapters(module))) if casts else {}
     for owner in module.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
             placed = buffer.to(device)
@@ -117,6 +118,18 @@ def _derived_buffers(module: nn.Module) -> Iterator[tuple[tuple[int, str], torch
                 dtype = getattr(owner, f"{hook.name}_orig").dtype
                 for end in ("_u", "_v"):
                     yield (id(owner), hook.name + end), dtype
+
+
+def _weights_of_adapters(module: nn.Module) -> Iterator[tuple[tuple[int, str], torch.dtype]]:
+    """Yield owner's id and name of the buffers that adapters of PEFT have as weights that nobody trains, and
+    the type of those beside them that are trained: random projections of VeRA, which layers share."""
+    for layer in module.modules():
+        trained = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ())]
+        params = [param for part in trained if isinstance(part, nn.Module) for param in part.parameters()]
+        for part in layer.children() if params else ():
+            if type(part).__module__ == "peft.tuners._buffer_dict":
+                for name, _ in part.named_buffers(recurse=False):
+                    yield (id(part), name), params[0].dtype
 
 
 def run_in_one_type(

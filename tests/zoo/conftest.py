@@ -1,0 +1,31 @@
+"""Settings of the zoo, and the option to write its page."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from page import WRITE, PageWriter
+
+# Nothing is looked up in a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known where ``tests/zoo`` is among the arguments of pytest."""
+    parser.addoption(WRITE, action="store_true", help="write docs/zoo.md rather than compare with it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write the page in the process that sees all results."""
+    if config.getoption(WRITE, default=False) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(PageWriter())
+
+
+@pytest.fixture(autouse=True)
+def _plain_numbers(one_thread: None) -> None:
+    """Every test here. Attention of torch.nn has a fast path for inference that rounds otherwise, and that is
+    never taken for managed parameters (docs/limits.md)."""
+    torch.backends.mha.set_fastpath_enabled(False)
