@@ -41,7 +41,8 @@ class _Loop:
             loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(loss.to_local() if isinstance(loss, DTensor) else loss)
+        found = loss.detach()
+        return float(found.to_local() if isinstance(found, DTensor) else found)
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -132,7 +133,7 @@ class _Scheduled:
             self._schedule.step(*inputs)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if self._last else None
+        return float(torch.stack(losses).detach().mean()) if self._last else None
 
     def close(self) -> None:
         """Nothing is held but memory."""
