@@ -18,13 +18,13 @@ MEMORY_RATIO = 0.8
 SINGLE_RATIO = 1.02
 
 _MODEL = LlamaConfig(vocab=4096, layers=8, hidden=512, heads=8, inner=1408)
-_LARGE = LlamaConfig(vocab=8192, layers=12, hidden=768, heads=12, inner=2048)
+_LARGE = LlamaConfig(vocab=8192, layers=16, hidden=768, heads=12, inner=2048)
 _TINY = LlamaConfig(vocab=64, layers=4, hidden=32, heads=4, inner=48)
 
 
 def _job(session: Session, **sizes: Any) -> Job:
     if session.quick:
-        quick = {**sizes, "seq": 16, "warmup_steps": 1, "measured_steps": 2, "memory_steps": 2}
+        quick = {**sizes, "seq": 16, "warmup_steps": 1, "measured_steps": 2}
         return Job(_TINY, _TINY, **quick)
     return Job(_MODEL, _LARGE, **sizes)
 
@@ -44,7 +44,7 @@ def pipeline(session: Session) -> CaseResult:
         Pair(f"ours, {style}", f"torch, {style}", TIME_RATIO, MEMORY_RATIO)
         for style in ("1F1B", "interleaved")
     ]
-    alone = _job(session, pp=2, batch=8, microbatches=4)
+    alone = _job(session, pp=2, batch=4, microbatches=4)
     first = compare(session, "pipeline", alone, both, what="2 ranks: ")
     copied = replace(alone, dp=2)
     second = compare(session, "pipeline", copied, both[:1], what="2 x 2 ranks: ")

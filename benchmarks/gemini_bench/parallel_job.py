@@ -35,7 +35,7 @@ class Job:
     chunks: int = 2
     warmup_steps: int = 2
     measured_steps: int = 9
-    memory_steps: int = 3
+    memory_steps: int = 2  # the second one has gradients beside states
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Job:

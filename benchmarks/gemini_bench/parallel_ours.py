@@ -88,7 +88,8 @@ def hybrid(job: Job, **options: Any) -> Contender:
     plugin = HybridParallelPlugin(tp_size=job.tp, **options)
     booster, module = Booster(plugin=plugin), job.make_model()
     model, optimizer, *_ = booster.boost(module, CPUAdam(module.parameters(), **ADAM))
-    loss = token_loss
+    assert isinstance(model, GeminiDDP)
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     if job.tp > 1:
         assert plugin.mesh is not None
         axis = plugin.mesh.axis("tp")
@@ -132,6 +133,7 @@ def single(job: Job) -> Contender:
 def _executed(plugin: HybridParallelPlugin, job: Job) -> Contender:
     booster, module = Booster(plugin=plugin), job.make_model()
     model, optimizer, *_ = booster.boost(module, CPUAdam(module.parameters(), **ADAM))
+    assert isinstance(model, GeminiDDP)
     return _Executed(booster, model, optimizer)
 
 

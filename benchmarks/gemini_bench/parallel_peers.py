@@ -102,7 +102,9 @@ class _Stage(nn.Module):
         super().__init__()
         self.tokens = whole.tokens if blocks.start == 0 else None
         self.blocks = nn.ModuleList(whole.blocks[number] for number in blocks)
-        self.norm, self.head = (whole.norm, whole.head) if blocks.stop == num_blocks else (None, None)
+        is_last = blocks.stop == num_blocks
+        self.norm = whole.norm if is_last else None
+        self.head = whole.head if is_last else None
         self._width = whole.width
 
     def forward(self, x: Tensor) -> Tensor:

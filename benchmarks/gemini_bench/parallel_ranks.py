@@ -75,7 +75,8 @@ def fork_ranks(call: Callable[[int], Any], world: int, *, sample_seconds: float 
 
 def _watch(pipes: list[Connection], pids: list[int], sample_seconds: float) -> list[RankRun]:
     """Sample the ranks' memory until all have returned."""
-    peaks, results = [0] * len(pids), {}
+    peaks = [0] * len(pids)
+    results: dict[int, Any] = {}
     ends = time.monotonic() + _TIMEOUT_SECONDS
     while len(results) < len(pids):
         for rank, (pipe, pid) in enumerate(zip(pipes, pids, strict=True)):
