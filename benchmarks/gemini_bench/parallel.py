@@ -32,7 +32,7 @@ def _job(session: Session, **sizes: Any) -> Job:
 def tensor(session: Session) -> CaseResult:
     """Cut layers: the plugin, and the layers alone, against DTensor."""
     pairs = [
-        Pair("ours, updates in backward", "parallelize_module", TIME_RATIO, MEMORY_RATIO),
+        Pair("ours", "parallelize_module", TIME_RATIO, MEMORY_RATIO),
         Pair("our layers, torch's AdamW", "parallelize_module", TIME_RATIO),
     ]
     return compare(session, "tensor", _job(session, tp=2), pairs)

@@ -81,11 +81,9 @@ def _loss_by_parts(axis: Axis, vocab: int) -> Callable[[Tensor, Tensor], Tensor]
     return lambda logits, labels: vocabulary_cross_entropy(logits, labels, axis, vocab)
 
 
-def hybrid(job: Job, **options: Any) -> Contender:
+def hybrid(job: Job) -> Contender:
     """Train by HybridParallelPlugin over data and tensor parallelism."""
-    if job.tp > 1:
-        options["tp_plan"] = _plan(job)
-    plugin = HybridParallelPlugin(tp_size=job.tp, **options)
+    plugin = HybridParallelPlugin(tp_size=job.tp, tp_plan=_plan(job))
     booster, module = Booster(plugin=plugin), job.make_model()
     model, optimizer, *_ = booster.boost(module, CPUAdam(module.parameters(), **ADAM))
     assert isinstance(model, GeminiDDP)

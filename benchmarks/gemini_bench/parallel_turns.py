@@ -26,7 +26,6 @@ _TOLERANCE = 1e-4
 
 CONTENDERS: Mapping[str, Callable[[Job], Contender]] = {
     "ours": ours.hybrid,
-    "ours, updates in backward": partial(ours.hybrid, overlap="backward"),
     "our layers, torch's AdamW": ours.layers_alone,
     "parallelize_module": peers.parallelized,
     "ours, 1F1B": partial(ours.pipeline, style="1f1b"),
