@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,28 @@ class Attention(nn.Module):
         return projected
 
 
+class SplitAttention(nn.Module):
+    """The same with query, key and value in layers of their own, which tensor parallelism cuts by heads."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.width = config.hidden // config.heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(config.hidden, config.hidden, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend within ``x`` of shape ``[batch, seq, hidden]`` with the heads that are here."""
+        batch, seq, _ = x.shape
+        parts = (layer(x).view(batch, seq, -1, self.width) for layer in (self.query, self.key, self.value))
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(
+            _rotate(query, cos, sin), _rotate(key, cos, sin), value, is_causal=True
+        )
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return projected
+
+
 class SwiGLU(nn.Module):
     """A gated feed-forward network."""
 
@@ -75,10 +98,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attention: Callable[[LlamaConfig], nn.Module]) -> None:
         super().__init__()
         self.norm_attention = nn.RMSNorm(config.hidden, eps=_EPSILON)
-        self.attention = Attention(config)
+        self.attention = attention(config)
         self.norm_mlp = nn.RMSNorm(config.hidden, eps=_EPSILON)
         self.mlp = SwiGLU(config)
 
@@ -91,21 +114,23 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     """Predict the next token; parameters come from torch's global generator, module by module, also when
-    built on ``meta`` and wrapped."""
+    built on ``meta`` and wrapped. ``attention`` makes a block's."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(
+        self, config: LlamaConfig, attention: Callable[[LlamaConfig], nn.Module] = Attention
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=_EPSILON)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self._width = config.hidden // config.heads
+        self.width = config.hidden // config.heads
         self._checkpointing = config.checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, seq, vocab]`` for int64 ``tokens`` ``[batch, seq]``."""
         x: Tensor = self.tokens(tokens)
-        cos, sin = _rotary(tokens.shape[1], self._width, x)
+        cos, sin = rotary(tokens.shape[1], self.width, x)
         for block in self.blocks:
             if self._checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
@@ -115,7 +140,7 @@ class Llama(nn.Module):
         return logits
 
 
-def _rotary(seq: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(seq: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines ``[seq, width / 2]``: computed in fp32, for a buffer would be cast to bf16."""
     powers = torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
     places = torch.arange(seq, device=like.device, dtype=torch.float32)

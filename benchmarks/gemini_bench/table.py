@@ -20,6 +20,7 @@ _QUICK = {
     "checkpoint": "--quick: everything is tiny; these figures say only that the cases run.",
     "nvme": "--quick: everything is tiny; these figures say only that the cases run.",
     "zero": "--quick: everything is tiny; these figures say only that the cases run.",
+    "parallel": "--quick: everything is tiny; these figures say only that the cases run.",
     "gpu": "--quick or --simulated: everything is tiny; these figures say only that the cases run.",
 }
 

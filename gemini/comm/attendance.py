@@ -142,10 +142,10 @@ class Attendance:
             return StateError(self._broke)
         ends = time.monotonic() + (_MISSED_BEATS + 1) * self._beat_s
         self._ask_for_signs()
-        found = self._find_gone(math.inf)
+        found = self._find_gone(math.inf, of_all=False)  # who has left since broke it, after any call
         while not found and time.monotonic() < ends:
             time.sleep(self._beat_s / 2)
-            found = self._find_gone(_MISSED_BEATS * self._beat_s)
+            found = self._find_gone(_MISSED_BEATS * self._beat_s, of_all=False)
         self._broke = self._message(f"{found or _BROKEN} ({text})")
         return StateError(self._broke)
 

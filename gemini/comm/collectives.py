@@ -118,10 +118,19 @@ class ProcessGroupPeers(Peers):
         return _Works(works, limit, self.attendance)
 
     def _send(self, tensor: torch.Tensor, rank: int) -> Any:
-        return _started(dist.isend(tensor, group=self.group, group_dst=rank))
+        return self.begin(lambda: dist.isend(tensor, group=self.group, group_dst=rank))
 
     def _receive(self, tensor: torch.Tensor, rank: int) -> Any:
-        return _started(dist.irecv(tensor, group=self.group, group_src=rank))
+        return self.begin(lambda: dist.irecv(tensor, group=self.group, group_src=rank))
+
+    def begin(self, call: Callable[[], Any]) -> Any:
+        """Return the message that ``call`` begins to send or receive. Raises StateError where its connection
+        has broken before: gloo says so at once."""
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise self.attendance.explain(error) from error
+        return _started(work)
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
         size = self._share.size

@@ -64,14 +64,18 @@ class Passing:
         """Begin to send ``tensor``, which nobody may write to until :meth:`finish`."""
         tensor = tensor.detach().cpu().contiguous()
         self._axis.note_sent(tensor)
-        work = dist.isend(
-            _bytes_of(tensor), group=self._axis.host_group, group_dst=rank, tag=_FIRST_TAG + tag
+        content, group = _bytes_of(tensor), self._axis.host_group
+        work = self._axis.begin(
+            lambda: dist.isend(content, group=group, group_dst=rank, tag=_FIRST_TAG + tag)
         )
         self._sent.append((work, tensor))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Any:
         """Begin to receive into ``room``; return what :meth:`settle` takes."""
-        return dist.irecv(_bytes_of(room), group=self._axis.host_group, group_src=rank, tag=_FIRST_TAG + tag)
+        content, group = _bytes_of(room), self._axis.host_group
+        return self._axis.begin(
+            lambda: dist.irecv(content, group=group, group_src=rank, tag=_FIRST_TAG + tag)
+        )
 
     def send_form(self, form: Form, rank: int, tag: int) -> None:
         """Send what type and sizes a tensor has that is going to be sent."""

@@ -51,6 +51,25 @@ def test_full_disk_leaves_the_earlier_checkpoint(
     assert_same(model.state_dict(), mlp(2).state_dict())
 
 
+@every_layout
+@pytest.mark.parametrize("error", [ValueError("a bad sample"), KeyboardInterrupt()])
+def test_what_is_raised_in_a_save_leaves_the_earlier_checkpoint_alone(
+    shard: bool, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    booster = Booster()
+    arguments: dict[str, Any] = {"shard": shard, "size_per_shard": TINY}
+    booster.save_model(mlp(1), tmp_path / "model", **arguments)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+
+    def write(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(SealedFile, "write", write)
+    with pytest.raises(type(error)):
+        booster.save_model(mlp(2), tmp_path / "model", **arguments)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
 class Killed(BaseException):
     """What a kill -9 is here: nothing that would clean up may run."""
 

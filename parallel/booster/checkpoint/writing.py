@@ -84,12 +84,16 @@ class _RankFiles:
             staging = stack.enter_context(closing(Staging()))
             opened.append(stack.enter_context(closing(TensorFile(temporary, specs, metadata, staging))))
 
-        with ExitStack() as stack:
-            self.attempt(create)
-            for source in sources:
-                self._stream(source, opened)
-            for file in opened:
-                self.attempt(file.finish)
+        try:
+            with ExitStack() as stack:
+                self.attempt(create)
+                for source in sources:
+                    self._stream(source, opened)
+                for file in opened:
+                    self.attempt(file.finish)
+        except BaseException:  # of a stream, whose ranks have lost each other: nothing is going to finish
+            self._remove_temporaries()
+            raise
         if final:
             self.attempt(lambda: _publish(temporary, path))
 
@@ -122,12 +126,15 @@ class _RankFiles:
     def finish(self) -> None:
         """Raise the error on every rank if there is one; remove what was not completed."""
         if self._error is not None:
-            for temporary in self._written:
-                try:
-                    temporary.unlink(missing_ok=True)
-                except OSError as error:
-                    logger.warning("%s is left behind: %s", temporary, error)
+            self._remove_temporaries()
         self._ranks.agree(self._error)
+
+    def _remove_temporaries(self) -> None:
+        for temporary in self._written:
+            try:
+                temporary.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s is left behind: %s", temporary, error)
 
 
 def _write_directory(
