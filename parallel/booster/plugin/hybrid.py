@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parall
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
@@ -113,6 +114,7 @@ class HybridParallelPlugin(Plugin):
         **options: Any,
     ) -> None:
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
+        self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
             zero_stage, placement_policy, options, alone=self._sizes.world_size == 1
         )
@@ -205,6 +207,33 @@ class HybridParallelPlugin(Plugin):
         tied = TiedWeights(staged, axis, self._rank_of)
         tied.spread()
         return Parts(staged, partition, tied, whole, mesh, self._rank_of)
+
+    def plan(
+        self, model: nn.Module, run: Callable[[nn.Module], torch.Tensor], *, data_ranks: int = 1
+    ) -> LayoutPlan:
+        """Return what each rank will have of ``model``, which is whole and stays as it is, over
+        ``tp_size * pp_size * data_ranks`` processes: bytes of parameters, gradients, Adam's states and
+        activations, and for which part of a step it is idle. Needs no other process.
+
+        ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss.
+
+        Raises:
+            ConfigError: the model does not go over so many; the message says over how many it does.
+        """
+        if self._sizes.sp > 1:
+            raise ConfigError("plan() knows no parts of sequences; plan with sp_size=1")
+        choices = LayoutChoices(
+            replace(self._sizes, dp=data_ranks),
+            self._schedule.style,
+            self._schedule.chunks,
+            self._schedule.num_microbatches or 1,
+            self._zero_stage,
+            self._split["split"],
+            self._split["costs"],
+            self._units,
+            self._cut,
+        )
+        return plan_layout(model, run, choices)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
