@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
@@ -38,19 +39,15 @@ class PipelinableContext:
         self._layers: list[nn.Module] = []
 
     def __enter__(self) -> PipelinableContext:
-        made = self._made = []
-        self._init: Any = nn.Module.__init__
-        original = self._init
-
-        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            made.append(module)
-            original(module, *args, **kwargs)
-
-        nn.Module.__init__ = noting  # type: ignore[method-assign]
+        self._made = []
+        self._noting = register_module_module_registration_hook(self._note)
         return self
 
+    def _note(self, parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        self._made.append(parent)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        nn.Module.__init__ = self._init  # type: ignore[method-assign]
+        self._noting.remove()
         made, self._made = self._made, []
         if kind is None and made:
             self.model = max(made, key=lambda module: sum(1 for _ in module.modules()))

@@ -47,11 +47,16 @@ def test_the_stages_of_all_ranks_are_the_model(policy: str, chunks: int, ranks: 
     assert sorted(own) == sorted(id(param) for param in model.parameters())
 
 
-def test_the_context_leaves_torch_as_it_was() -> None:
-    before = nn.Module.__init__
-    with pytest.raises(RuntimeError, match="not built"), PipelinableContext():
+def test_the_model_built_within_is_kept_and_none_outside() -> None:
+    pipelinable = PipelinableContext()
+    with pytest.raises(RuntimeError, match="not built"), pipelinable:
         raise RuntimeError("not built")
-    assert nn.Module.__init__ is before
+    Net()
+    assert pipelinable.model is None
+    with pipelinable:
+        model = nn.Sequential(Net(), nn.ReLU())
+    Net()
+    assert pipelinable.model is model
 
 
 def test_what_cannot_be_is_refused() -> None:
