@@ -156,7 +156,7 @@ def _rows(settings: Settings, measured: dict[str, Any]) -> list[Row]:
         Row("managed, last step", found["seconds"][-1], "s"),
         Row("managed, first loss", found["losses"][0], "nats"),
         Row("managed, last loss, on the same batch", found["losses"][-1], "nats", found["losses"][0]),
-        Row("managed, file on disk", found["disk_budget_bytes"], "bytes"),
+        Row("managed, most on disk", found["disk_peak_bytes"], "bytes"),
     ]
     if settings.compact:
         step = statistics.median(found["seconds"][1:])

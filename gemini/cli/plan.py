@@ -28,6 +28,8 @@ examples:
       a model and a machine of which there is nothing but the descriptions
   gemini plan my_models:build --batch 32 --json > plan.json
       for scripts: exit code 0 if it fits, 1 if not
+  gemini plan gpt2-xl --tp 2 --pp 4 --accumulation 16 --zero-stage 1 --device-bytes 16GiB
+      each rank's memory and idle time, where the model is cut over processes
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
 
@@ -39,6 +41,7 @@ DEFAULT_TBW = "600TB"
 DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 EXIT_MISFIT = 1
 
 
@@ -56,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="what to train: see below")
     _add_step_options(parser.add_argument_group("the step"))
     _add_machine_options(parser.add_argument_group("the machine"))
+    _add_layout_options(parser.add_argument_group("several processes"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -86,6 +90,37 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")
     group.add_argument("--no-clipping", action="store_true", help="train without clipping the global norm")
+
+
+def _add_layout_options(group: argparse._ArgumentGroup) -> None:
+    for name, what in (
+        ("tp", "parts that every layer is cut into"),
+        ("pp", "ranks that have stages"),
+        ("dp", "copies of the model, over whose ranks ZeRO cuts"),
+    ):
+        group.add_argument(f"--{name}", type=_count, metavar="N", help=f"{what} (default: 1)")
+    group.add_argument(
+        "--schedule",
+        choices=_SCHEDULES,
+        default="1f1b",
+        help="how --accumulation micro-batches of --batch samples go through the stages (default: 1f1b)",
+    )
+    group.add_argument(
+        "--stages-per-rank", type=_count, metavar="N", help="default: 1, or 2 where the schedule has several"
+    )
+    group.add_argument(
+        "--split",
+        choices=("bytes", "layers"),
+        default="bytes",
+        help="what stages have equal parts of: bytes of parameters, or blocks (default: bytes)",
+    )
+    group.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=3,
+        help="what the copies cut: 0 nothing, 1 states, 2 gradients too, 3 weights too (default: 3)",
+    )
 
 
 def _add_machine_options(group: argparse._ArgumentGroup) -> None:
@@ -125,6 +160,10 @@ def run(options: argparse.Namespace) -> int:
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     source = find_model(options.model, asked)
+    if options.tp is not None or options.pp is not None or options.dp is not None:
+        from gemini.cli.plan_layout import run as run_layout
+
+        return run_layout(options, source)
     with Console(stderr=True).status("measuring this machine") as status:
         settings = dataclasses.replace(settings_from(options), tell=status.update)
         if options.save_machine is not None:

@@ -62,6 +62,8 @@ NAMES: dict[str, str] = {
     "booster.plugin.LowLevelZeroPlugin": f"{_HERE}.plugins:LowLevelZeroPlugin",
     "booster.plugin.TorchDDPPlugin": "gemini.parallel:TorchDDPPlugin",
     "booster.plugin.TorchFSDPPlugin": "gemini.parallel:TorchFSDPPlugin",
+    "nn.layer.wrapper.PipelineSharedModuleWrapper": f"{_HERE}.pipelines:PipelineSharedModuleWrapper",
+    "pipeline.pipelinable.PipelinableContext": "gemini.parallel.pipeline:PipelinableContext",
     "builder.pipeline.partition_uniform": "gemini.parallel.pipeline:partition_uniform",
     "booster.mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
     "booster.mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
@@ -145,8 +147,6 @@ _FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range 
 COMING: dict[str, str] = {
     "builder.build_pipeline_model": _PIPELINE,
     "builder.build_pipeline_model_from_cfg": _PIPELINE,
-    "nn.layer.wrapper.PipelineSharedModuleWrapper": _PIPELINE,
-    "pipeline.pipelinable.PipelinableContext": _PIPELINE,
     "context.random.moe_set_seed": _EXPERTS,
     "global_variables.moe_env": _EXPERTS,
     **{
@@ -180,6 +180,7 @@ OWN: dict[str, str] = {
     f"{_HERE}.models:GeminiDDP": f"{_COLO}.GeminiDDP",
     f"{_HERE}.models:ZeroDDP": f"{_COLO}.GeminiDDP",
     f"{_HERE}.models:zero_model_wrapper": "gemini.zero_model_wrapper",
+    f"{_HERE}.pipelines:PipelineSharedModuleWrapper": "gemini.parallel.pipeline.SharedParameters",
     f"{_HERE}.plugins:GeminiPlugin": "gemini.parallel.GeminiPlugin",
     f"{_HERE}.plugins:LowLevelZeroPlugin": "gemini.parallel.LowLevelZeroPlugin",
     f"{_HERE}.training:Trainer": f"{_TRAINER}.Trainer",

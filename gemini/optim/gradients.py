@@ -9,9 +9,8 @@ import torch
 from torch.utils._foreach_utils import _has_foreach_support
 
 from gemini.comm.peers import Peers, Topic
-from gemini.errors import ConfigError
-from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of
 from gemini.optim.kernels import GradScale, sum_of_squares
+from gemini.optim.norm_over_ranks import NormOverRanks
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
 
 
@@ -149,35 +148,13 @@ def _norm_as_torch_takes_it(values: torch.Tensor, norm_type: float) -> torch.Ten
 def _norm_over_ranks(
     storage: ModelStorage, manager: GeminiManager, norm_type: float, scale: GradScale
 ) -> torch.Tensor:
-    """Return the norm of what all ranks hold. The 2-norm and the largest element do not depend, to the bit,
-    on how chunks are cut; other norms do in their last digits."""
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type is {norm_type}; over several ranks give a positive number or infinity")
+    """Return the norm of what all ranks hold."""
     uncounted = manager.part.uncounted if manager.part is not None else frozenset()
-    squares, found = empty_squares(), torch.zeros(1, dtype=torch.float64, device="cpu")
+    norm = NormOverRanks(norm_type)
 
     def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
-        if grad.numel() == 0 or slot.name in uncounted:
-            return
-        values = scaled(grad, scale)
-        if norm_type == 2.0:
-            squares.add_(exact_squares(values.reshape(-1)))
-        elif norm_type == math.inf:
-            torch.maximum(found, values.abs().max().double().cpu(), out=found)
-        else:
-            found.add_(float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)) ** norm_type)
+        if slot.name not in uncounted:
+            norm.add(scaled(grad, scale))
 
     visit_gradients(storage, manager, measure)
-    if norm_type == 2.0:
-        for peers in _other_ranks(manager):
-            peers.sum(squares)
-        return norm_of(squares)
-    if norm_type == math.inf:
-        # A NaN need not be the largest of anything: it is counted beside.
-        said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
-        for peers in _other_ranks(manager):
-            peers.largest(said)
-        return torch.tensor(math.nan if said[1] else said[0].item(), dtype=torch.float32, device="cpu")
-    for peers in _other_ranks(manager):
-        peers.sum(found)
-    return (found[0] ** (1.0 / norm_type)).float()
+    return norm.over(_other_ranks(manager))

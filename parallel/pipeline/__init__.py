@@ -1,8 +1,10 @@
 """Pipeline parallelism: a model cut into stages, which pass micro-batches on (docs/parallel.md)."""
 
+from gemini.parallel.pipeline.layers import PipelinableContext
 from gemini.parallel.pipeline.orders import SCHEDULES, make_order
 from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
 from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
+from gemini.parallel.pipeline.shared import SharedParameters
 from gemini.parallel.pipeline.simulator import Costs, Simulated, simulate
 from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.units import Units, find_units
@@ -11,8 +13,10 @@ __all__ = [
     "SCHEDULES",
     "Costs",
     "Executed",
+    "PipelinableContext",
     "Pipeline",
     "Schedule",
+    "SharedParameters",
     "Simulated",
     "StagedModel",
     "Units",

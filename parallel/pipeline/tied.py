@@ -11,6 +11,7 @@ from torch import nn
 from gemini.model.managed_model import ManagedModel
 from gemini.parallel.mesh import Axis
 from gemini.parallel.pipeline.split import StagedModel
+from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.runtime.storage.model_storage import slot_of
 
 
@@ -49,6 +50,12 @@ class TiedWeights:
             values = param.data.contiguous()
             axis.broadcast(values)
             param.data.copy_(values)
+
+    def add_up_in(self, optimizer: LowLevelZeroOptimizer) -> None:
+        """Have an optimizer whose gradients are whole, or cut alike in all stages, add up those of copies."""
+        for param, axis in self._weights:
+            if any(param is shard.param for shard in optimizer.sharded.shards):
+                optimizer.add_up_copies(param, axis)
 
     def watch(self, model: ManagedModel) -> None:
         """Have gradients summed once backward passes are over, and not exchanged before: each stage has a

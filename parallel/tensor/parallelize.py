@@ -55,25 +55,27 @@ def parallelize(
     if axis is None:
         return Partition(None, names)
     ranks = axis
-
-    def decide() -> tuple[_Work, list[nn.Module]]:
-        blocks = find_blocks(model) if sequence_norms else []
-        return _planned(model, ranks, plan, gather_logits=gather_logits), blocks
-
-    work, blocks = ranks.together(decide)
+    work = ranks.together(
+        lambda: planned(model, ranks.size, plan, gather_logits=gather_logits, sequence_norms=sequence_norms)
+    )
     partition = Partition(axis, names)
     cut_parameters(model, axis, work.cuts, partition)
+    apply_styles(model, axis, work)
+    if not gather_logits:
+        take_loss_by_parts(model, axis)
+    return partition
+
+
+def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
+    """Have the layers of ``model``, whose parameters have been cut, compute with this rank's parts."""
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
     _set_attributes(model, work.resolved, axis.size)
-    if blocks:
-        cut_sequence(blocks, region)
-    if not gather_logits:
-        take_loss_by_parts(model, axis)
+    if work.blocks:
+        cut_sequence(work.blocks, region)
     model.register_forward_pre_hook(partial(_open, region))
     model.register_forward_hook(partial(_close, region), always_call=True)
-    return partition
 
 
 def _refuse_layout(layout: Layout) -> None:
@@ -98,18 +100,27 @@ def _close(region: Region, *_: object) -> None:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What is to be done, once every rank has found it possible."""
+class Work:
+    """What is to be done, once every rank has found it possible. ``blocks``: those between which each rank
+    has its part of the sequence."""
 
     resolved: Resolved
     styles: list[_Styled]
     cuts: dict[int, Cut]  # by the identity of a parameter
+    blocks: list[nn.Module]
 
 
-def _planned(
-    model: nn.Module, axis: Axis, plan: str | Mapping[str, Style | str], *, gather_logits: bool
-) -> _Work:
-    """Return what to do; change nothing. Raises ConfigError where it cannot be done."""
+def planned(
+    model: nn.Module,
+    size: int,
+    plan: str | Mapping[str, Style | str],
+    *,
+    gather_logits: bool = True,
+    sequence_norms: bool = False,
+) -> Work:
+    """Return what to do to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError where it
+    cannot be done."""
+    blocks = find_blocks(model) if sequence_norms else []
     if any(isinstance(module, CutLayer) for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
     if not gather_logits:
@@ -123,7 +134,7 @@ def _planned(
         if id(module) in styles:
             continue
         try:
-            own = style.cuts(module, axis.size)
+            own = style.cuts(module, size)
             _add_cuts(cuts, module, own)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
@@ -135,10 +146,10 @@ def _planned(
     _refuse_shared(model, cuts, list(styles.values()))
     for name, key in resolved.divided:
         value = getattr(model.get_submodule(name), key)
-        if value % axis.size:
-            raise ConfigError(f"{name}.{key} is {value}, which {axis.size} ranks do not divide")
+        if value % size:
+            raise ConfigError(f"{name}.{key} is {value}, which {size} ranks do not divide")
     resolved.settings.extend((name, GROUPS, value) for name, value in settings.items())
-    return _Work(resolved, list(styles.values()), cuts)
+    return Work(resolved, list(styles.values()), cuts, blocks)
 
 
 def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -> None:

@@ -12,6 +12,7 @@ from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
 
 _SEED_BITS = 62
+_WITHOUT_GENERATOR = ("cpu", "meta")  # of their own
 _MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
 
 
@@ -100,7 +101,7 @@ class Region:
         drawn = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
         now.outside = (device, generator_states(device))
         torch.default_generator.manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
-        if device.type != "cpu":
+        if device.type not in _WITHOUT_GENERATOR:
             torch.get_device_module(device).manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
 
     def end_masks(self) -> None:
@@ -135,7 +136,7 @@ class Region:
 def generator_states(device: torch.device) -> list[torch.Tensor]:
     """Return the states of the generators that operators on ``device`` draw from: the CPU's, and its own."""
     states = [torch.default_generator.get_state()]
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_GENERATOR:
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
@@ -143,5 +144,5 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
     """Set what :func:`generator_states` has returned."""
     torch.default_generator.set_state(states[0])
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_GENERATOR:
         torch.get_device_module(device).set_rng_state(states[1], device)

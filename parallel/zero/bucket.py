@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 
 from .shards import ParamShard
 
 
+class Ranks(Protocol):
+    """How many ranks there are, and in how many parts they have what is cut."""
+
+    size: int
+    num_parts: int
+
+
 class Bucket:
     """What this rank has of the gradients of some parameters: local ones, and its part of the mean.
 
-    Local gradients lie in ``rows`` of (ranks, width): row i is what rank i needs. The mean is one tensor of
+    Local gradients lie in ``rows`` of (parts, width): row i is what part i needs. The mean is one tensor of
     (width), in the masters' type and where they live.
     """
 
-    def __init__(self, shards: Sequence[ParamShard], world_size: int) -> None:
+    def __init__(self, shards: Sequence[ParamShard], ranks: Ranks) -> None:
         self.shards = list(shards)
         self.dtype = shards[0].param.dtype
         self.width = sum(shard.width for shard in shards)
         self.mean: torch.Tensor | None = None
-        self._world_size = world_size
+        self._num_parts, self._num_ranks = ranks.num_parts, ranks.size
         ends = accumulate(shard.width for shard in shards)
         self._starts = {shard: end - shard.width for shard, end in zip(shards, ends, strict=True)}
         self._rows: torch.Tensor | None = None
@@ -67,15 +74,16 @@ class Bucket:
         self._spare = rows
 
     def absorb(self, received: torch.Tensor) -> None:
-        """Add the mean over the rows to this rank's mean, in the order of the ranks."""
+        """Add the mean over the ranks, whose sum the rows have, to this rank's mean: in the order of the
+        ranks."""
         first = self.shards[0]
-        if self._world_size == 1:
+        if self._num_ranks == 1:
             mean = received[0].to(first.master_dtype)
         else:
             mean = received[0].to(first.master_dtype, copy=True)
             for row in received[1:]:
                 mean.add_(row)
-            mean.div_(self._world_size)
+            mean.div_(self._num_ranks)
         mean = mean.to(first.home)
         self.mean = mean if self.mean is None else self.mean.add_(mean)
 
@@ -86,6 +94,14 @@ class Bucket:
         start = self._starts[shard]
         return self.mean[start : start + shard.stop - shard.start]
 
+    def set_mean(self, shard: ParamShard, values: torch.Tensor) -> None:
+        """Replace the mean gradient of a parameter's own part."""
+        if self.mean is None:
+            self.mean = torch.zeros(self.width, dtype=shard.master_dtype, device=shard.home)
+        own = self.own_mean(shard)
+        if own is not None:
+            own.copy_(values)
+
     def own_values(self) -> torch.Tensor:
         """Return the masters of the own parts (width), as the parameters' type, where the parameters are."""
         values = torch.empty(self.width, dtype=self.dtype, device=self.shards[0].param.device)
@@ -95,7 +111,7 @@ class Bucket:
         return values
 
     def write_params(self, rows: torch.Tensor) -> None:
-        """Set the parameters from all ranks' own values (ranks, width)."""
+        """Set the parameters from all ranks' own values (parts, width)."""
         for shard in self.shards:
             shard.write_param(self._part(rows, shard))
 
@@ -113,10 +129,10 @@ class Bucket:
         spare, self._spare = self._spare, None
         if _fits(spare, dtype):
             return spare
-        return torch.empty(self._world_size, self.width, dtype=dtype, device=device)
+        return torch.empty(self._num_parts, self.width, dtype=dtype, device=device)
 
 
-def make_buckets(shards: Sequence[ParamShard], world_size: int, bucket_numel: int) -> list[Bucket]:
+def make_buckets(shards: Sequence[ParamShard], ranks: Ranks, bucket_numel: int) -> list[Bucket]:
     """Return buckets of at most ``bucket_numel`` elements (or one parameter), last parameters first.
 
     Backward reaches the last ones first. Parameters that are frozen now get buckets of their own, so that
@@ -133,10 +149,10 @@ def make_buckets(shards: Sequence[ParamShard], world_size: int, bucket_numel: in
         first, numel = 0, 0
         for index, shard in enumerate(members):
             if index > first and numel + shard.numel > bucket_numel:
-                buckets.append(Bucket(members[first:index], world_size))
+                buckets.append(Bucket(members[first:index], ranks))
                 first, numel = index, 0
             numel += shard.numel
-        buckets.append(Bucket(members[first:], world_size))
+        buckets.append(Bucket(members[first:], ranks))
     return buckets
 
 

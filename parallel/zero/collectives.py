@@ -52,20 +52,38 @@ class Flight:
         return self._result
 
 
+class _Summed(Flight):
+    """An exchange whose sums are gathered again; its result has one row, the same on all ranks."""
+
+    def __init__(self, collectives: Collectives, parts: torch.Tensor, width: int, flight: Flight) -> None:
+        super().__init__(parts, parts)
+        self._collectives, self._width, self._flight = collectives, width, flight
+
+    def wait(self) -> torch.Tensor:
+        received = self._flight.wait()
+        total = received[0].clone()
+        for row in received[1:]:
+            total.add_(row)
+        whole = self._collectives.gather_all(total).wait()
+        return whole.view(1, -1)[:, : self._width]
+
+
 class Collectives:
     """The ranks of one process group; ``None`` is the default group, or one process where there is none.
 
-    Every method is to be called by all ranks in the same order. Raises ConfigError on a rank outside the
-    group.
+    What is cut has ``num_parts`` parts, of which this rank has number ``part``: one per rank, or with
+    ``cuts=False`` one that all ranks have. Every method is to be called by all ranks in the same order.
+    Raises ConfigError on a rank outside the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, cuts: bool = True) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self._group = group
         self._device = device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.num_parts, self.part = (self.size, self.rank) if cuts else (1, 0)
         self.traffic = Traffic()
         self._attendance: Attendance | None = None
         if self.rank < 0:
@@ -92,13 +110,27 @@ class Collectives:
             self._attendance.wait(work, doing, partial(break_off, self._group))
 
     def exchange(self, rows: torch.Tensor) -> Flight:
-        """Send row i of ``rows`` (ranks, width) to rank i; the result's row i comes from rank i.
+        """Send row i of ``rows`` (parts, width) to rank i; the result's row i comes from rank i. Where
+        nothing is cut its one row is their sum, in fp32 or a wider type.
 
         Not a reduce-scatter: it moves the same bytes, and the caller, who sums the rows, chooses the order
         and the type of the sum.
         """
         if self.size == 1:
             return Flight(rows, rows)
+        if self.num_parts == 1:
+            return self._sum_rows(rows)
+        return self._swap_rows(rows)
+
+    def _sum_rows(self, rows: torch.Tensor) -> Flight:
+        """Add up in the same order, and at the same cost, as where rows are cut."""
+        width = rows.numel()
+        dtype = rows.dtype if rows.dtype.itemsize >= 4 else torch.float32
+        parts = torch.zeros(self.size, -(-width // self.size), dtype=dtype, device=rows.device)
+        parts.view(-1)[:width] = rows[0]
+        return _Summed(self, parts, width, self._swap_rows(parts))
+
+    def _swap_rows(self, rows: torch.Tensor) -> Flight:
         self.traffic.reduce_bytes += rows[1:].nbytes
         self.traffic.num_reduces += 1
         result = torch.empty_like(rows)
@@ -106,9 +138,12 @@ class Collectives:
         return Flight(result, rows, partial(self._wait, work, _EXCHANGES))
 
     def gather(self, own: torch.Tensor) -> Flight:
+        """Send ``own`` (width) to all that have other parts; the result (parts, width) has part i in row
+        i."""
+        return Flight(own.unsqueeze(0), own) if self.num_parts == 1 else self.gather_all(own)
+
+    def gather_all(self, own: torch.Tensor) -> Flight:
         """Send ``own`` (width) to all; the result (ranks, width) has rank i's in row i."""
-        if self.size == 1:
-            return Flight(own.unsqueeze(0), own)
         self.traffic.gather_bytes += own.nbytes * (self.size - 1)
         self.traffic.num_gathers += 1
         result = own.new_empty(self.size, own.numel())
@@ -116,8 +151,8 @@ class Collectives:
         return Flight(result, own, partial(self._wait, work, _GATHERS))
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' ``own`` as :meth:`gather` does, without delay; it may lie on another device."""
-        if self.size == 1:
+        """Return the parts ``own`` as :meth:`gather` does, without delay; it may lie on another device."""
+        if self.num_parts == 1:
             return own.unsqueeze(0)
         self.traffic.other_bytes += own.nbytes * (self.size - 1)
         sent = own.to(self._device)
@@ -160,6 +195,24 @@ class Collectives:
     def require_same(self, doing: str) -> None:
         """Raise StateError, on all ranks, where they are not about to do the same."""
         self.maximum([], doing)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace ``values``, in CPU memory, by their sum over the ranks that have other parts."""
+        self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: torch.Tensor) -> None:
+        """Replace ``values``, in CPU memory, by the largest of the ranks that have other parts."""
+        self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: torch.Tensor, how: Any) -> None:
+        if self.num_parts == 1:
+            return
+        self.traffic.other_bytes += values.nbytes
+        shared = values.to(self._device)
+        work = dist.all_reduce(shared, op=how, group=self._group, async_op=True)
+        self._wait(work, "adds up a norm (clipping)")
+        if shared is not values:
+            values.copy_(shared)
 
     def objects(self, own: Any) -> list[Any]:
         """Return every rank's object by rank; they are pickled."""

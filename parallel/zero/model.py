@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,11 +55,15 @@ class LowLevelZeroModel(NamedAsWrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        return self.run(self.module, args, kwargs)
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``call``, a part of the module's forward pass, returns."""
         dtype = self._input_dtype
         if dtype is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, dtype))
         with InOneType() if self._mixes_types else nullcontext():
-            return self.module(*args, **kwargs)
+            return call(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state, in the model's precision; fp32 weights are the optimizer's."""

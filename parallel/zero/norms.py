@@ -7,43 +7,47 @@ from collections.abc import Sequence
 
 import torch
 
+from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import Topic
+from gemini.optim.norm_over_ranks import NormOverRanks
+
 from .bucket import Bucket
 from .collectives import Collectives
+from .shards import ParamShard
+
+Gradients = Sequence[tuple[ParamShard, torch.Tensor | None]]
 
 
 def total_norm(
-    parts: Sequence[torch.Tensor | None], norm_type: float, collectives: Collectives, device: torch.device
+    gradients: Gradients,
+    norm_type: float,
+    collectives: Collectives,
+    model_ranks: ModelRanks | None,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm over all ranks' parts, the same on every rank; on ``device``.
+    """Return the norm over the parts of all ranks, ``model_ranks`` too; the same bits on every rank, whatever
+    is cut; on ``device``.
 
-    ``parts`` has this rank's part of every gradient, None where it has none. With one rank it is
+    ``gradients`` has this rank's part of every gradient, None where it has none. With one rank it is
     ``torch.nn.utils.get_total_norm``, bit for bit.
     """
-    if not parts:
+    if collectives.size > 1 or model_ranks is not None:
+        norm = NormOverRanks(norm_type)
+        for shard, part in gradients:
+            if part is not None and (model_ranks is None or model_ranks.counts(shard.param)):
+                norm.add(part.float())
+        others = [] if model_ranks is None else [model_ranks.peers]
+        return norm.over([collectives, *others]).to(device)
+    norms = [torch.linalg.vector_norm(part, norm_type) for _, part in gradients if part is not None]
+    if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
-    nothing = torch.zeros((), dtype=torch.float32, device=device)
-    own = torch.stack(
-        [nothing if p is None else torch.linalg.vector_norm(p, norm_type).to(device) for p in parts]
-    )
-    if collectives.size > 1:
-        own = _over_ranks(own, norm_type, collectives)
-    norm: torch.Tensor = torch.linalg.vector_norm(own, norm_type)
-    return norm
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    return total
 
 
-def _over_ranks(own: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
-    """Combine the norms of the parts of each gradient, summed in the order of the ranks."""
-    every = collectives.gather_anywhere(own.double())
-    if math.isinf(norm_type):
-        return every.amax(0).to(own.dtype)
-    total: torch.Tensor = every[0].pow(norm_type)
-    for row in every[1:]:
-        total.add_(row.pow(norm_type))
-    norm: torch.Tensor = total.pow(1.0 / norm_type)
-    return norm.to(own.dtype)
-
-
-def any_overflow(buckets: Sequence[Bucket], collectives: Collectives) -> bool:
+def any_overflow(
+    buckets: Sequence[Bucket], collectives: Collectives, model_ranks: ModelRanks | None = None
+) -> bool:
     """Say whether any rank has an infinity or a NaN in its part of the mean gradients."""
     largest = [
         torch.linalg.vector_norm(bucket.mean, math.inf) for bucket in buckets if bucket.mean is not None
@@ -51,4 +55,7 @@ def any_overflow(buckets: Sequence[Bucket], collectives: Collectives) -> bool:
     finite = not largest or bool(
         torch.stack([value.to(largest[0].device) for value in largest]).isfinite().all()
     )
-    return collectives.maximum([int(not finite)], "looks for overflow (step)") == [1]
+    overflowed = collectives.maximum([int(not finite)], "looks for overflow (step)")
+    if model_ranks is None:
+        return overflowed == [1]
+    return any(said == [1] for said in model_ranks.peers.exchange(Topic.GRADIENTS, overflowed))

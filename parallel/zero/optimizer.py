@@ -1,15 +1,17 @@
-"""LowLevelZeroOptimizer: ZeRO stages 1 and 2 around any element-wise torch optimizer."""
+"""LowLevelZeroOptimizer: ZeRO stages 0 to 2 around any element-wise torch optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
+from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, step_within
@@ -33,6 +35,8 @@ from .shards import ParamShard
 from .state import StateShard, export_state, exported_groups, import_state, state_shards, whole_tensor
 from .states_by_param import StatesByParam
 
+T = TypeVar("T")
+
 _SCALE_DEFAULTS = LossScaleConfig(growth_interval=2000, max_scale=2**24)
 
 
@@ -50,7 +54,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...).
         stage: 1 keeps the buffers of whole gradients from step to step; 2 gives each up once it is sent and
             keeps this rank's part. Same numbers, same traffic. ``partition_grad=True`` is another way to say
-            ``stage=2``.
+            ``stage=2``. 0 cuts nothing: every rank has the mean gradients and all states.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
             after fp32 masters have been made from what they were. ``None`` leaves them as they are.
         keep_fp32: parameters that ``precision`` leaves as they are: they are their own masters.
@@ -63,6 +67,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         overlap_communication: send gradients while backward goes on.
         cpu_offload: keep masters and optimizer states in CPU memory. On the CPU that is where they are.
         dp_process_group: ``None``: the default group if there is one, else one process.
+        model_ranks: those that hold the other parts of a model whose parameters were cut before
+            (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
+            and a step is skipped on all.
 
     Raises:
         ConfigError: an option out of range, an optimizer that is not element-wise, or ranks that differ in
@@ -97,6 +104,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         overlap_communication: bool = False,
         cpu_offload: bool = False,
         dp_process_group: dist.ProcessGroup | None = None,
+        model_ranks: ModelRanks | None = None,
     ) -> None:
         stage = choose_stage(stage, partition_grad)
         scale = LossScaleConfig(
@@ -110,7 +118,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.stage = stage
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
-        self.collectives = Collectives(dp_process_group, device_of(optimizer))
+        self.collectives = Collectives(dp_process_group, device_of(optimizer), cuts=stage > 0)
+        self._model_ranks = model_ranks
+        self._copies: list[tuple[ParamShard, Peers]] = []
         self.collectives.attend()
         self.sharded = ShardedParams(
             optimizer,
@@ -156,6 +166,19 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             self._hold_scale(self.loss_scale)
         self._run_backward(tensor, grad, inputs, retain_graph)
 
+    def run_backward(self, call: Callable[[float | None], T]) -> T:
+        """Return what ``call`` does: a backward pass, or a part of one, of a loss times what it is given,
+        under fp16 the loss scale, else None. For losses that are not this rank's (pipelines); gradients are
+        reduced at its end unless within :meth:`no_sync`."""
+        scale = None if self.loss_scale is None else self._hold_scale(self.loss_scale)
+        with self._reducer.backward():
+            return call(scale)
+
+    def add_up_copies(self, param: torch.Tensor, ranks: Peers) -> None:
+        """From now on have ``ranks``, this one among them, add up their gradients of ``param``, of which each
+        has a copy (stages of a pipeline). They are cut alike; all of them call this in the same order."""
+        self._copies.append((self.sharded.shard_of(param), ranks))
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Sum the gradients of backward passes inside locally, in fp32; the first backward outside, or
         :meth:`step`, sends the sum."""
@@ -173,10 +196,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         before, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped."""
         norm_type = self.norm_type if norm_type is None else norm_type
         check_norm(max_norm, norm_type)
-        self.collectives.require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
+        self._require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
         self._settle()
         norm = total_norm(
-            [grad for _, grad in self._gradients()], norm_type, self.collectives, self.sharded.home
+            self._gradients(), norm_type, self.collectives, self._model_ranks, self.sharded.home
         )
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._measured = float(norm)
@@ -188,7 +211,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every element of the mean gradients to ``[-clip_value, clip_value]``, without loss scale."""
-        self.collectives.require_same(f"clip_grad_by_value({float(clip_value)})")
+        self._require_same(f"clip_grad_by_value({float(clip_value)})")
         self._settle()
         for bucket in self._reducer.buckets:
             if bucket.mean is not None:
@@ -205,6 +228,11 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         """
         shard = self.sharded.shard_of(param)
         if self._settled_at is None:
+            if any(shard is each for each, _ in self._copies):
+                raise StateError(
+                    f"{shard.label} is in several stages, whose gradients are added up when they are "
+                    "clipped: ask for it after clip_grad_by_norm()"
+                )
             self._reducer.reduce_rest()
         else:
             self._settle()
@@ -231,7 +259,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
                 loss = closure()
         scale = self.loss_scale and self.loss_scale.scale
         settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
-        self.collectives.require_same(f"step with {settings}")
+        self._require_same(f"step with {settings}")
         self._settle()
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
@@ -347,10 +375,24 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._scale = loss_scale.scale
         return self._scale
 
+    def _require_same(self, doing: str) -> None:
+        """Raise StateError, on all ranks, where they are not about to do the same."""
+        self.collectives.require_same(doing)
+        if self._model_ranks is None:
+            return
+        said = self._model_ranks.peers.exchange(Topic.SETTINGS, [digest_of(doing)])
+        if different := [rank for rank, digest in enumerate(said) if digest != said[0]]:
+            raise StateError(
+                f"of the ranks that hold the parts of one model, {different} do something else than the "
+                f"first, or with other settings; this one does: {doing}"
+            )
+
     def _settle(self) -> None:
         """Complete the gradients; once, see whether they overflowed and take the loss scale out."""
         if self._settled_at is None:
             self._reducer.reduce_rest()
+            for shard, ranks in self._copies:
+                self._reducer.add_up(shard, ranks)
         elif self._settled_at == self._reducer.num_arrivals:
             return
         else:
@@ -359,7 +401,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         if self.loss_scale is None:
             return
         buckets = self._reducer.buckets
-        self._overflowed = any_overflow(buckets, self.collectives)
+        self._overflowed = any_overflow(buckets, self.collectives, self._model_ranks)
         if self._scale is not None and not self._overflowed:
             for bucket in buckets:
                 if bucket.mean is not None:

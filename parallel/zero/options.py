@@ -18,14 +18,15 @@ _BY_RANK = ("params", "param_names")  # of a group: what is this rank's own
 
 def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
     """Return the stage that either option, or neither, names."""
-    if stage not in (None, 1, 2):
+    if stage not in (None, 0, 1, 2):
         raise ConfigError(
-            f"stage is {stage!r}; LowLevelZeroOptimizer is ZeRO stage 1 or 2, GeminiDDP stage 3"
+            f"stage is {stage!r}; LowLevelZeroOptimizer is ZeRO stage 1 or 2 (0 cuts nothing), GeminiDDP "
+            "stage 3"
         )
     named = None if partition_grad is None else 2 if partition_grad else 1
     if stage is not None and named is not None and stage != named:
         raise ConfigError(f"stage={stage} and partition_grad={partition_grad} contradict; give one of them")
-    return stage or named or 1
+    return next(chosen for chosen in (stage, named, 1) if chosen is not None)
 
 
 def check_options(

@@ -54,8 +54,8 @@ class ShardedParams:
                     ParamShard(
                         param,
                         labels[param],
-                        rank=collectives.rank,
-                        world_size=collectives.size,
+                        rank=collectives.part,
+                        world_size=collectives.num_parts,
                         dtype=None if id(param) in keeps_type else dtype,
                         home=home,
                     )
@@ -104,7 +104,7 @@ class ShardedParams:
         """Give every rank the new values of all parameters of ``buckets``."""
         flights: deque[tuple[Bucket, Flight]] = deque()
         for bucket in buckets:
-            if self._collectives.size == 1 and all(shard.aliased for shard in bucket.shards):
+            if self._collectives.num_parts == 1 and all(shard.aliased for shard in bucket.shards):
                 continue  # updated in place
             if len(flights) == _MAX_FLIGHTS:
                 _land(flights)

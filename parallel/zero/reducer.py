@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gemini.comm.peers import Peers
 from gemini.errors import ConfigError, StateError
 
 from .bucket import Bucket, make_buckets
@@ -50,7 +51,7 @@ class GradientReducer:
         scaled: bool,
     ) -> None:
         self.shards = [shard for shard in shards if shard.numel]
-        self.buckets = make_buckets(self.shards, collectives.size, bucket_numel)
+        self.buckets = make_buckets(self.shards, collectives, bucket_numel)
         self.used: set[ParamShard] = set()
         self.num_arrivals = 0
         self._collectives = collectives
@@ -151,6 +152,20 @@ class GradientReducer:
         while self._flights:
             self._land()
         self._start_over()
+
+    def add_up(self, shard: ParamShard, ranks: Peers) -> None:
+        """Give ``shard`` the sum of the mean gradients that ``ranks`` have of their copies of it, if any has
+        one; after a reduction."""
+        bucket = self._bucket_of[shard]
+        own = bucket.own_mean(shard) if shard in self.used else None
+        total = torch.zeros(shard.stop - shard.start + 1, dtype=shard.master_dtype, device="cpu")
+        total[-1] = int(shard in self.used)
+        if own is not None:
+            total[:-1].copy_(own)
+        ranks.sum(total)
+        if total[-1] > 0:
+            self.used.add(shard)
+            bucket.set_mean(shard, total[:-1])
 
     def _take_strays(self) -> None:
         """Take gradients that no hook has seen: set by hand, or older than this object."""

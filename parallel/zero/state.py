@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +15,6 @@ from gemini.optim.wrapped import hooks_set_aside
 from .collectives import Collectives
 from .params import ShardedParams
 from .shards import ParamShard
-
-_Entry = dict[str, Any]
 
 
 class ShardedStates(Protocol):
@@ -250,14 +248,18 @@ def _restore_masters(parts: list[_OwnPart]) -> bool:
     return restored
 
 
-def _split(state: _Entry, shape: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _split(
+    state: Mapping[str, Any], shape: tuple[int, ...]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Divide a parameter's state into tensors of one value per element, and the rest."""
-    tensors = {
-        name: value
-        for name, value in state.items()
-        if name != "step" and isinstance(value, torch.Tensor) and tuple(value.shape) == shape
-    }
-    return tensors, {name: value for name, value in state.items() if name not in tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in state.items():  # once: what is in a file is read here
+        if name != "step" and isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+            tensors[name] = value
+        else:
+            values[name] = value
+    return tensors, values
 
 
 def whole_tensor(

@@ -67,7 +67,8 @@ def labels_of(batch: Batch) -> float:
 
 
 def _train(sizes: dict[str, Any], kind: str, steps: int, directory: str) -> list[float]:
-    plugin = HybridParallelPlugin(max_norm=MAX_NORM, num_microbatches=2, **sizes, **CHUNKS)
+    chunks = {} if "zero_stage" in sizes else CHUNKS
+    plugin = HybridParallelPlugin(max_norm=MAX_NORM, num_microbatches=2, **sizes, **chunks)
     booster, model = Booster(plugin=plugin), Named(kind)
     model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
     ranks, losses = plugin.data_ranks, []
@@ -86,6 +87,7 @@ SIZES = [
     (2, {"sp_size": 2, "sp_mode": "ring"}),
     (4, {"sp_size": 2}),
     (4, {"sp_size": 2, "tp_size": 2}),
+    (2, {"sp_size": 2, "zero_stage": 1}),
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,24 +61,17 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_INIT_STD)
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """``x @ weight.t() + bias`` with a chosen initial standard deviation."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
-        super().__init__()
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-        self.reset_parameters()
+        self.std = std  # nn.Linear draws the weight
+        super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
         """Draw the weight from the global generator and zero the bias."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., inputs]`` to ``[..., outputs]``."""
-        return F.linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -85,16 +79,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, std=_INIT_STD)
         self.out = Linear(config.hidden, config.hidden, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within ``x`` of shape ``[batch, seq, hidden]``."""
-        batch, seq, hidden = x.shape
-        qkv = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        batch, seq, _ = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return projected
 
 
@@ -139,6 +133,18 @@ class GPT(nn.Module):
         self.positions = Embedding(config.seq, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
+
+    @property
+    def _tp_plan(self) -> dict[str, Any]:
+        """How layers are cut over ranks, as models of transformers say it (gemini.parallel.parallelize)."""
+        from gemini.parallel.tensor import Column
+
+        return {
+            "blocks.*.attention.qkv": Column(sections=3),
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, seq, vocab]`` for int64 ``tokens`` ``[batch, seq]``."""

@@ -172,9 +172,15 @@ def managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[Tenso
 
 def _sharded_contents(optimizer: LowLevelZeroOptimizer, names: Names) -> OptimizerContents:
     sources, values = state_sources(optimizer, names)
+    return OptimizerContents(sources, values, *settings_of_sharded(optimizer))
+
+
+def settings_of_sharded(
+    optimizer: LowLevelZeroOptimizer,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what :func:`managed_settings` does."""
     groups = [_settings(group) for group in optimizer.exported_groups()]
-    rest = {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
-    return OptimizerContents(sources, values, groups, rest)
+    return groups, {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
 
 
 def _contents(optimizer: torch.optim.Optimizer, members: list[list[str]]) -> OptimizerContents:

@@ -23,12 +23,14 @@ from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import config_file, model_contents, parameter_names
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.passing import Incoming, Passing
 from gemini.parallel.pipeline.tied import TiedWeights
+from gemini.parallel.zero import LowLevelZeroOptimizer
 
 _Path = str | os.PathLike[str]
 
@@ -99,10 +101,17 @@ class Parts:
         return self._rank_of[self.staged.owner_of(self.staged.names_of(name))]
 
 
-def save_parts(model: nn.Module, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks) -> None:
+def save_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parts: Parts,
+    checkpoint: _Path,
+    layout: Layout,
+    ranks: Ranks,
+) -> None:
     """Write the whole model, a tensor at a time in memory; all ranks call it and the first one writes. Raises
     as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
-    held = model_contents(model, None)
+    held = model_contents(model, optimizer)
     local = {source.spec.name: source for source in held.sources}
     local.update({alias: local[first] for alias, first in held.aliases.items()})
     passing = Passing(parts.axis) if parts.axis is not None else None
@@ -135,7 +144,7 @@ def stream(
     value: torch.Tensor | None = None
     if place == owner:
         assert own is not None
-        value = _whole(*own, parts)
+        value = _whole(*own, spec.dtype, parts)
     if not parts.is_first_column:
         return
     if owner != 0 and passing is not None:
@@ -149,9 +158,9 @@ def stream(
         sink(value)
 
 
-def _whole(name: str, source: TensorSource, parts: Parts) -> torch.Tensor:
-    """Return the whole of a tensor of which this rank has a part, cut as the parameter ``name`` is; ranks
-    along ``dp`` and ``tp`` together."""
+def _whole(name: str, source: TensorSource, dtype: torch.dtype, parts: Parts) -> torch.Tensor:
+    """Return the whole, in the type of files, of a tensor of which this rank has a part, cut as the parameter
+    ``name`` is; ranks along ``dp`` and ``tp`` together."""
     value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
     flat, place = value.view(-1), 0
 
@@ -164,10 +173,18 @@ def _whole(name: str, source: TensorSource, parts: Parts) -> torch.Tensor:
     if value.dtype == torch.int16:  # which gloo does not send
         value = value.int()
     found: torch.Tensor = parts.partition.gather_state({name: value})[name]
-    return found.to(source.spec.dtype)
+    return found.to(dtype)
 
 
-def load_parts(model: nn.Module, parts: Parts, checkpoint: _Path, ranks: Ranks, *, strict: bool) -> None:
+def load_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parts: Parts,
+    checkpoint: _Path,
+    ranks: Ranks,
+    *,
+    strict: bool,
+) -> None:
     """Read this rank's part of the whole model; all ranks call it.
 
     Raises:
@@ -184,6 +201,8 @@ def load_parts(model: nn.Module, parts: Parts, checkpoint: _Path, ranks: Ranks, 
         known = ranks.together(read)
         with torch.no_grad():
             model.load_state_dict(known, strict=False)
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            take_weights(optimizer, parameter_names(model), known)
 
 
 def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bool) -> dict[str, Any]:

@@ -12,44 +12,38 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import contents, plain_data
+from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import CheckpointError, ConfigError
-from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import checked_state, counted_steps
 from gemini.optim.state_format import SCALES
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.optimizer_files import (
     OptimizerContents,
-    begin_managed,
-    managed_settings,
-    managed_sources,
     read_document,
     restored_settings,
     save_contents,
 )
 from gemini.parallel.booster.checkpoint.parts import Parts, stream
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
+from gemini.parallel.booster.checkpoint.states_of_part import StatesOfPart
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.pipeline.passing import Passing
-from gemini.runtime import ManagedSlot
 
 _Path = str | os.PathLike[str]
 
 
 def save_parts_of_optimizer(
-    optimizer: GeminiOptimizer, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks
+    states: StatesOfPart, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks
 ) -> None:
     """Write the states of the whole model, a tensor at a time in memory; all ranks call it and the first one
     writes. Raises as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
     own: dict[str, tuple[str, TensorSource]] = {}
 
     def describe() -> str:
-        begin_managed(optimizer)
-        _require_members(optimizer, parts)
-        return json.dumps(_described(optimizer, parts, own))
+        _require_members(states, parts)
+        return json.dumps(_described(states, parts, own))
 
     said: dict[str, dict[str, Any]] = {}
     for text in ranks.collect(describe):
@@ -64,13 +58,11 @@ def save_parts_of_optimizer(
             spec = TensorSpec(f"{name}/{key}", getattr(torch, dtype), tuple(shape))
             run = partial(stream, parts, passing, (name, spec), own.get(spec.name))
             sources.append(TensorSource(spec, run))
-    held = OptimizerContents(sources, values, *managed_settings(optimizer))
+    held = OptimizerContents(sources, values, *states.settings())
     save_contents(held, parts.whole.members, checkpoint, layout, ranks)
 
 
-def load_parts_of_optimizer(
-    optimizer: GeminiOptimizer, parts: Parts, checkpoint: _Path, ranks: Ranks
-) -> None:
+def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Path, ranks: Ranks) -> None:
     """Read this rank's part of the states of the whole model, a tensor at a time; all ranks call it.
 
     Raises:
@@ -80,34 +72,29 @@ def load_parts_of_optimizer(
     with ExitStack() as stack:
 
         def read() -> dict[str, Any]:
-            contents.require_own_names(optimizer.model)
-            _require_members(optimizer, parts)
+            states.require_readable()
+            _require_members(states, parts)
             files = stack.enter_context(TensorFiles(checkpoint))
             with making_sense_of(Path(checkpoint)):
-                state, outline = _own_states(optimizer, parts, files, checkpoint)
-            try:  # on all stages, before one of them changes anything
-                checked_state(optimizer, outline)
-            except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"{checkpoint} does not fit GeminiOptimizer: {error}") from error
+                state, outline = _own_states(states, parts, files, checkpoint)
+            states.check(outline, checkpoint)  # on all stages, before one of them changes anything
             return state
 
         state = ranks.together(read)
-        ranks.together(lambda: optimizer.load_state_dict(state))
+        ranks.together(lambda: states.load(state))
 
 
-def _slots(optimizer: GeminiOptimizer, parts: Parts) -> list[dict[str, ManagedSlot]]:
-    """Return the parameters of this rank in each group, by their first names in the whole model."""
-    return [
-        {parts.staged.names_of(param._slot.name)[0]: param._slot for param in group["params"]}
-        for group in optimizer.param_groups
-    ]
+def _groups(states: StatesOfPart, parts: Parts) -> list[dict[str, str]]:
+    """Return the names of the parameters of this rank in each group, by their first names in the whole
+    model."""
+    return [{parts.staged.names_of(name)[0]: name for name in group} for group in states.groups]
 
 
-def _require_members(optimizer: GeminiOptimizer, parts: Parts) -> None:
+def _require_members(states: StatesOfPart, parts: Parts) -> None:
     """Raise ConfigError where groups have changed since ranks took their parts: nobody knows those of other
     stages."""
-    groups = _slots(optimizer, parts)
-    present = {parts.staged.names_of(name)[0] for name in optimizer.model.storage.slots}
+    groups = _groups(states, parts)
+    present = {parts.staged.names_of(name)[0] for name in states.present}
     before = [[name for name in group if name in present] for group in parts.whole.members]
     if [list(group) for group in groups] != before:
         raise ConfigError(
@@ -118,51 +105,57 @@ def _require_members(optimizer: GeminiOptimizer, parts: Parts) -> None:
 
 
 def _described(
-    optimizer: GeminiOptimizer, parts: Parts, own: dict[str, tuple[str, TensorSource]]
+    states: StatesOfPart, parts: Parts, own: dict[str, tuple[str, TensorSource]]
 ) -> dict[str, Any]:
     """Put this rank's parts of states into ``own``, by their names in files, each with its parameter's name
     here; return what is to be saved of the parameters that this rank speaks for."""
-    found, cuts = {}, parts.partition.cuts
-    for group in _slots(optimizer, parts):
-        for name, slot in group.items():
-            if slot not in optimizer.steps or parts.owner_of(name) != parts.place:
+    found, cuts, held = {}, parts.partition.cuts, states.contents()
+    here = dict(parts.staged.module.named_parameters(remove_duplicate=False))
+    for group in _groups(states, parts):
+        for name, param in group.items():
+            if param not in held or parts.owner_of(name) != parts.place:
                 continue
-            states = []
-            for source in managed_sources(optimizer, slot):
+            sources, values = held[param]
+            arrays = []
+            for source in sources:
                 spec, shape = source.spec, source.spec.shape
                 key = spec.name.rpartition("/")[2]
-                if slot.name in cuts:
-                    if shape != tuple(slot.param_view.shape):
+                if param in cuts:
+                    if shape != tuple(here[param].shape):
                         continue  # scales of blocks, which are others in the whole
-                    shape = cuts[slot.name].shape
-                states.append([key, str(spec.dtype).removeprefix("torch."), list(shape)])
-                own[f"{name}/{key}"] = (slot.name, source)
+                    shape = cuts[param].shape
+                arrays.append([key, str(spec.dtype).removeprefix("torch."), list(shape)])
+                own[f"{name}/{key}"] = (param, source)
             if parts.is_first_column:
-                values = plain_data.encode(counted_steps(optimizer, slot), "the optimizer's state")
-                found[name] = {"values": values, "states": states}
+                encoded = plain_data.encode(dict(values), "the optimizer's state")
+                found[name] = {"values": encoded, "states": arrays}
     return found
 
 
 def _own_states(
-    optimizer: GeminiOptimizer, parts: Parts, files: TensorFiles, checkpoint: _Path
+    states: StatesOfPart, parts: Parts, files: TensorFiles, checkpoint: _Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a state dict of this rank's parameters, whose tensors are cut from those of the files when they
     are asked for, and the same with tensors on ``meta``. Raises CheckpointError where it is of another
     model."""
     document = read_document(files, parts.whole.members, checkpoint)
     _require_known(files, parts, checkpoint)
-    own, groups = _OwnParts(files, parts), _slots(optimizer, parts)
+    own, groups, cuts = _OwnParts(files, parts), _groups(states, parts), parts.partition.cuts
+    stored: dict[str, list[str]] = {}
+    for key in files:
+        name, _, state = key.rpartition("/")
+        stored.setdefault(name, []).append(state)
     entries, outlines = {}, {}
-    for number, (name, slot) in enumerate(item for group in groups for item in group.items()):
+    for number, (name, param) in enumerate(item for group in groups for item in group.items()):
         values = document["values"].get(name, {})
-        arrays = _arrays(optimizer, parts, files, name, slot)
+        arrays = states.wanted(param, stored.get(name, []), is_cut=param in cuts)
 
-        def read(key: str, name: str = name, slot: ManagedSlot = slot) -> torch.Tensor:
-            return own.part(f"{name}/{key}", slot.name)
+        def read(key: str, name: str = name, param: str = param) -> torch.Tensor:
+            return own.part(f"{name}/{key}", param)
 
         entries[number] = _Entry(read, values, arrays)
-        outlines[number] = {**values, **{key: own.outline(f"{name}/{key}", slot.name) for key in arrays}}
-    settings = restored_settings(optimizer, document, [len(group) for group in groups])
+        outlines[number] = {**values, **{key: own.outline(f"{name}/{key}", param) for key in arrays}}
+    settings = restored_settings(states.optimizer, document, [len(group) for group in groups])
     return {"state": entries, **settings}, {"state": outlines, **settings}
 
 
@@ -179,18 +172,6 @@ def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
                 f"{checkpoint} was made for another model: {state} of {name!r} has shape {found} there and "
                 f"{shape} here"
             )
-
-
-def _arrays(
-    optimizer: GeminiOptimizer, parts: Parts, files: TensorFiles, name: str, slot: ManagedSlot
-) -> list[str]:
-    """Return the names of the states of a parameter that files have for this rank: of the whole ``name``."""
-    is_cut = slot.name in parts.partition.cuts
-    return [
-        state.name
-        for state in optimizer.states_of(slot.group)
-        if f"{name}/{state.name}" in files and not (is_cut and state.per_block)
-    ]
 
 
 class _OwnParts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,21 +15,20 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
-from gemini.model.managed_model import ManagedModel, handle_of
-from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
     load_parts_of_optimizer,
     save_parts_of_optimizer,
 )
+from gemini.parallel.booster.checkpoint.states_of_part import states_of_part
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
-from gemini.parallel.booster.plugin.options import with_precision
+from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parallelism
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
@@ -42,13 +41,8 @@ from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.sequence.parallelize import METHODS
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.styles import Style
+from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.placement import PlacementPolicy
-from gemini.system.config import keyword_names, refuse_unknown
-
-T = TypeVar("T")
-
-_MODEL = keyword_names(GeminiDDP) - {"module", "process_group", "model_ranks", "config"}
-_OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}
 
 
 class HybridParallelPlugin(Plugin):
@@ -74,8 +68,10 @@ class HybridParallelPlugin(Plugin):
             ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
             over the labels in its micro-batch, which are shifted already where the model predicts the next
             token, and the loss is the mean over those of all ranks.
-        zero_stage: 3: GeminiDDP.
-        placement_policy: see GeminiDDP.
+        zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
+            gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
+            the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
+        placement_policy: see GeminiDDP; ``zero_stage=3`` alone has chunks to place.
         tp_plan, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
         pp_style: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
         num_model_chunks: stages on each rank; None: 1, with ``zbv`` and ``dualpipev`` 2.
@@ -86,10 +82,14 @@ class HybridParallelPlugin(Plugin):
         costs: of each block, in any unit (seconds, say), in the place of ``split``.
         blocks: names of the modules that run one after another, where they are not the longest list.
         behind: names of what runs behind the blocks although it is registered before them.
-        options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer.
+        options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer; with
+            ``zero_stage`` 0 to 2 ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
+            ``norm_type``, those of the loss scale, and of LowLevelZeroPlugin ``reduce_bucket_size_in_m``,
+            ``communication_dtype``, ``overlap_communication`` and ``cpu_offload``.
 
     Raises:
-        TypeError: a keyword that none of them has. ConfigError: sizes that cannot be.
+        TypeError: a keyword that none of them has. ConfigError: sizes that cannot be, or a keyword that the
+            stage does not have.
     """
 
     def __init__(
@@ -113,13 +113,11 @@ class HybridParallelPlugin(Plugin):
         behind: Collection[str] = (),
         **options: Any,
     ) -> None:
-        refuse_unknown("HybridParallelPlugin", options, _MODEL | _OPTIMIZER)
-        if zero_stage != 3:
-            raise ConfigError(
-                f"zero_stage is {zero_stage}; over parts of a model it is 3 (GeminiDDP). LowLevelZeroPlugin "
-                "has 1 and 2, TorchDDPPlugin 0, over data parallelism alone"
-            )
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
+        self._zero_stage = zero_stage
+        self._data = choose_data_parallelism(
+            zero_stage, placement_policy, options, alone=self._sizes.world_size == 1
+        )
         _check_sequences(self._sizes, sp_mode)
         self._sp_mode = sp_mode
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
@@ -130,11 +128,6 @@ class HybridParallelPlugin(Plugin):
         self._cut: dict[str, Any] = {"plan": tp_plan, "sequence_norms": sequence_parallel_norms}
         self._split: dict[str, Any] = {"split": split, "costs": costs}
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind}
-        self._model_options = {key: value for key, value in options.items() if key in _MODEL}
-        self._model_options["placement_policy"] = placement_policy
-        if self._sizes.world_size > 1:
-            self._model_options.setdefault("strict_ddp_mode", True)
-        self._optimizer_options = {key: value for key, value in options.items() if key in _OPTIMIZER}
         self._mesh: Mesh | None = None
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
@@ -169,16 +162,7 @@ class HybridParallelPlugin(Plugin):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Raises OutOfBudgetError if this rank's part cannot fit."""
-        model_options, optimizer_options = with_precision(
-            "HybridParallelPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
-        )
-        if optimizer is not None and not isinstance(optimizer, CPUAdam):
-            raise ConfigError(
-                f"HybridParallelPlugin updates chunks with our Adam, not {type(optimizer).__name__}: make "
-                "the optimizer gemini.HybridAdam(model.parameters(), ...)"
-            )
-        if optimizer is not None:
-            model_options = {"optimizer_rule": "adam", **model_options}
+        wrap = self._data.prepared(model, optimizer, precision)
         mesh = self.mesh
         parts = self._take_part(model, optimizer, mesh)
         sequence: SequenceParallel | None = None
@@ -186,24 +170,18 @@ class HybridParallelPlugin(Plugin):
             sequence = parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
         if optimizer is not None:
             _forget_absent(optimizer, model)
+        group: Group = None
         if mesh is not None:
-            model_options = {
-                **model_options,
-                "process_group": mesh["dp"] if sequence is None else mesh.group("dp", "sp"),
-                "model_ranks": parts.model_ranks,
-            }
-        managed = GeminiDDP(model, **model_options)
-        boosted = None if optimizer is None else GeminiOptimizer(optimizer, managed, **optimizer_options)
-        parts.tied.watch(handle_of(managed))
-        trained = _Managed(handle_of(managed), boosted)
-        self.parts[id(managed)] = parts
-        if boosted is not None:
-            self._parts_of[boosted] = parts
+            group = mesh["dp"] if sequence is None else mesh.group("dp", "sp")
+        boosted, updating, trained = wrap(model, optimizer, parts, group)
+        self.parts[id(boosted)] = parts
+        if updating is not None:
+            self._parts_of[updating] = parts
         cut = None if sequence is None else partial(own_part, sequence)
-        self._pipelines[id(managed)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
+        self._pipelines[id(boosted)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if sequence is not None:
-            self._sequences[id(managed)] = sequence
-        return Boosted(managed, boosted, criterion)
+            self._sequences[id(boosted)] = sequence
+        return Boosted(boosted, updating, criterion)
 
     def _take_part(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
@@ -230,12 +208,44 @@ class HybridParallelPlugin(Plugin):
         tied.spread()
         return Parts(staged, partition, tied, whole, mesh, self._rank_of)
 
+    def plan(
+        self, model: nn.Module, run: Callable[[nn.Module], torch.Tensor], *, data_ranks: int = 1
+    ) -> LayoutPlan:
+        """Return what each rank will have of ``model``, which is whole and stays as it is, over
+        ``tp_size * pp_size * data_ranks`` processes: bytes of parameters, gradients, Adam's states and
+        activations, and for which part of a step it is idle. Needs no other process.
+
+        ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss.
+
+        Raises:
+            ConfigError: the model does not go over so many; the message says over how many it does.
+        """
+        if self._sizes.sp > 1:
+            raise ConfigError("plan() knows no parts of sequences; plan with sp_size=1")
+        choices = LayoutChoices(
+            replace(self._sizes, dp=data_ranks),
+            self._schedule.style,
+            self._schedule.chunks,
+            self._schedule.num_microbatches or 1,
+            self._zero_stage,
+            self._split["split"],
+            self._split["costs"],
+            self._units,
+            self._cut,
+        )
+        return plan_layout(model, run, choices)
+
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
-        """See :class:`Plugin`; the optimizer is not needed."""
-        assert isinstance(model, GeminiDDP)
-        return model.no_sync()
+        """See :class:`Plugin`; the optimizer is needed with ``zero_stage`` 0 to 2."""
+        if isinstance(model, GeminiDDP):
+            return model.no_sync()
+        if not isinstance(optimizer, LowLevelZeroOptimizer):
+            raise ConfigError(
+                "no_sync() has no gradients to keep: the model was boosted without an optimizer"
+            )
+        return optimizer.no_sync()
 
     def execute_pipeline(
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
@@ -260,7 +270,7 @@ class HybridParallelPlugin(Plugin):
         if parts is None:
             super().save_model(model, optimizer, checkpoint, layout)
             return
-        save_parts(model, parts, checkpoint, layout, self.ranks)
+        save_parts(model, optimizer, parts, checkpoint, layout, self.ranks)
 
     def load_model(
         self,
@@ -276,7 +286,7 @@ class HybridParallelPlugin(Plugin):
         if parts is None:
             super().load_model(model, optimizer, checkpoint, ranks, strict=strict)
             return
-        load_parts(model, parts, checkpoint, self.ranks, strict=strict)
+        load_parts(model, optimizer, parts, checkpoint, self.ranks, strict=strict)
 
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
@@ -285,16 +295,16 @@ class HybridParallelPlugin(Plugin):
         if self._sizes.world_size == 1:
             super().save_optimizer(optimizer, names, checkpoint, layout)
             return
-        assert isinstance(optimizer, GeminiOptimizer)
-        save_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, layout, self.ranks)
+        states = states_of_part(optimizer, names)
+        save_parts_of_optimizer(states, self._parts_of[optimizer], checkpoint, layout, self.ranks)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
         """See :class:`Plugin`: each rank reads its own part of whole tensors."""
         if self._sizes.world_size == 1:
             super().load_optimizer(optimizer, names, checkpoint)
             return
-        assert isinstance(optimizer, GeminiOptimizer)
-        load_parts_of_optimizer(optimizer, self._parts_of[optimizer], checkpoint, self.ranks)
+        states = states_of_part(optimizer, names)
+        load_parts_of_optimizer(states, self._parts_of[optimizer], checkpoint, self.ranks)
 
     @property
     def data_ranks(self) -> Ranks:
@@ -314,30 +324,13 @@ def _check_sequences(sizes: Layout, mode: str) -> None:
         )
 
 
-class _Managed:
-    """A model that GeminiDDP manages, as a pipeline trains it."""
-
-    def __init__(self, handle: ManagedModel, optimizer: GeminiOptimizer | None) -> None:
-        self._handle, self._optimizer = handle, optimizer
-
-    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._handle.forward(call, args, kwargs)
-
-    def run_backward(self, call: Callable[[float | None], T]) -> T:
-        if self._optimizer is None:
-            return self._handle.run_backward(lambda: call(None))
-        return self._optimizer.run_backward(call)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._handle.no_sync() if self._handle.peers is not None else nullcontext()
-
-    def leave(self, why: str) -> None:
-        if self._handle.peers is not None:
-            self._handle.peers.leave(why)
-
-
 def _forget_absent(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Take parameters that other stages have out of the groups."""
+    """Take parameters that other stages have out of the groups, and their names."""
     present = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if id(param) in present]
+        kept = [id(param) in present for param in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [each for each, stays in zip(group[key], kept, strict=True) if stays]
+    for param in [param for param in optimizer.state if id(param) not in present]:
+        del optimizer.state[param]

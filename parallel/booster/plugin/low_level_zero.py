@@ -29,6 +29,7 @@ _OWN = frozenset(
         "cast_inputs",
         "keep_fp32",
         "dp_process_group",
+        "model_ranks",
     )
 )
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
@@ -76,6 +77,8 @@ class LowLevelZeroPlugin(Plugin):
         **options: Any,
     ) -> None:
         refuse_unknown("LowLevelZeroPlugin", options, _OPTIONS | _OWN)
+        if stage == 0:
+            raise ConfigError("stage is 0; here it is stage 1 or 2, and TorchDDPPlugin cuts nothing")
         parse_precision(precision)
         self._precision = precision
         self._cast_inputs = cast_inputs

@@ -1,0 +1,150 @@
+"""``gemini plan --tp --pp --dp``: what each rank of a layout will hold, and how long it will be idle."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from gemini.cli.console import Console, print_json
+from gemini.errors import ConfigError
+from gemini.forecast.source import ModelSource
+from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
+from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.system.config import format_bytes
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machine")
+
+
+def run(options: argparse.Namespace, source: ModelSource) -> int:
+    """Print the plan of a layout; return 0, or 1 where a rank does not fit ``--device-bytes``.
+
+    Raises:
+        ConfigError: the model does not go over so many ranks, or an option has no meaning here.
+    """
+    if strange := [name for name in _NEED_MACHINE if getattr(options, name)]:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
+        raise ConfigError(
+            f"{named} with --tp, --pp or --dp: a layout is planned in bytes and parts of a step, without the "
+            "speeds and lower tiers of a machine; leave it out, or plan one process without --tp, --pp, --dp"
+        )
+    plan = plan_source(source, options.batch, _DTYPES[options.dtype], _choices(options))
+    misfits = [] if options.device_bytes is None else misfits_of(plan, options.device_bytes)
+    if options.json:
+        said = {"model": source.name, "batch": options.batch, "dtype": options.dtype}
+        fits = None if options.device_bytes is None else not misfits
+        print_json({**said, **plan.to_dict(), "device_bytes": options.device_bytes, "fits": fits})
+    else:
+        render(plan, source, options, misfits, Console())
+    return 1 if misfits else 0
+
+
+def _choices(options: argparse.Namespace) -> LayoutChoices:
+    layout = Layout(tp=options.tp or 1, pp=options.pp or 1, dp=options.dp or 1)
+    style, chunks = options.schedule, options.stages_per_rank
+    if chunks is None:
+        chunks = {"zbv": 2, "dualpipev": 2, "interleaved": 2, "zero_bubble": 2}.get(style, 1)
+    if layout.pp == 1:
+        style, chunks = "1f1b", 1
+    return LayoutChoices(layout, style, chunks, options.accumulation, options.zero_stage, options.split)
+
+
+def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: LayoutChoices) -> LayoutPlan:
+    """Plan ``choices`` for a model, whose micro-batches have ``batch`` samples. Raises as plan_layout."""
+    example = source.example(batch)
+    if dtype is not torch.float32:
+        example.module.to(dtype)
+    inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
+
+    def run_once(model: nn.Module) -> torch.Tensor:
+        return source.loss(model(*inputs), inputs)
+
+    return plan_layout(example.module, run_once, choices)
+
+
+def misfits_of(plan: LayoutPlan, device_bytes: int) -> list[str]:
+    """Return why ranks do not fit. With ``zero_stage=3`` model data may lie below DEVICE."""
+    found = []
+    for rank in plan.ranks:
+        chunked = plan.choices.zero_stage == 3
+        needs, what = (
+            (rank.activation_bytes, "activations alone") if chunked else (rank.total_bytes, "all together")
+        )
+        if needs > device_bytes:
+            way_out = "more tp, more stages or a smaller --batch"
+            if not chunked:
+                way_out += ", more dp (--zero-stage 2), or --zero-stage 3, whose chunks may lie below DEVICE"
+            found.append(
+                f"rank {rank.rank} of a pipeline needs {format_bytes(needs)} ({what}), "
+                f"{format_bytes(needs - device_bytes)} more than the {format_bytes(device_bytes)} of DEVICE; "
+                f"{way_out}"
+            )
+    return found
+
+
+def render(
+    plan: LayoutPlan, source: ModelSource, options: argparse.Namespace, misfits: list[str], console: Console
+) -> None:
+    """Print the plan for people."""
+    choices, layout = plan.choices, plan.choices.layout
+    console.print(_verdict(plan, source, options, misfits))
+    table = Table(title="each rank of a pipeline", title_justify="left", box=None, pad_edge=False)
+    table.collapse_padding = True
+    table.add_column("rank")
+    table.add_column("blocks", no_wrap=True)
+    for name in ("parameters", "gradients", "states", "activations", "together", "idle"):
+        table.add_column(name, justify="right")
+    for rank in plan.ranks:
+        blocks = ", ".join(_stretch(first, last) for first, last in rank.blocks)
+        sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.state_bytes, rank.activation_bytes)
+        cells = [format_bytes(size) for size in (*sizes, rank.total_bytes)]
+        table.add_row(str(rank.rank), blocks or "all", *cells, f"{rank.idle:.1%}")
+    console.print(table)
+    lines = Text("\n")
+    lines.append(f"Ranks are idle for {plan.bubble:.1%} of a step")
+    lines.append(f" ({choices.style}, {choices.num_micro_batches} micro-batches of {options.batch}).\n")
+    lines.append(_what_is_cut(choices.zero_stage, layout.dp))
+    console.print(lines)
+
+
+def _stretch(first: str, last: str) -> str:
+    return first if first == last else f"{first}-{last.rpartition('.')[2]}"
+
+
+def _verdict(plan: LayoutPlan, source: ModelSource, options: argparse.Namespace, misfits: list[str]) -> Panel:
+    layout = plan.choices.layout
+    title = (
+        f"{source.name} over {layout.world_size} processes: tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    )
+    lines = Text()
+    if misfits:
+        lines.append("It does not fit.", style="bold red")
+        for misfit in misfits:
+            lines.append(f"\n- {misfit}")
+    elif options.device_bytes is not None:
+        lines.append("It fits.", style="bold green")
+    else:
+        lines.append("It can be cut so.", style="bold green")
+        lines.append(" Give --device-bytes to have it compared with a budget.")
+    return Panel(lines, title=title, title_align="left", expand=False)
+
+
+def _what_is_cut(stage: int, copies: int) -> str:
+    cut: dict[int, Any] = {
+        0: "nothing is cut over",
+        1: "states are cut over",
+        2: "states, and gradients once they are exchanged, are cut over",
+        3: "parameters, gradients and states are cut into chunks over",
+    }
+    ranks = f"{copies} data ranks" if copies > 1 else "one data rank"
+    return (
+        f"zero_stage {stage}: {cut[stage]} {ranks}. Activations are what forward passes keep for backward; "
+        "what operators need for a moment comes on top.\n"
+    )

@@ -1,0 +1,301 @@
+"""LayoutPlan: what each rank of a layout will hold, and how long it will be idle, before any of it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from gemini.errors import ConfigError
+from gemini.parallel.layout import Layout
+from gemini.parallel.pipeline.absent import outline_of
+from gemini.parallel.pipeline.orders import Order, make_order
+from gemini.parallel.pipeline.simulator import Costs, simulate
+from gemini.parallel.pipeline.split import Split, choose_ranges
+from gemini.parallel.pipeline.units import Units, find_units
+from gemini.parallel.tensor.outline import outline_part
+
+_ADAM_BYTES = 8  # two moments of an element
+_MASTER_BYTES = 4  # of an element of a 16-bit parameter
+
+
+@dataclass(frozen=True)
+class LayoutChoices:
+    """What is to be planned: ``layout``, how a batch goes through the stages, what ``zero_stage`` cuts, and
+    the further options of :class:`gemini.parallel.HybridParallelPlugin` by their names there."""
+
+    layout: Layout
+    style: str = "1f1b"
+    chunks: int = 1
+    num_micro_batches: int = 1
+    zero_stage: int = 3
+    split: Split = "bytes"
+    costs: Sequence[float] | None = None
+    units: Mapping[str, Any] | None = None
+    cut: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank along ``pp``; those along ``dp`` and ``tp`` have as much. Sizes in bytes.
+
+    ``blocks`` are the first and last name in each of its ``stages``, none where nothing is cut.
+    ``gradient_bytes``: the most at a time; ``state_bytes``: Adam's, with fp32 masters of 16-bit parameters.
+    ``activation_bytes``: the most that forward passes keep for backward in this schedule; what operators need
+    for a moment comes on top.
+    ``idle``: part of the step.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    blocks: tuple[tuple[str, str], ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    idle: float
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What :func:`plan_layout` found."""
+
+    choices: LayoutChoices
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they are idle."""
+        return sum(rank.idle for rank in self.ranks) / len(self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it; sizes in bytes."""
+        choices, layout = self.choices, self.choices.layout
+        return {
+            "processes": layout.world_size,
+            **{name: getattr(layout, name) for name in ("tp", "pp", "dp")},
+            "zero_stage": choices.zero_stage,
+            "schedule": choices.style,
+            "stages_per_rank": choices.chunks,
+            "micro_batches": choices.num_micro_batches,
+            "bubble": self.bubble,
+            "ranks": [{**asdict(rank), "total_bytes": rank.total_bytes} for rank in self.ranks],
+        }
+
+
+def plan_layout(
+    model: nn.Module,
+    run: Callable[[nn.Module], torch.Tensor],
+    choices: LayoutChoices,
+) -> LayoutPlan:
+    """Return what each rank of a layout has of ``model``.
+
+    Args:
+        model: whole, on any device; a copy of it on ``meta`` is cut and run.
+        run: runs it on one micro-batch, on ``meta``, and returns the loss.
+
+    Raises:
+        ConfigError: the model does not go over so many ranks; the message says over how many it does.
+    """
+    layout = choices.layout
+    order = make_order(choices.style, layout.pp, choices.num_micro_batches, choices.chunks)
+    model = trainable_outline(model)
+    units, ranges = _divided(model, choices, order.num_stages)
+    outline_part(_cuttable(model), layout.tp, **(choices.cut or {}))
+    work = _measured(model, run, units, ranges, order)
+    shares = [float(each) for each in work.flops] if any(work.flops) else None
+    clock = simulate(order, Costs(1.0, 1.0, 1.0), shares)
+    peaks = simulate(order, Costs(), [float(each) for each in work.held_bytes]).peak_activations
+    found = []
+    for rank in range(layout.pp):
+        stages = order.stages_of(rank)
+        own, whole = [ranges[stage] for stage in stages], order.num_stages == 1
+        params = _parameters(model, units, own, whole=whole)
+        parameters, gradients, states = model_bytes(params, choices)
+        blocks = () if whole else tuple((units.blocks[a], units.blocks[b - 1]) for a, b in own)
+        found.append(
+            RankPlan(
+                rank,
+                stages,
+                blocks,
+                parameters,
+                gradients,
+                states,
+                round(peaks[rank]),
+                clock.idle[rank] / clock.seconds if clock.seconds else 0.0,
+            )
+        )
+    return LayoutPlan(choices, tuple(found))
+
+
+def _cuttable(model: nn.Module) -> nn.Module:
+    """Return the model in a wrapper around one that says itself how it is cut."""
+    inner = list(model.children())
+    known = ("_tp_plan", "get_input_embeddings")
+    if len(inner) == 1 and not any(hasattr(model, name) for name in known):
+        return inner[0] if any(hasattr(inner[0], name) for name in known) else model
+    return model
+
+
+def trainable_outline(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` on ``meta`` whose parameters train where those of the model do."""
+    outline = outline_of(model)
+    trains = dict(model.named_parameters())
+    for name, param in outline.named_parameters():
+        param.requires_grad_(trains[name].requires_grad)
+    return outline.train(model.training)
+
+
+def _divided(
+    model: nn.Module, choices: LayoutChoices, num_stages: int
+) -> tuple[Units, tuple[tuple[int, int], ...]]:
+    """Return between what the model is cut, and the blocks of each stage."""
+    if num_stages == 1:
+        return Units(("",), (), ()), ((0, 1),)
+    units = find_units(model, **(choices.units or {}))
+    try:
+        return units, choose_ranges(model, units, num_stages, choices.split, choices.costs)
+    except ConfigError as error:
+        most = len(units.blocks) // choices.chunks
+        if most >= choices.layout.pp:
+            raise
+        raise ConfigError(
+            f"pp {choices.layout.pp}: the model has {len(units.blocks)} blocks between which it is cut, and "
+            f"each rank takes {choices.chunks} stages of one or more; pp may be 1 to {most}"
+        ) from error
+
+
+def _parameters(
+    model: nn.Module, units: Units, ranges: Sequence[tuple[int, int]], *, whole: bool
+) -> list[nn.Parameter]:
+    """Return the parameters of some stages, tied ones once."""
+    names = frozenset().union(*(units.of_stage(*each) for each in ranges))
+
+    def is_here(name: str) -> bool:
+        return whole or any(name == unit or name.startswith(f"{unit}.") for unit in names)
+
+    found = {id(p): p for n, p in model.named_parameters(remove_duplicate=False) if is_here(n)}
+    return list(found.values())
+
+
+def model_bytes(params: Sequence[nn.Parameter], choices: LayoutChoices) -> tuple[int, int, int]:
+    """Return the bytes of parameters, gradients and states that a rank has of ``params``."""
+    copies, stage = choices.layout.dp * choices.layout.sp, choices.zero_stage
+    parameters = gradients = states = 0
+    for param in params:
+        numel, itemsize = param.numel(), param.element_size()
+        part = -(-numel // copies)
+        parameters += itemsize * (part if stage == 3 else numel)
+        if not param.requires_grad:
+            continue
+        wide = max(itemsize, 4)
+        master = _MASTER_BYTES if itemsize < 4 else 0
+        states += (_ADAM_BYTES + master) * (numel if stage == 0 else part)
+        gradients += _gradient_bytes(numel, part, wide, choices)
+    return parameters, gradients, states
+
+
+def _gradient_bytes(numel: int, part: int, wide: int, choices: LayoutChoices) -> int:
+    """Return the most of one gradient: whole while micro-batches accumulate, with what is exchanged."""
+    copies = choices.layout.dp * choices.layout.sp
+    if choices.zero_stage == 3:
+        return wide * (numel if choices.num_micro_batches > 1 else part)
+    if copies == 1 or choices.zero_stage == 2:
+        return wide * numel
+    return wide * (numel + (numel if choices.zero_stage == 0 else part))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one micro-batch takes in each stage: floating-point operations of forward, bytes that stay."""
+
+    flops: list[int]
+    held_bytes: list[int]
+
+
+def _measured(
+    model: nn.Module,
+    run: Callable[[nn.Module], torch.Tensor],
+    units: Units,
+    ranges: Sequence[tuple[int, int]],
+    order: Order,
+) -> _Work:
+    """Run the model once on ``meta``, whole, and tell its stages apart by where their blocks begin."""
+    held = _Held([*model.parameters(), *model.buffers()], len(ranges))
+    counter = FlopCounterMode(display=False)
+    marks = [0]
+
+    def begin(stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        marks.append(counter.get_total_flops())
+        tensor = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor))
+        held.pass_on(stage, tensor, is_sent=order.rank_of[stage - 1] != order.rank_of[stage])
+
+    hooks = [
+        model.get_submodule(units.blocks[start]).register_forward_pre_hook(
+            lambda _module, args, kwargs, stage=stage: begin(stage, args, kwargs), with_kwargs=True
+        )
+        for stage, (start, _) in enumerate(ranges)
+        if stage
+    ]
+    try:
+        # Regions of tensor parallelism draw seeds.
+        with torch.random.fork_rng(devices=[]), held.watched(), counter, torch.device("meta"):
+            run(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(marks) != len(ranges):
+        raise ConfigError(
+            f"{len(marks)} of {len(ranges)} stages were begun: blocks run one after another, once each; say "
+            "which with blocks=[...]"
+        )
+    marks.append(counter.get_total_flops())
+    flops = [after - before for before, after in pairwise(marks)]
+    return _Work(flops, held.nbytes)
+
+
+class _Held:
+    """The storages that autograd keeps, by stage; those that were there before do not count."""
+
+    def __init__(self, before: Sequence[torch.Tensor], num_stages: int) -> None:
+        self.nbytes = [0] * num_stages
+        self._before = {tensor.untyped_storage()._cdata for tensor in before}
+        self._seen: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(num_stages)]
+        self._stage = 0
+
+    def pass_on(self, stage: int, tensor: torch.Tensor, *, is_sent: bool) -> None:
+        """Begin a stage, whose input is ``tensor``: the one before keeps it to begin backward with."""
+        if is_sent:
+            self._count(tensor)
+        self._stage = stage
+        self._count(tensor)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count what is kept within the block."""
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            self._count(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        seen, key = self._seen[self._stage], storage._cdata
+        if key not in self._before and key not in seen:
+            seen[key] = storage  # alive, so that no other gets its place
+            self.nbytes[self._stage] += storage.nbytes()

@@ -1,0 +1,114 @@
+"""PipelinableContext: a model as a row of layers, of which each rank of a pipeline takes a stretch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from gemini.errors import ConfigError
+from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
+
+Step = str | tuple[Callable[..., Any], str]
+
+
+class PipelinableContext:
+    """Notes the model that is built within it, for :meth:`partition` to cut::
+
+        pipelinable = PipelinableContext()
+        with pipelinable:
+            model = resnet50()
+        pipelinable.to_layer_list(["conv1", ..., "avgpool", (lambda x: torch.flatten(x, 1), "behind"), "fc"])
+        stage = pipelinable.partition(num_chunks, pipeline_size, rank)
+
+    HybridParallelPlugin needs none of it: it cuts the whole model, by ``blocks=``.
+
+    Args:
+        policy: ``"uniform"`` numbers of layers, or ``"balanced"`` numbers of parameters.
+    """
+
+    def __init__(self, policy: str = "balanced") -> None:
+        if policy not in ("uniform", "balanced"):
+            raise ConfigError(f"policy is {policy!r}; give 'uniform' or 'balanced'")
+        self.policy = policy
+        self.model: nn.Module | None = None
+        self._made: list[nn.Module] = []
+        self._layers: list[nn.Module] = []
+
+    def __enter__(self) -> PipelinableContext:
+        self._made = []
+        self._noting = register_module_module_registration_hook(self._note)
+        return self
+
+    def _note(self, parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        self._made.append(parent)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._noting.remove()
+        made, self._made = self._made, []
+        if kind is None and made:
+            self.model = max(made, key=lambda module: sum(1 for _ in module.modules()))
+
+    def to_layer_list(self, exec_seq: Sequence[Step] | None = None) -> None:
+        """Say in which order the model computes: names of its modules, and functions of one argument as
+        ``(function, "behind")``. None: its children, as they were registered.
+
+        Raises:
+            ConfigError: there is no model, or no module of a name.
+        """
+        if self.model is None:
+            raise ConfigError("no model was built within the context: with pipelinable: model = build()")
+        steps = [name for name, _ in self.model.named_children()] if exec_seq is None else exec_seq
+        self._layers = [self._layer(step) for step in steps]
+
+    def _layer(self, step: Step) -> nn.Module:
+        assert self.model is not None
+        if isinstance(step, str):
+            try:
+                return self.model.get_submodule(step)
+            except AttributeError:
+                raise ConfigError(
+                    f"{type(self.model).__name__} has no module {step!r}; name modules as "
+                    "model.named_modules() does"
+                ) from None
+        function, place = step
+        if not callable(function) or place not in ("front", "behind"):
+            raise ConfigError(f"{step!r} is no step: give a module's name, or (function, 'behind')")
+        return _Function(function)
+
+    def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> nn.Module:
+        """Return the layers of a ``rank``: a module from the output of the one before to the input of the
+        next; with several chunks a ModuleList of such.
+
+        Raises:
+            ConfigError: there are fewer layers than chunks, or no such rank.
+        """
+        if not self._layers:
+            self.to_layer_list()
+        if not 0 <= rank < pipeline_size:
+            raise ConfigError(
+                f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}"
+            )
+        count = len(self._layers)
+        if self.policy == "uniform":
+            own = partition_uniform(count, pipeline_size, num_chunks)[rank]
+        else:
+            sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in self._layers]
+            own = partition_balanced(sizes, pipeline_size * num_chunks)[rank::pipeline_size]
+        chunks = [nn.Sequential(*self._layers[start:stop]) for start, stop in own]
+        return chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
+
+
+class _Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Call it."""
+        return self._function(x)

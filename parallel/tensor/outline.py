@@ -1,0 +1,105 @@
+"""A model on ``meta`` cut as one rank of tensor parallelism has it: without the others, without values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.partition import Partition
+from gemini.parallel.tensor.parallelize import apply_styles, planned
+from gemini.parallel.tensor.styles import Style
+
+_T = TypeVar("_T")
+_MOST = 64  # ranks that are tried to say which would do
+
+
+def outline_part(
+    model: nn.Module,
+    size: int,
+    plan: str | Mapping[str, Style | str] = "auto",
+    *,
+    sequence_norms: bool = False,
+) -> Partition:
+    """Cut ``model``, which is on ``meta``, in place as :func:`parallelize` does for the first of ``size``
+    ranks. It can be run on ``meta`` then: collectives give the shapes of what they would.
+
+    Raises:
+        ConfigError: it cannot be cut so; the message says into how many it can.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if size == 1:
+        return Partition(None, names)
+    try:
+        work = planned(model, size, plan, sequence_norms=sequence_norms)
+    except ConfigError as error:
+        sizes = [str(each) for each in range(2, min(_MOST, 4 * size) + 1) if _goes(model, each, plan)]
+        possible = f"; tp may be {', '.join(['1', *sizes])}" if sizes else "; no other size is possible but 1"
+        raise ConfigError(f"tp {size}: {error}{possible}") from error
+    axis = OutlineAxis(size)
+    partition = Partition(axis, names)
+    for param in {id(param): param for param in names.values()}.values():
+        cut = work.cuts.get(id(param))
+        if cut is not None:
+            param.data = cut.part(param.data, axis.rank)
+            partition.note(param, cut)
+    apply_styles(model, axis, work)
+    return partition
+
+
+def _goes(model: nn.Module, size: int, plan: str | Mapping[str, Style | str]) -> bool:
+    try:
+        planned(model, size, plan)
+    except ConfigError:
+        return False
+    return True
+
+
+class OutlineAxis(Axis):
+    """The first of ``size`` ranks, none of which is there: what it gets of them has shapes and no values."""
+
+    def __init__(self, size: int) -> None:
+        self.name = "outline"
+        self._size = size
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+        self._parts: dict[tuple[int, ...], Axis] = {}
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def together(self, action: Callable[[], _T]) -> _T:
+        return action()
+
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(tensor) for _ in range(self._size)]
+
+    def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.empty_like(parts[0])
+
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        return [parts[0].new_empty(tuple(shape)) for shape in shapes]
+
+    def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
+        return OutlineAxis(len(tuple(ranks)))
+
+    def leave(self, why: str) -> None:
+        pass
