@@ -13,6 +13,7 @@ Trainers of others become ours in the same line, those of TRL for example::
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -27,11 +28,13 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from gemini import checkpoint
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
 from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
+from gemini.system.device import ran_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -200,11 +203,25 @@ class GeminiTrainerMixin:
     # -- what is logged --------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Train on a batch, whose tokens are counted."""
+        """Train on a batch, whose tokens are counted. With ``auto_find_batch_size`` a pass that runs out of
+        memory is repeated with less model data on DEVICE before the Trainer takes a smaller batch."""
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = inputs.get(name) if hasattr(inputs, "get") else None
         self._figures.num_tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
-        return super().training_step(model, inputs, *args, **options)  # type: ignore[misc]
+
+        def step() -> Any:
+            given = copy.copy(inputs)  # what a trainer takes out of it is there at the second call
+            return super(GeminiTrainerMixin, self).training_step(model, given, *args, **options)  # type: ignore[misc]
+
+        if not self.args.auto_find_batch_size or self.handle.peers is not None:
+            return step()
+        try:
+            return retry_step(self.handle, step)
+        except (OutOfBudgetError, StateError) as error:
+            if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
+                raise
+            self.handle.zero_grad()
+            raise RuntimeError(f"{error}: out of memory.") from error  # what Accelerate looks for
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
