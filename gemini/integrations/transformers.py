@@ -5,14 +5,20 @@ The line that makes the Trainer is the one that changes::
     trainer = GeminiTrainer(model=model, args=args, train_dataset=data,
                             gemini={"device_bytes": "8GiB", "disk_dir": "/mnt/nvme"})
 
-A trainer class of others gets the same by the mixin: ``class Mine(GeminiTrainerMixin, SFTTrainer)``.
+Trainers of others become ours in the same line, those of TRL for example::
+
+    trainer = GeminiTrainerMixin.on(SFTTrainer)(model=model, args=args, train_dataset=data,
+                                                gemini={"device_bytes": "8GiB", "disk_dir": "/mnt/nvme"})
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +28,13 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from gemini import checkpoint
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
 from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
+from gemini.system.device import ran_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +48,8 @@ class GeminiTrainerMixin:
 
     The model is managed in place, unless it is already (:func:`gemini.from_pretrained`). Optimizer states go
     to and from ``checkpoint-N/gemini``, streamed, with fp32 masters where there are any: resuming goes on bit
-    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW.
+    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW. What the trainer evaluates
+    beside the model, such as DPO's reference, becomes managed too, under budgets of its own.
     """
 
     model: Any
@@ -56,6 +65,7 @@ class GeminiTrainerMixin:
         *args: Any,
         gemini: dict[str, Any] | None = None,
         gemini_optimizer: dict[str, Any] | None = None,
+        gemini_reference: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Make the trainer.
@@ -64,6 +74,8 @@ class GeminiTrainerMixin:
             gemini: options of :func:`gemini.manage` for a model that is not managed yet.
             gemini_optimizer: options of :class:`gemini.GeminiOptimizer` and of our AdamW beside those in the
                 TrainingArguments, such as ``state_dtype`` and ``overlap``.
+            gemini_reference: options of :func:`gemini.manage` for what is only evaluated and not managed yet;
+                None: those of the model. Each has budgets of its own.
 
         Raises:
             OutOfBudgetError: the model cannot fit the budgets.
@@ -71,10 +83,16 @@ class GeminiTrainerMixin:
         """
         self._options = dict(gemini or {})
         self._optimizer_options = dict(gemini_optimizer or {})
-        self._was_managed = False
+        self._reference_options = gemini_reference
         super().__init__(*args, **options)
         self._figures = GeminiCallback()
         self.callback_handler.callbacks.insert(0, self._figures)  # reporters after it see what it adds
+
+    @staticmethod
+    @cache
+    def on(trainer: type[Trainer]) -> Any:
+        """Return ``trainer``, a class, with this mixin."""
+        return type(f"Gemini{trainer.__name__}", (GeminiTrainerMixin, trainer), {"__module__": __name__})
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -89,7 +107,8 @@ class GeminiTrainerMixin:
             self._manage(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if type(self.accelerator) is Accelerator:
-            self.accelerator.__class__ = GeminiAccelerator
+            self.accelerator.__class__ = _TrainersAccelerator
+            self.accelerator.manage_reference = self._manage_reference
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make the model anew, managed; one that was made before returns its memory."""
@@ -108,6 +127,15 @@ class GeminiTrainerMixin:
                 f"the model is managed already; leave gemini={self._options!r} out, or give it where the "
                 "model is loaded"
             )
+
+    def _manage_reference(self, model: nn.Module) -> None:
+        """Manage what is only evaluated; without masters, which are for what changes."""
+        if not getattr(self.args, "sync_ref_model", False):
+            model.requires_grad_(False)
+        if self._reference_options is None:
+            manage(model, config=self.handle.config)
+        else:
+            manage(model, **self._reference_options)
 
     @property
     def handle(self) -> ManagedModel:
@@ -175,15 +203,43 @@ class GeminiTrainerMixin:
     # -- what is logged --------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Train on a batch, whose tokens are counted."""
+        """Train on a batch, whose tokens are counted. With ``auto_find_batch_size`` a pass that runs out of
+        memory is repeated with less model data on DEVICE before the Trainer takes a smaller batch."""
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = inputs.get(name) if hasattr(inputs, "get") else None
         self._figures.num_tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
-        return super().training_step(model, inputs, *args, **options)  # type: ignore[misc]
+
+        def step() -> Any:
+            given = copy.copy(inputs)  # what a trainer takes out of it is there at the second call
+            return super(GeminiTrainerMixin, self).training_step(model, given, *args, **options)  # type: ignore[misc]
+
+        if not self.args.auto_find_batch_size or self.handle.peers is not None:
+            return step()
+        try:
+            return retry_step(self.handle, step)
+        except (OutOfBudgetError, StateError) as error:
+            if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
+                raise
+            self.handle.zero_grad()
+            raise RuntimeError(f"{error}: out of memory.") from error  # what Accelerate looks for
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
     """transformers' Trainer for a managed model; see :class:`GeminiTrainerMixin`."""
+
+
+class _TrainersAccelerator(GeminiAccelerator):
+    """An accelerator that also has managed what its trainer evaluates beside the model."""
+
+    manage_reference: Callable[[nn.Module], None]
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As :meth:`GeminiAccelerator.prepare_model`; before a model goes whole where operators run."""
+        if evaluation_mode and managed(model) is None:
+            self.manage_reference(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

@@ -21,7 +21,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel
 from gemini.model.preparation import prepared
 from gemini.model.retry import retry_step
-from gemini.model.state_as_part import refuse_assign
+from gemini.model.state_as_part import refuse_assign, torchs_checkpoint_asks
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
@@ -191,6 +191,15 @@ class ManagedModule(nn.Module):
     ) -> Any:
         """Copy weights into the chunks; as :meth:`gemini.GeminiDDP.load_state_dict`."""
         return self._gemini.load_state_dict(state_dict, strict, assign)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the managed tensors by name; to torch.distributed.checkpoint what the handle does, where
+        they have masters, or where ranks would have to read all of them together."""
+        handle = self._gemini
+        partial = handle.config.precision is not None or handle.peers is not None
+        if partial and torchs_checkpoint_asks():
+            return handle.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""

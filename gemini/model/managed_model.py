@@ -120,16 +120,26 @@ class ManagedModel:
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
-        training = torch.is_grad_enabled()
-        self.compiled.begin_pass(training=training)
-        activations = self.manager.activations if training else None
-        saving = activations.saving(self.module) if activations is not None else nullcontext()
-        manager, watched = self.manager, self.unfollowed.inside(training)
-        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
+        with self._forward_pass():
             outputs = call(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
+
+    @contextmanager
+    def _forward_pass(self) -> Iterator[None]:
+        """Run a forward pass within the block. One inside another is a part of it: a training step that a
+        trainer calls in the place of the module calls the module in turn."""
+        manager, training = self.manager, torch.is_grad_enabled()
+        if self.unfollowed.in_pass and training == manager.in_step:
+            yield
+            return
+        self.compiled.begin_pass(training=training)
+        activations = manager.activations if training else None
+        saving = activations.saving(self.module) if activations is not None else nullcontext()
+        watched = self.unfollowed.inside(training)
+        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from gemini.model.managed_model import ManagedModel
 from gemini.model.weights import import_weights
 from gemini.model.wrapper import Wrapper
 
+_HELPER = "torch.distributed.checkpoint.state_dict"
+
 
 class NamedAsWrapped(Wrapper):
     """A wrapper whose state has the names of the module that it wraps, its ``module``."""
@@ -22,6 +25,13 @@ class NamedAsWrapped(Wrapper):
         """Tell torch.distributed.checkpoint that ``module`` is no part of names; where each begins there."""
         inner = cast("nn.Module", self.module)
         return dict.fromkeys(("", *inner._modules, *inner._parameters, *inner._buffers), "module")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As a module's. To torch.distributed.checkpoint without ``module``, which it takes off for torch's
+        own wrapper only: it looks for the states of an optimizer under the names of weights."""
+        if torchs_checkpoint_asks():
+            return cast("nn.Module", self.module).named_parameters(*args, **kwargs)
+        return super().named_parameters(*args, **kwargs)
 
 
 class LoadsAsPart(NamedAsWrapped):
@@ -98,6 +108,11 @@ def _load_part(wrapper: LoadsAsPart, keys: Any) -> None:
     if load.strict:
         keys.missing_keys.extend(load.prefix + key for key in found.missing_keys)
         keys.unexpected_keys.extend(load.prefix + key for key in found.unexpected_keys)
+
+
+def torchs_checkpoint_asks() -> bool:
+    """Say whether the caller of the function that asks is torch.distributed.checkpoint's own."""
+    return sys._getframe(2).f_globals.get("__name__") == _HELPER
 
 
 def refuse_assign(assign: bool) -> None:

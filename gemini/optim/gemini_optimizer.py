@@ -146,6 +146,10 @@ class GeminiOptimizer(ManagedGroups):
         model.manager.order.update_in_backward(self._in_backward is not None)
         take_over_state(self, optim)
 
+    @property
+    def _gemini(self) -> ManagedModel:
+        return self.model  # also where a trainer's class stands before it, without its attributes
+
     # -- one iteration ---------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ class Unfollowed:
 
     def __init__(self, module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
         self._storage, self._manager = storage, manager
-        self._in_pass = False  # of the wrapper
+        self.in_pass = False  # of the wrapper
         self._said: set[str] = set()
         self._gradients = 0  # that had arrived when the pass before began
         self._unseen = 0
@@ -40,15 +40,15 @@ class Unfollowed:
         """Be in a forward pass of the wrapper for the block."""
         if training and self._manager.step == 0:
             self._look_for_steps()
-        outer, self._in_pass = self._in_pass, True
+        outer, self.in_pass = self.in_pass, True
         try:
             yield
         finally:
-            self._in_pass = outer
+            self.in_pass = outer
 
     def note_call(self) -> None:
         """The module was called, perhaps by its wrapper."""
-        if not self._in_pass and torch.is_grad_enabled():
+        if not self.in_pass and torch.is_grad_enabled():
             self._say(
                 "the managed module is called itself, past its GeminiDDP: operators fetch what they need, "
                 "but nothing is recorded, planned or prefetched; call the GeminiDDP"

@@ -149,3 +149,47 @@ def test_a_model_that_the_trainer_makes_is_managed_too(tmp_path: Path) -> None:
         logs.append(figures(trainer))
     assert logs[0] == logs[1]
     assert gemini.handle_of(trainer.model).stats()["step"] == 6
+
+
+class Full(torch.nn.Module):
+    """Has no memory for more than ``rows`` rows; for none ``times`` times."""
+
+    def __init__(self, rows: int, times: int) -> None:
+        super().__init__()
+        self.rows, self.times, self.calls = rows, times, []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(hidden))
+        if len(hidden) > self.rows or len(self.calls) in range(3, 3 + self.times):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("memory", "accumulate", "batches"),
+    [((1, 0), 1, [2, 2, *[1] * 12]), ((2, 2), 3, [2, 2, 2, 1, *[1] * 12])],
+    ids=["never fits", "gradients were there"],
+)
+def test_a_batch_that_does_not_fit_twice_becomes_smaller(
+    memory: tuple[int, int], accumulate: int, batches: list[int], tmp_path: Path
+) -> None:
+    model = build()
+    model.model.norm = torch.nn.Sequential(model.model.norm, Full(*memory))
+    args = arguments(tmp_path, auto_find_batch_size=True, gradient_accumulation_steps=accumulate)
+    trainer = GeminiTrainer(model=model, args=args, train_dataset=Tokens(12), gemini=tight(str(tmp_path)))
+    trainer.train()
+    assert model.model.norm[1].calls == batches
+    assert len([log for log in figures(trainer) if "loss" in log]) == 12 // accumulate
+
+
+def test_a_pass_without_memory_is_repeated_with_the_same_batch(tmp_path: Path) -> None:
+    model = build()
+    model.model.norm = torch.nn.Sequential(model.model.norm, Full(2, 1))
+    args = arguments(tmp_path, auto_find_batch_size=True)
+    trainer = GeminiTrainer(model=model, args=args, train_dataset=Tokens(12), gemini=tight(str(tmp_path)))
+    trainer.train()
+    assert model.model.norm[1].calls == [2] * 7
+    want = unmanaged(arguments(tmp_path / "want"))
+    assert [log["loss"] for log in figures(trainer)] == [
+        log["loss"] for log in figures(want) if "loss" in log
+    ]

@@ -86,8 +86,7 @@ def in_one_thread(doing: str) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            owner = vars(self).get("model", self)  # an optimizer's
-            with getattr(owner, "_gemini", owner).manager.threads.inside(doing):
+            with getattr(self, "_gemini", self).manager.threads.inside(doing):
                 return method(self, *args, **kwargs)
 
         return cast(_Method, call)

@@ -1,0 +1,339 @@
+"""Lightning with managed models: ``from gemini.integrations.lightning import GeminiStrategy``.
+
+That import and the line that makes the Trainer are the ones that change::
+
+    trainer = Trainer(max_epochs=1, strategy=GeminiStrategy(device_bytes="8GiB", disk_dir="/mnt/nvme"))
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gemini.checkpoint import CheckpointReader, load, save
+from gemini.errors import ConfigError
+from gemini.model.in_place import manage
+from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.optim import GeminiOptimizer
+from gemini.runtime.config import GeminiConfig
+
+_FOLDER = "gemini"
+_REST = "lightning.ckpt"
+_NAME = "gemini_checkpoint"  # the one in the folder that belongs to the rest
+
+
+class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
+    """Trains a LightningModule in chunks, with the numbers of an unmanaged one, on one process or several.
+
+    The module is managed in place when the Trainer sets it up, after ``precision`` has converted it, and
+    stays so. What ``configure_optimizers`` returns is given to GeminiOptimizer, unless it is one, and clips.
+    A checkpoint is a directory: everything in the streamed format of :mod:`gemini.checkpoint`, and the rest
+    of what Lightning keeps in one file. Those of weights only are files of Lightning's, which may be loaded
+    from other strategies, too.
+
+    Args:
+        gemini_optimizer: options of :class:`gemini.GeminiOptimizer`, such as ``overlap``.
+        cluster_environment, checkpoint_io, precision_plugin, process_group_backend: Lightning's own.
+        options: those of :func:`gemini.manage`.
+
+    Raises:
+        ConfigError: an option is unknown; later, ``precision`` scales gradients, or the module is managed
+            already with other options.
+    """
+
+    strategy_name = "gemini"
+
+    def __init__(
+        self,
+        *,
+        gemini_optimizer: Mapping[str, Any] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+        )
+        self._options = options
+        self._optimizer_options = dict(gemini_optimizer or {})
+        self._saved: Path | None = None
+
+    @property
+    def handle(self) -> ManagedModel:
+        """The handle of the module that is trained: ``stats()``, ``plan()``, ``record_timeline()``."""
+        return handle_of(self._module)
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Start the other processes, where there are to be some."""
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Join the other ranks; nothing where there are none."""
+        self.set_world_ranks()
+        if self.world_size > 1:
+            super().setup_distributed()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Convert the module and manage it; then make the optimizers, whose states go into chunks."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError(
+                "precision='16-mixed' scales gradients that are not in chunks; choose 'bf16-mixed', or leave "
+                "it out and give GeminiStrategy(mixed_precision='fp16')"
+            )
+        if self.world_size == 1:  # it would shuffle other rows than those of an unmanaged run
+            trainer._accelerator_connector.use_distributed_sampler = False
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._layer_sync is not None and "_gemini" not in vars(self._module):
+            self.model = self._layer_sync.apply(self._module)
+        self.precision_plugin.convert_module(self._module)
+        self._manage()
+        self.model_to_device()  # buffers that came since, and what the module says of its device
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _manage(self) -> None:
+        handle = vars(self._module).get("_gemini")
+        if handle is None:
+            manage(self._module, device=self.root_device, **self._options)
+        elif self._options and handle.config != GeminiConfig.choose(None, **self._options):
+            raise ConfigError(
+                f"the module is managed already; leave the options {self._options!r} of GeminiStrategy out, "
+                "or call gemini.handle_of(module).release() before"
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Have what ``configure_optimizers`` returns update chunks; schedulers go on with its groups."""
+        super().setup_optimizers(trainer)
+        self.optimizers = [
+            optimizer
+            if isinstance(optimizer, GeminiOptimizer)
+            else GeminiOptimizer(optimizer, self.handle, **self._optimizer_options)
+            for optimizer in self.optimizers
+        ]
+
+    def setup_precision_plugin(self) -> None:
+        """Have the precision plugin clip what is in chunks."""
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if not isinstance(plugin, _ClipsInChunks):
+            kind: Any = type(plugin)
+            plugin.__class__ = _clipping(kind)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` as a forward pass of the managed module; one that steps
+        optimizers itself has such passes where it calls the module."""
+        step = self._module.training_step
+        with self.precision_plugin.train_step_context():
+            if not self._module.automatic_optimization:
+                return step(*args, **kwargs)
+            return self.handle.forward(step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``validation_step`` as an evaluation of the managed module."""
+        with self.precision_plugin.val_step_context():
+            return self.handle.forward(self._module.validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``test_step`` as an evaluation of the managed module."""
+        with self.precision_plugin.test_step_context():
+            return self.handle.forward(self._module.test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``predict_step`` as an evaluation of the managed module."""
+        with self.precision_plugin.predict_step_context():
+            return self.handle.forward(self._module.predict_step, args, kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the backward pass; by the optimizer where it scales losses or updates meanwhile."""
+        inner = unwrapped(optimizer)
+        if inner is None or (inner.loss_scale is None and inner.overlap != "backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        inner.backward(loss)
+        return self.precision_plugin.post_backward(loss, self._module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without an exchange."""
+        with self.handle.no_sync():
+            yield
+
+    def teardown(self) -> None:
+        """Return what is Lightning's. The module stays managed; so it can be tested, or trained further."""
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
+            part.teardown()
+
+    # -- files -----------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values go into chunks, which are there after setup."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: :meth:`save_checkpoint` writes weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing where :meth:`save_checkpoint` streams states: those of the only optimizer."""
+        if len(self.optimizers) == 1:
+            return {}
+        states: dict[str, Any] = optimizer.state_dict()
+        return states
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a directory; or a file of Lightning's, where ``checkpoint`` is of weights only or there are
+        several optimizers. All ranks call it.
+
+        Raises:
+            ConfigError: the path is not of a file system that is mounted.
+        """
+        path = _local(filepath)
+        if len(self.optimizers) != 1 or "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
+            if self.is_global_zero and (path / _REST).is_file():
+                shutil.rmtree(path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if self.is_global_zero and path.is_file():
+            path.unlink()
+        self.barrier()
+        # The one before stays until the file names this one: there is one that is whole at any time.
+        saved = save(path / _FOLDER, self.handle, self._only_optimizer(), keep=2)
+        super().save_checkpoint({**checkpoint, _NAME: saved.name}, path / _REST, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read what Lightning keeps; :meth:`load_model_state_dict` streams the rest of a directory."""
+        self._saved = None
+        path = Path(checkpoint_path)
+        if not (path / _REST).is_file():
+            return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
+        checkpoint = super().load_checkpoint(path / _REST, weights_only)
+        self._saved = path / _FOLDER / checkpoint.pop(_NAME)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into chunks; from a directory states, too, where there is an optimizer."""
+        if self._saved is None:
+            super().load_model_state_dict(checkpoint, strict)
+        elif self.optimizers:
+            load(self._saved, self.handle, self._only_optimizer())
+        else:
+            with CheckpointReader(self._saved) as reader:
+                self._module.load_state_dict(_Weights(reader), strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states into chunks, those of a file of Lightning's."""
+        if self._saved is None:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+    def _only_optimizer(self) -> GeminiOptimizer:
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                f"a directory has the states of one optimizer, and there are {len(self.optimizers)}; load a "
+                "file that was saved with as many"
+            )
+        found = unwrapped(self.optimizers[0])
+        assert found is not None
+        return found
+
+
+class _Weights(Mapping[str, torch.Tensor]):
+    """The weights and buffers of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._reader.weight(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.weights)
+
+    def __len__(self) -> int:
+        return len(self._reader.weights)
+
+
+class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
+    """A precision plugin that has the optimizer clip gradients in chunks."""
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clamp gradients inside the update."""
+        inner = unwrapped(optimizer)
+        if inner is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            inner.clip_grad_by_value(clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Scale gradients inside the update; as torch does it, in their type, where they have 16 bits."""
+        inner = unwrapped(optimizer)
+        if inner is None or _is_narrow(inner):
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            inner.clip_grad_by_norm(clip_val)
+
+
+def _is_narrow(optimizer: GeminiOptimizer) -> bool:
+    """Say whether torch's clipping may be asked, and its norm is not ours: in fewer bits."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = optimizer.model.config.precision is None and optimizer.model.peers is None
+    return own and any(param.dtype.itemsize < 4 for param in params)
+
+
+@cache
+def _clipping(plugin: type[Precision]) -> type[Precision]:
+    """Return ``plugin`` with :class:`_ClipsInChunks`, under its name, which Lightning's checkpoints have."""
+    names = {"__module__": plugin.__module__, "__qualname__": plugin.__qualname__}
+    return type(plugin.__name__, (_ClipsInChunks, plugin), names)
+
+
+def unwrapped(optimizer: Any) -> GeminiOptimizer | None:
+    """Return the GeminiOptimizer that Lightning has wrapped; None: it is another."""
+    found = getattr(optimizer, "_optimizer", optimizer)
+    return found if isinstance(found, GeminiOptimizer) else None
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise ConfigError(
+            f"{os.fspath(path)} is on no mounted file system; save in a directory and copy it there"
+        )
+    return Path(path)
