@@ -211,7 +211,7 @@ def _offload(found: Conversion, zero: Keys, key: str) -> bool:
         found.say(keys.path("ratio"), BY_HAND, "gpu_margin_mem_ratio= of GeminiOptimizer; 'auto' measures")
     for name in keys.left():
         found.say(keys.path(name), NOT_NEEDED, "buffers are sized by the budget")
-    return device != "none"
+    return bool(device != "none")
 
 
 def _optimizer(found: Conversion, keys: Keys) -> None:
