@@ -219,6 +219,27 @@ class ChunkManager:
         self.drain()
         self._memory.trim(0)
 
+    def make_way(self, nbytes: int, limit_bytes: int) -> None:
+        """Start what leaves ``nbytes`` of ``limit_bytes``, the limit in force, free on DEVICE; do not wait.
+
+        Raises:
+            IoError: a transfer that ended meanwhile had failed; its chunk is where it was.
+        """
+        self._memory.follow()
+        table = self.table
+        try:
+            if self._in_flight:
+                self._reap()
+            table.set_limit(max(0, limit_bytes - nbytes))
+            try:
+                actions = table.access_untraced(())
+            finally:
+                table.set_limit(limit_bytes)
+            self._execute(actions)
+        except BaseException:
+            self._needs_reconcile = True
+            raise
+
     def drain(self) -> None:
         """Wait for every transfer under way.
 

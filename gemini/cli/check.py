@@ -20,6 +20,7 @@ from gemini.system.device import free_memory_bytes
 from gemini.system.threads import usable_processors
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
+LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning")  # what models and trainers come from
 PROBE_BYTES = 1 << 20
 HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 REBUILD = "pip install --force-reinstall --no-deps .   (in the checkout)"
@@ -34,7 +35,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show what this machine and this build have, and what is missing",
         description="Show versions, compiled parts, CPU, memory, I/O and GPU, and what would add the rest.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    shape.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print it for a report of an issue: no paths, no names of hosts",
+    )
     parser.add_argument(
         "--dir",
         type=Path,
@@ -50,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     facts = collect(options.dir)
     if options.json:
         print_json(facts)
+    elif options.markdown:
+        print(markdown(facts), end="")
     else:
         render(facts, Console())
     return 0
@@ -79,7 +88,7 @@ def collect(directory: Path) -> Facts:
 def versions() -> Facts:
     """Return the versions of gemini, Python and the packages; None where one is not installed."""
     found: Facts = {"gemini": _C.build_info()["version"], "python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *LIBRARIES):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -143,10 +152,20 @@ def io(directory: Path) -> Facts:
     return {
         "backend": backend,
         "directory": str(directory.resolve()),
+        "file_system": _file_system(directory),
         "direct": direct,
         "free_bytes": psutil.disk_usage(str(directory)).free,
         "uring_refusal": _C.uring_refusal() or None,
     }
+
+
+def _file_system(directory: Path) -> str:
+    """Return the type of the file system that a directory is on, ``unknown`` where nobody says."""
+    where = directory.resolve()
+    found = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
+    # Of several mounted at one place the last one is seen.
+    nearest = max(found, key=lambda part: (len(part.mountpoint), found.index(part)), default=None)
+    return nearest.fstype if nearest is not None else "unknown"
 
 
 def gpu() -> Facts:
@@ -190,14 +209,7 @@ def render(facts: Facts, console: Console) -> None:
     table.add_column(style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for section, rows in (
-        ("versions", facts["versions"].items()),
-        ("compiled", _compiled_rows(facts["compiled"])),
-        ("CPU", _cpu_rows(facts["cpu"])),
-        ("memory", _memory_rows(facts["memory"])),
-        ("I/O", _io_rows(facts["io"])),
-        ("GPU", _gpu_rows(facts["gpu"], facts["compiled"])),
-    ):
+    for section, rows in _sections(facts):
         for index, (label, value) in enumerate(rows):
             table.add_row("" if index else section, label, "not installed" if value is None else str(value))
         table.add_section()
@@ -209,7 +221,37 @@ def render(facts: Facts, console: Console) -> None:
         console.print(f"         {entry['command']}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _compiled_rows(compiled: Facts) -> list[tuple[str, str]]:
+def markdown(facts: Facts) -> str:
+    """Return the facts as a table for a report of an issue, without what tells whose machine it is: the
+    directory and the commands that name it. What is not installed is left out."""
+    lines = ["| | | |", "|---|---|---|"]
+    for section, rows in _sections(facts):
+        shown = [(label, value) for label, value in rows if value is not None]
+        if section == "I/O":
+            io = facts["io"]
+            at = f"{io['file_system']}, free {format_bytes(io['free_bytes'])}"
+            shown = [
+                ("file system", at) if label == "directory" else (label, value) for label, value in shown
+            ]
+        for index, (label, value) in enumerate(shown):
+            text = " ".join(str(value).split()).replace("|", "\\|")
+            lines.append(f"| {'' if index else section} | {label} | {text} |")
+    absent = ", ".join(entry["what"] for entry in facts["missing"]) or "nothing"
+    return "\n".join([*lines, f"| missing | | {absent} |"]) + "\n"
+
+
+def _sections(facts: Facts) -> list[tuple[str, list[tuple[str, Any]]]]:
+    return [
+        ("versions", list(facts["versions"].items())),
+        ("compiled", _compiled_rows(facts["compiled"])),
+        ("CPU", _cpu_rows(facts["cpu"])),
+        ("memory", _memory_rows(facts["memory"])),
+        ("I/O", _io_rows(facts["io"])),
+        ("GPU", _gpu_rows(facts["gpu"], facts["compiled"])),
+    ]
+
+
+def _compiled_rows(compiled: Facts) -> list[tuple[str, Any]]:
     rows = [
         ("compiler", compiled["compiler"]),
         ("CUDA part", compiled["cuda"] or "no"),
@@ -218,7 +260,7 @@ def _compiled_rows(compiled: Facts) -> list[tuple[str, str]]:
     return [*rows, ("sanitizers", compiled["sanitize"])] if compiled["sanitize"] else rows
 
 
-def _cpu_rows(cpu: Facts) -> list[tuple[str, str]]:
+def _cpu_rows(cpu: Facts) -> list[tuple[str, Any]]:
     others = ", ".join(isa for isa in cpu["adam_isas"] if isa != cpu["adam_isa"])
     return [
         ("model", cpu["model"]),
@@ -227,7 +269,7 @@ def _cpu_rows(cpu: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def _memory_rows(memory: Facts) -> list[tuple[str, str]]:
+def _memory_rows(memory: Facts) -> list[tuple[str, Any]]:
     locked = memory["memlock_bytes"]
     return [
         ("RAM", f"{format_bytes(memory['total_bytes'])}, free {format_bytes(memory['free_bytes'])}"),
@@ -236,7 +278,7 @@ def _memory_rows(memory: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def _io_rows(io: Facts) -> list[tuple[str, str]]:
+def _io_rows(io: Facts) -> list[tuple[str, Any]]:
     return [
         ("backend", io["backend"]),
         ("directory", f"{io['directory']}, free {format_bytes(io['free_bytes'])}"),
@@ -245,7 +287,7 @@ def _io_rows(io: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def _gpu_rows(gpu: Facts, compiled: Facts) -> list[tuple[str, str]]:
+def _gpu_rows(gpu: Facts, compiled: Facts) -> list[tuple[str, Any]]:
     rows = [("torch's CUDA", gpu["torch_cuda"] or "none")]
     for device in gpu["devices"]:
         capability = ".".join(str(number) for number in device["capability"])

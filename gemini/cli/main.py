@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gemini._C import build_info
-from gemini.cli import check, ckpt, finetune, mode_speeds, plan, run, simulate, trace, train
+from gemini.cli import check, ckpt, convert_config, finetune, mode_speeds, plan, run, simulate, trace, train
 from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
@@ -26,6 +26,7 @@ COMMANDS: dict[str, AddParser] = {
     "finetune": finetune.add_parser,
     "run": run.add_parser,
     "ckpt": ckpt.add_parser,
+    "convert-config": convert_config.add_parser,
     "trace": trace.add_parser,
     "simulate": simulate.add_parser,
     "benchmark": mode_speeds.add_parser,
@@ -44,6 +45,7 @@ start here:
   gemini run --nproc-per-node 4 train.py
                                        a program on four ranks; --host a,b for two machines
   gemini ckpt verify out/run           inspect, verify and convert its checkpoints
+  gemini convert-config ds_config.json our call for a configuration of DeepSpeed or Accelerate
   gemini trace --device-bytes 64MiB --disk-dir .
                                        see where the time of its steps goes, as a page for any browser
   gemini simulate --help               what a recorded step would take elsewhere

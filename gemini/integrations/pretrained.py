@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredValues
 from gemini.model.ddp import GeminiDDP
-from gemini.model.in_place import manage
-from gemini.model.managed_model import handle_of
-from gemini.runtime import init_on
+from gemini.model.in_place import manage_without_values
+from gemini.model.weights import import_weights
+from gemini.runtime import Filling, init_on, initialize_buffers
 from gemini.system.config import keyword_names
 
 _MANAGED = keyword_names(GeminiDDP) - {"module"}
@@ -106,12 +106,21 @@ def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[s
     with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()
-        manage(module, **options)
-        handle = handle_of(module)
+        opened, built = manage_without_values(module, "from_pretrained()", **options)
         try:
-            handle.load_state_dict(_TiedValues(files, module))  # type: ignore[attr-defined]
-        except BaseException as error:
-            handle.leave(type(error), error)
+            initialize_buffers(module)
+            values = _TiedValues(files, module)
+            handle = opened.finish(built)
+            files.expect(values.stored_names())
+            filling = Filling(built.storage, built.manager)
+            import_weights(handle, values, strict=True, fill=filling.write)
+            filling.finish()
+            sharding = built.manager.sharding
+            if sharding is not None:
+                for buffer in module.buffers():
+                    sharding.agree_on(buffer)
+        except BaseException:
+            built.manager.close(run_pending=False)
             raise
     return module
 
@@ -123,6 +132,15 @@ class _TiedValues(StoredValues):
         super().__init__(files)
         self._names = {name: name for name in files}
         self._names |= _other_names(module, files)
+        self._wanted = list(module.state_dict(keep_vars=True))
+
+    def stored_names(self) -> Iterable[str]:
+        """Return the names in the files in the order in which the module takes them."""
+        return dict.fromkeys(self._names[name] for name in self._wanted if name in self._names)
+
+    def outline(self, name: str) -> torch.Tensor:
+        """Return a tensor without values: its shape and type."""
+        return super().outline(self._names[name])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return super().__getitem__(self._names[name])

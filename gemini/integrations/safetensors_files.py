@@ -7,7 +7,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gemini.errors import CheckpointError
+from gemini.integrations.tensor_reads import TensorReads
 from gemini.system.files import open_regular, parse_json, read_regular
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,8 +28,7 @@ _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which ``[...]`` reads. ``begin`` is its first byte in the file; ``spent`` has what
-    was read of the same files and is needed no more: its memory goes before there is more."""
+    """A tensor in a file, which ``[...]`` reads, through ``reads``; ``begin`` is its first byte there."""
 
     name: str
     path: Path
@@ -37,7 +37,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    spent: list[torch.Tensor]
+    reads: TensorReads
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a copy of the tensor, or a part of one."""
-        whole = self.read()
+        whole = self.reads.take(self)
         return whole if index is ... else whole[index]
 
     def read(self) -> torch.Tensor:
@@ -63,8 +63,6 @@ class StoredTensor:
         Raises:
             CheckpointError: the file cannot be read, or is too short.
         """
-        while self.spent:
-            self.spent.pop().untyped_storage().resize_(0)
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         end = self.begin + self.nbytes
         with suppress(OSError):  # a hint
@@ -95,7 +93,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
     def __init__(self, paths: list[Path], named: Mapping[str, str] | None = None) -> None:
         """Open ``paths``; ``named``: which file each tensor is in, as an index has it."""
-        self.spent: list[torch.Tensor] = []
+        self.reads = TensorReads()
         self._tensors: dict[str, StoredTensor] = {}
         self._stack = ExitStack()
         try:
@@ -154,7 +152,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 types[entry["dtype"]],
                 tuple(entry["shape"]),
                 8 + head + entry["data_offsets"][0],
-                self.spent,
+                self.reads,
             )
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -166,8 +164,14 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def expect(self, order: Iterable[str]) -> None:
+        """Say in which order the tensors will be asked for: they are read before that. See
+        :meth:`TensorReads.expect`."""
+        self.reads.expect([self._tensors[name] for name in order])
+
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self.reads.close()
         self._stack.close()
 
     def __enter__(self) -> SafetensorsFiles:
@@ -186,7 +190,12 @@ class StoredValues(Mapping[str, torch.Tensor]):
         self._files = files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._files[name].read()
+        return self._files[name][...]
+
+    def outline(self, name: str) -> torch.Tensor:
+        """Return a tensor without values: its shape and type."""
+        stored = self._files[name]
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

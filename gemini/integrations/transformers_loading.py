@@ -8,6 +8,7 @@ loading the parameters become managed; what it assigns to a module is written to
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from gemini.errors import ConfigError
 from gemini.integrations.adapters import Adapters
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
-from gemini.runtime import ManagedParameter, init_on, read_values, write_values
+from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import slot_of
 
@@ -120,6 +121,7 @@ class _Loading:
         self._adapters = adapters
         self._opened: Opened | None = None
         self._built: Built | None = None
+        self._filling: Filling | None = None
         self._written: set[str] = set()
         self._spent: list[torch.Tensor] | None = None
         # What transformers makes itself, as files lack it, by its id: the managed one in whose place it is.
@@ -157,7 +159,8 @@ class _Loading:
             return original(model, state, files, *rest, **options)
         with SafetensorsFiles([Path(file) for file in files]) as stored:
             self._begin(model, frozenset(_apart(model, stored)))
-            self._spent = stored.spent
+            self._spent = stored.reads.spent
+            stored.expect(sorted(stored, key=_natural))
             return original(model, dict(stored), files, *rest, **options)
 
     def _begin(self, model: Any, apart: frozenset[str]) -> None:
@@ -167,6 +170,7 @@ class _Loading:
         if self._adapters is not None:
             module = self._adapters.put_on(model)
         self._opened, self._built = manage_without_values(module, "from_pretrained()", **self._options)
+        self._filling = Filling(self._built.storage, self._built.manager)
         if self._adapters is not None:
             self._adapters.take_off()
 
@@ -188,6 +192,7 @@ class _Loading:
 
     def _write(self, target: ManagedParameter, values: torch.Tensor) -> None:
         assert self._built is not None
+        assert self._filling is not None
         slot, manager = slot_of(target), self._built.manager
         with torch.no_grad():
             if slot.name in self._written and not _are_equal(read_values(slot, manager), values):
@@ -195,11 +200,11 @@ class _Loading:
                     f"{slot.name!r} is tied by the config, and the files hold two different values for it: "
                     "give config.tie_word_embeddings=False"
                 )
-            write_values(slot, values.detach(), manager)
+            self._filling.write(slot, values.detach())
         self._written.add(slot.name)
 
     def _finish(self, model: Any) -> nn.Module:
-        if self._built is None or self._opened is None:
+        if self._built is None or self._opened is None or self._filling is None:
             raise ConfigError(
                 f"{type(model).__name__}.from_pretrained did not load as a model of transformers does; build "
                 "the module on 'meta' and give it to gemini.manage()"
@@ -207,6 +212,7 @@ class _Loading:
         self._take_fresh(model)
         if self._adapters is not None:
             self._adapters.give_values(self._write_new)
+        self._filling.finish()
         module = self._opened.module
         sharding = self._built.manager.sharding
         if sharding is not None:
@@ -228,12 +234,13 @@ class _Loading:
 
     def _write_new(self, target: nn.Parameter, values: torch.Tensor) -> None:
         assert self._built is not None
+        assert self._filling is not None
         manager = self._built.manager
         with torch.no_grad():
             plain = values.detach()
             if manager.sharding is not None:
                 manager.sharding.agree_on(plain)
-            write_values(slot_of(target), plain, manager)
+            self._filling.write(slot_of(target), plain)
 
 
 @contextmanager
@@ -272,6 +279,12 @@ def _one_at_a_time() -> Iterator[None]:
             del os.environ[_ONE_AT_A_TIME]
         else:
             os.environ[_ONE_AT_A_TIME] = before
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return what sorts names as transformers loads them: numbers by their size."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def _apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:

@@ -54,7 +54,8 @@ class StateLoad:
     """A state dict on its way into a module.
 
     ``keep`` takes a tensor that a hook has made and returns one with the same values that may be kept until
-    it is written.
+    it is written. A mapping with a method ``outline(name)``, which returns a tensor on ``meta``, is read
+    once: it is asked for that where only shapes are looked at.
 
     Raises:
         ConfigError: a value's shape is not that of its target, or it is no tensor. No weight was changed; nor
@@ -118,6 +119,8 @@ class StateLoad:
 
     def _visit(self, module: nn.Module, state: Any, prefix: str) -> ModuleLoad:
         load = ModuleLoad(module)
+        if isinstance(state, _LazyState):
+            state.outlined = _loads_as_torch_does(module)
         num_missing, num_unexpected = len(self._missing), len(self._unexpected)
         errors: list[str] = []
         with _Recorder(module, state, prefix) as recorder, _extra_states_to(load):
@@ -147,7 +150,7 @@ class StateLoad:
     def _reader(self, state: Any, key: str, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         if isinstance(state, _LazyState) and state.is_given(key):
             shape = value.shape
-            return lambda: state[key].reshape(shape)
+            return lambda: state.read(key).reshape(shape)
         address = _address(value)
         if address is not None and address not in self._given:
             value = self._keep(value)
@@ -202,7 +205,9 @@ class _LazyState(MutableMapping[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """``names``: those that there are; the value of one is its own where it is not to be read."""
+        self.outlined = False  # values are not looked at
         self._given = given
+        self._outline = getattr(given, "outline", given.__getitem__)
         self._names = dict(names)
         self._latest: dict[str, weakref.ref[Any]] = {}
 
@@ -215,6 +220,13 @@ class _LazyState(MutableMapping[str, Any]):
         """Say whether the value is the one that is read."""
         return self._names.get(key) is _READ
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._names  # of Mapping, this would read the value
+
+    def read(self, key: str) -> Any:
+        """Return a given value."""
+        return self._given[key]
+
     def under(self, prefix: str) -> _LazyState:
         """Return one with the names that begin with ``prefix``."""
         return _LazyState(self._given, {k: v for k, v in self._names.items() if k.startswith(prefix)})
@@ -223,7 +235,7 @@ class _LazyState(MutableMapping[str, Any]):
         value = self._names[key]
         if value is not _READ:
             return value
-        value = self._given[key]
+        value = self._outline(key) if self.outlined else self._given[key]
         if isinstance(value, torch.Tensor):
             self._latest[key] = weakref.ref(value)
         return value
@@ -252,6 +264,14 @@ def _own_copy(state: Mapping[str, Any]) -> Any:
     if hasattr(state, "_metadata"):
         copy._metadata = state._metadata
     return copy
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    """Say whether nothing of the module's own sees the values of a state on their way to where they are
+    copied."""
+    own = "_load_from_state_dict" in vars(module)
+    own = own or type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return not own and not module._load_state_dict_pre_hooks
 
 
 def _under(state: Any, prefix: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,14 @@ from gemini.errors import ConfigError, StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.model.state_loading import StateLoad
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
-from gemini.runtime import GeminiManager, ManagedParameter, ManagedTensor, read_values, write_values
+from gemini.runtime import (
+    GeminiManager,
+    ManagedParameter,
+    ManagedSlot,
+    ManagedTensor,
+    read_values,
+    write_values,
+)
 from gemini.runtime.intercept.param import plain_copy
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.config import parse_bytes
@@ -98,8 +105,15 @@ def _full_values(
         yield keys, value
 
 
-def import_weights(model: ManagedModel, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
-    """Do what :meth:`GeminiDDP.load_state_dict` does."""
+def import_weights(
+    model: ManagedModel,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    fill: Callable[[ManagedSlot, torch.Tensor], None] | None = None,
+) -> Any:
+    """Do what :meth:`GeminiDDP.load_state_dict` does; ``fill`` writes the values of managed weights, None: as
+    :func:`write_values`."""
     model.managed.refuse_exchanged("load_state_dict")
     rank = model.rank()
 
@@ -115,7 +129,7 @@ def import_weights(model: ManagedModel, state_dict: Mapping[str, Any], *, strict
     rank.together(model.manager.run_pending)
 
     def write() -> Any:
-        keys = load.carry_out(partial(_write, model))
+        keys = load.carry_out(partial(_write, model, fill=fill))
         _refuse_keys(keys, strict=strict)
         return keys
 
@@ -170,7 +184,12 @@ def _name_of(value: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def _write(model: ManagedModel, target: torch.Tensor, value: torch.Tensor) -> None:
+def _write(
+    model: ManagedModel,
+    target: torch.Tensor,
+    value: torch.Tensor,
+    fill: Callable[[ManagedSlot, torch.Tensor], None] | None = None,
+) -> None:
     """Copy a value into chunks, or into a buffer. Over several ranks each writes what it owns."""
     if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
         owner = value._ref.manager  # perhaps another model's
@@ -181,7 +200,10 @@ def _write(model: ManagedModel, target: torch.Tensor, value: torch.Tensor) -> No
     if not isinstance(target, ManagedParameter):
         target.copy_(value)
         return
-    write_values(slot_of(target), value, model.manager)
+    if fill is not None:
+        fill(slot_of(target), value)
+    else:
+        write_values(slot_of(target), value, model.manager)
     with torch._C.DisableTorchFunctionSubclass():
         increment_version(target)
 

@@ -9,6 +9,7 @@ from gemini.runtime.adopt import (
     write_range,
     write_values,
 )
+from gemini.runtime.filling import Filling
 from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr, TensorState
@@ -17,6 +18,7 @@ from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
 from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
 from gemini.runtime.storage.init import init_on
+from gemini.runtime.storage.initialize import initialize_buffers
 from gemini.runtime.storage.model_storage import (
     ChunkGroup,
     ManagedSlot,
@@ -27,6 +29,7 @@ __all__ = [
     "MASTER",
     "NO_SNAPSHOT",
     "ChunkGroup",
+    "Filling",
     "GeminiManager",
     "GroupSpec",
     "ManagedParameter",
@@ -40,6 +43,7 @@ __all__ = [
     "TensorState",
     "adopt_module",
     "init_on",
+    "initialize_buffers",
     "read_state",
     "read_values",
     "refresh_master",

@@ -161,7 +161,8 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
         if not param.is_meta:
             adopted.append(_adopt(param, slot, manager))
             continue
-        real = nn.Parameter(slot.param_view, requires_grad=param.requires_grad)
+        # .data: with a version counter of its own, which filling the chunk anew over ranks does not raise.
+        real = nn.Parameter(slot.param_view.data, requires_grad=param.requires_grad)
         replace_parameter(param, real, module)
         managed = module.get_parameter(name)
         manage(managed, slot)

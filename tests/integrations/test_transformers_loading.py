@@ -143,20 +143,21 @@ def test_a_class_that_transformers_has_not_is_refused(tmp_path: Path) -> None:
         gemini.from_pretrained(saved(llama(), LLAMA, tmp_path), "AutoModelForNothing")
 
 
-def test_one_tensor_at_a_time_is_held_beside_the_chunks(
+def test_no_more_than_the_largest_tensor_is_held_beside_the_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(llama(), LLAMA, tmp_path)
+    largest = max(param.nbytes for param in LLAMA.from_pretrained(tmp_path).parameters())
     read, held, most = StoredTensor.read, [], []
 
     def watched(tensor: StoredTensor) -> torch.Tensor:
         values = read(tensor)
+        held.append(weakref.ref(values.untyped_storage()))
         alive = [storage() for storage in held]
         most.append(sum(storage.nbytes() for storage in alive if storage is not None))
-        held.append(weakref.ref(values.untyped_storage()))
         return values
 
     monkeypatch.setattr(StoredTensor, "read", watched)
     gemini.from_pretrained(tmp_path, LLAMA, **tight(tmp_path))
     assert len(most) == 21
-    assert max(most) == 0
+    assert max(most) <= largest

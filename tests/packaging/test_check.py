@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,22 @@ def test_json_has_every_section_and_only_plain_data(
 def test_check_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
     check.collect(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_markdown_names_versions_and_the_disk_but_nobodys_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = check.versions() | {"peft": None, "transformers": "5.0|x"}
+    monkeypatch.setattr(check, "versions", lambda: versions)
+    assert main.main(["check", "--markdown", "--dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for told in (str(tmp_path), tmp_path.name, platform.node(), str(Path.home())):
+        assert not any(told in line for line in lines), told
+    assert "|  | transformers | 5.0\\|x |" in lines
+    assert any(line.startswith("|  | system | Linux ") for line in lines)
+    assert any(line.startswith("|  | file system | ") for line in lines)
+    assert not any("peft" in line for line in lines)
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {4}
 
 
 def test_check_of_a_missing_directory_is_an_error_that_names_it(

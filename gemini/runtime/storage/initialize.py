@@ -84,6 +84,16 @@ class Initialization:
             self.unset.append(full)
 
 
+@torch.no_grad()
+def initialize_buffers(module: nn.Module) -> None:
+    """Give the buffers of a module that are on ``meta`` what :class:`Initialization` gives them; parameters,
+    which are managed, are left alone. Raises ConfigError as it does."""
+    initialization = Initialization(module)
+    for name, owner in list(children_first(module)):
+        if any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
+            initialization.run(name, owner)
+
+
 def children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each submodule once, by its first name, in the order in which constructors end: that in which
     torch initializes."""

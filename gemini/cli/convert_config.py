@@ -1,0 +1,100 @@
+"""``gemini convert-config``: what a configuration of DeepSpeed or Accelerate becomes here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gemini.cli import accelerate_config, deepspeed_config
+from gemini.cli.console import Console, print_json
+from gemini.cli.conversion import Conversion
+from gemini.errors import ConfigError
+from gemini.system.files import parse_json, read_regular
+
+_LARGEST_BYTES = 2**20
+
+HELP = """\
+FILE is ds_config.json, or the YAML that accelerate config writes (FSDP or DeepSpeed). It is only read:
+nothing in it is run. Standard output is a program; what became of each key goes to standard error.
+
+examples:
+  gemini convert-config ds_config.json
+  gemini convert-config default_config.yaml > train.py
+  gemini convert-config ds_config.json --json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``convert-config`` command to ``subparsers``."""
+    parser = subparsers.add_parser(
+        "convert-config",
+        help="print our call for a configuration of DeepSpeed or Accelerate",
+        description="Print the call that a configuration becomes, and name each key that has no equivalent.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="ds_config.json, or a YAML of accelerate config"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: program, and keys with verdicts"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the conversion; return 0.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds what its own library refuses.
+    """
+    found = convert(options.file)
+    if options.json:
+        print_json(found.as_json())
+        return 0
+    print(found.program(), end="")
+    table = Table("key", "", "what to do", title=f"keys of {found.source}")
+    for key, verdict, text in found.keys:
+        table.add_row(key, verdict, text)
+    Console(stderr=True).print(table)
+    return 0
+
+
+def convert(path: Path) -> Conversion:
+    """Return what the configuration at ``path`` becomes. Raises ConfigError."""
+    document = _read(path)
+    is_accelerate = isinstance(document, dict) and document.keys() & {"distributed_type", "fsdp_config"}
+    part = accelerate_config if is_accelerate else deepspeed_config
+    found: Conversion = part.convert(document, ascii(path.name)[1:-1])  # one line of any name
+    return found
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = read_regular(path, _LARGEST_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml(path, text)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no JSON: {error}; name a YAML file .yaml, and save a Python dict as JSON"
+        ) from error
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(f"reading {path} needs pip install pyyaml; or save it as JSON") from error
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ConfigError(f"{path} has aliases (*name), which may grow without bound; write them out")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split()):.300}") from error
