@@ -1,9 +1,9 @@
 """Cases ``largest`` and ``compact``: the largest model under one real limit on resident memory, plain against
 managed.
 
-The watch kills a process whose resident memory exceeds the limit. Plain torch, in fp32, climbs a fixed ladder of
-sizes; the managed model must train with a multiple of the parameters of the highest rung that plain torch reached.
-In ``compact`` it trains in 8 bytes a parameter: bf16 weights with remainders and int8 moments.
+The watch kills a process whose resident memory exceeds the limit. Plain torch, in fp32, climbs a fixed
+ladder of sizes; the managed model must train with a multiple of the parameters of the highest rung that plain
+torch reached. In ``compact`` it trains in 8 bytes a parameter: bf16 weights with remainders and int8 moments.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ def _rows(settings: Settings, measured: dict[str, Any]) -> list[Row]:
 
 
 def _floor_options(session: Session, found: dict[str, Any]) -> dict[str, Any]:
-    return {"disk_dir": os.fspath(session.disk_dir), "file_bytes": min(found["disk_peak_bytes"], _FLOOR_BYTES)}
+    return {
+        "disk_dir": os.fspath(session.disk_dir),
+        "file_bytes": min(found["disk_peak_bytes"], _FLOOR_BYTES),
+    }
 
 
 def _plain_fits(

@@ -99,8 +99,9 @@ class PlainTrainee:
 class ManagedTrainee:
     """The same model under GeminiDDP, built on ``meta`` so that it is never whole outside its chunks.
 
-    ``compact``: bf16 weights with remainders and int8 moments in place of fp32. ``overlap`` and ``max_norm`` are
-    GeminiOptimizer's, ``budgets`` keywords of GeminiDDP. Close it, or leave that to the end of the process.
+    ``compact``: bf16 weights with remainders and int8 moments in place of fp32. ``overlap`` and ``max_norm``
+    are GeminiOptimizer's, ``budgets`` keywords of GeminiDDP. Close it, or leave that to the end of the
+    process.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ManagedTrainee:
         torch.manual_seed(_SEED)
         with init_on("meta"):
             module = GPT(config).to(torch.bfloat16 if compact else torch.float32)
-        # What is announced has room for fp32 states from the beginning: compact ones are made with the optimizer.
+        # A rule that is announced gets room for fp32 states; compact ones come with the optimizer.
         self.model = GeminiDDP(module, "cpu", optimizer_rule="none" if compact else "adam", **budgets)
         formats: dict[str, Any] = {"state_dtype": "int8", "master_remainders": True} if compact else {}
         adam = CPUAdam(self.model.parameters(), lr=_LEARNING_RATE, **formats)

@@ -108,7 +108,7 @@ def _add_runtime(kinds: Any) -> None:
     runtime.add_argument(
         "--limit",
         metavar="SIZE",
-        help="real memory limit of the cases 'largest' (default: 1GiB) and 'compact' (640MiB); --quick: 448MiB",
+        help="real memory limit of the cases largest (default: 1GiB) and compact (640MiB); quick: 448MiB",
     )
     add_common(runtime)
     runtime.set_defaults(run=run)
