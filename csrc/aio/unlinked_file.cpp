@@ -95,8 +95,9 @@ int allocate(int fd, int64_t nbytes) {
   do {
     code = ::fallocate(fd, 0, 0, nbytes) == 0 ? 0 : errno;
   } while (code == EINTR);
-  // glibc's posix_fallocate writes for EOPNOTSUPP alone; a sandbox says ENOSYS.
-  const bool unsupported = code == EOPNOTSUPP || code == ENOSYS;
+  // glibc's posix_fallocate writes for EOPNOTSUPP alone; a sandbox says ENOSYS or, of a file that
+  // may be written, EPERM.
+  const bool unsupported = code == EOPNOTSUPP || code == ENOSYS || code == EPERM;
   return unsupported ? fill_with_zeros(fd, nbytes) : code;
 #else
   return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;

@@ -133,7 +133,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             raise
         zeros = bytes(min(nbytes, _PART_BYTES))
         done = 0

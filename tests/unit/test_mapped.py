@@ -27,7 +27,7 @@ def open_files(directory: Path) -> list[os.stat_result]:
         pytest.skip("this kernel shows mapped files to root only")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
 def test_space_is_reserved_where_a_sandbox_knows_no_call_for_it(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
