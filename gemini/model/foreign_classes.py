@@ -1,8 +1,8 @@
 """Tensor classes that answer operators themselves: those on managed tensors are the runtime's all the same.
 
 Torch asks the classes of an operator's operands in their order, and the first that answers ends it: that of a
-nested tensor left of a weight answers for the weight. So each such class answers through here. See
-docs/notes/interception.md.
+nested tensor left of a weight answers for the weight. So each such class answers through here, as long as
+there are managed tensors. See docs/notes/interception.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch._C import _EnableTorchFunction as SubclassesAnswer
 
 from gemini.errors import ConfigError
+from gemini.runtime.gate.living import at_the_last
 from gemini.runtime.intercept.metadata import METADATA_FUNCTIONS
 from gemini.runtime.intercept.param import MANAGED, dispatch
 from gemini.runtime.intercept.special import SPECIAL
@@ -43,7 +44,7 @@ def intercept_foreign_classes() -> None:
         # Tensor's own leaves operands of other classes to them. What is no classmethod (Parameter's) answers
         # nothing.
         if owner is not torch.Tensor and type(answer) is classmethod:
-            setattr(owner, _NAME, _Intercepted(_intercepting(answer.__func__)))
+            _replace(owner, _NAME, _Intercepted(_intercepting(answer.__func__)))
 
 
 def _refuse_within(wrapper: Any) -> None:
@@ -64,7 +65,24 @@ def _refuse_within(wrapper: Any) -> None:
         return make(cls, *args, **kwargs)
 
     setattr(new, _REFUSES, True)
-    wrapper.__new__ = new
+    _replace(wrapper, "__new__", staticmethod(new))
+
+
+def _replace(owner: type, name: str, value: object) -> None:
+    """Set an attribute of ``owner``; put back what it had itself after the last model, unless somebody else
+    has replaced ours by then."""
+    before = owner.__dict__.get(name)
+
+    def undo() -> None:
+        if owner.__dict__.get(name) is not value:
+            return
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    setattr(owner, name, value)
+    at_the_last(undo)
 
 
 def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,51 @@ def test_the_compiler_still_traces_such_a_class(tmp_path: Path) -> None:
         model(x)
         compiled = torch.compile(lambda y: layer(y).sin(), backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), layer(x).sin())
+
+
+AFTERWARDS = """
+import gc
+import torch
+import torch.distributed.tensor
+from torch.autograd.function import BackwardCFunction
+import gemini
+
+def classes():
+    found = [torch.Tensor]
+    for cls in found:
+        found += type.__subclasses__(cls)
+    names = ("__torch_function__", "__new__")
+    others = [cls for cls in found if "Managed" not in cls.__name__]
+    kept = {(cls, name): vars(cls).get(name) for cls in others for name in names}
+    return kept | {(BackwardCFunction, "saved_tensors"): vars(BackwardCFunction).get("saved_tensors")}
+
+rows = torch.nested.nested_tensor_from_jagged(torch.ones(11, 8), torch.tensor([0, 3, 7, 11]))
+before = classes()
+for _ in range(2):
+    first, second = (gemini.GeminiDDP(torch.nn.Linear(8, 8)) for _ in range(2))
+    first(rows).values().sum().backward()
+    assert classes() != before
+    weight = first.module.weight
+    first.close()
+    del first
+    second(rows)
+    second.close()
+    del second
+    gc.collect()
+    try:
+        rows @ weight
+        raise SystemExit("the weight of a closed model was used")
+    except gemini.errors.StateError as error:
+        assert "was closed" in str(error), error
+    del weight
+    gc.collect()
+    now = classes()  # some more: more was imported
+    assert all(now[key] is value for key, value in before.items())
+    assert "_Intercepted" not in {type(value).__name__ for value in now.values()}
+print("as before")
+"""
+
+
+def test_classes_are_what_they_were_once_no_managed_tensor_is_left() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True)
+    assert done.stdout.strip() == "as before", done.stderr

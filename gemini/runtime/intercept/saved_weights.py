@@ -15,16 +15,17 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _FunctionBase
 from torch.autograd.function import BackwardCFunction
 
-from gemini.runtime.gate.living import parameter_at
+from gemini.runtime.gate.living import at_the_last, parameter_at
 from gemini.runtime.intercept.param import as_managed
 
 _NAME = "saved_tensors"
 
 
 def restore_saved_weights() -> None:
-    """Have custom functions that saved managed memory be given it as managed, from now on."""
+    """Have custom functions that saved managed memory be given it as managed, while there is some."""
     if _NAME not in BackwardCFunction.__dict__:
         setattr(BackwardCFunction, _NAME, property(_saved_tensors))
+        at_the_last(lambda: delattr(BackwardCFunction, _NAME))
 
 
 def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
