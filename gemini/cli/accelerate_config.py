@@ -58,15 +58,17 @@ def convert(document: Any, source: str) -> Conversion:
         found = Conversion(source)
         found.say("(optimizer)", BY_HAND, "HybridAdam's defaults are printed, give what the script has")
         _fsdp(found, keys.under("fsdp_config"))
-    precision = keys.take("mixed_precision", str, "no")
+    precision = keys.take("mixed_precision", (str, bool), "no")
     if precision in ("bf16", "fp16"):
         found.model["mixed_precision"] = f'"{precision}"'
         found.say("mixed_precision", DONE, f'mixed_precision="{precision}", fp32 masters are kept')
-    elif precision != "no":
+    elif precision not in ("no", False):  # YAML reads an unquoted no as false
         found.say("mixed_precision", NONE, f"no {precision}: bf16 or fp16")
     times = keys.take("gradient_accumulation_steps", int)
     if times not in (None, AUTO):
-        found.accumulate(max(1, times))
+        if times < 1:
+            raise ConfigError(f"{source}: gradient_accumulation_steps is {times}; it is to be 1 or more")
+        found.accumulate(times)
         found.say("gradient_accumulation_steps", DONE, "the loop: gradients stay until step()")
     for key in keys.left():
         found.say(key, *_LAUNCH)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from gemini.cli import accelerate_config, deepspeed_config
 from gemini.cli.console import Console, print_json
-from gemini.cli.conversion import Conversion
+from gemini.cli.conversion import Conversion, printable
 from gemini.errors import ConfigError
 from gemini.system.files import parse_json, read_regular
 
@@ -56,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
         print_json(found.as_json())
         return 0
     print(found.program(), end="")
-    table = Table("key", "", "what to do", title=f"keys of {found.source}")
+    table = Table("key", "", "what to do", title=Text(f"keys of {found.source}"))
     for key, verdict, text in found.keys:
-        table.add_row(key, verdict, text)
+        table.add_row(*(Text(printable(each)) for each in (key, verdict, text)))
     Console(stderr=True).print(table)
     return 0
 
@@ -93,8 +94,8 @@ def _yaml(path: Path, text: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"reading {path} needs pip install pyyaml; or save it as JSON") from error
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ConfigError(f"{path} has aliases (*name), which may grow without bound; write them out")
-        return yaml.safe_load(text)
+        if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split()):.300}") from error
+    raise ConfigError(f"{path} has aliases (*name), which may grow without bound; write them out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gemini.cli.conversion import AUTO, BY_HAND, DONE, NONE, NOT_NEEDED, Conversion, Keys
@@ -249,7 +250,7 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
     if betas == AUTO:
         found.say(given.path("betas"), BY_HAND, _FILLED)
     elif betas is not None and _takes(found.optimizer_class, "betas"):
-        if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
+        if len(betas) != 2 or not all(type(beta) in (int, float) and math.isfinite(beta) for beta in betas):
             raise ConfigError(
                 f"{found.source}: {given.path('betas')} is {betas!r:.100}; it is to be two numbers"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import Sequence
@@ -96,7 +97,11 @@ def address_of(host: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Say whether every machine takes this address for itself."""
-    return address in {"localhost", "::1"} or address.startswith("127.")
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return address.lower().rstrip(".") == "localhost" or address.startswith("127.")
+    return number.is_loopback or number.is_unspecified
 
 
 def is_this_machine(host: str) -> bool:

@@ -400,3 +400,9 @@ def test_hosts_that_cannot_be_reached_are_named_in_a_line(over: list[str]) -> No
         "gemini: error: 10.77.7.3 cannot be reached over ssh: ssh: connect to host 10.77.7.3 port 22: No "
         "route to host; nothing was started. --exclude leaves hosts out\n"
     )
+
+
+@pytest.mark.parametrize("address", ["LOCALHOST", "localhost.", "127.1", "0.0.0.0", "::", "0:0:0:0:0:0:0:1"])
+def test_machines_never_meet_where_each_finds_itself(address: str) -> None:
+    with pytest.raises(ConfigError, match="takes for itself"):
+        first_to_listen(["a", "b"], address, ["a", "b"])

@@ -192,7 +192,10 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
         ("a.json", '{"zero_optimization": {"offload_param": {"device": "nvme"}}}', "nvme_path is missing"),
         ("a.json", '{"zero_optimization": {"offload_param": {"device": "tape"}}}', "'tape'"),
         ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": ["x", 1]}}}', "two numbers"),
-        ("a.yaml", "a: &a [1]\nb: *a\n", "aliases"),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, NaN]}}}', "two numbers"),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1e999]}}}', "two numbers"),
+        ("a.yaml", "a: &a [1]\nb: *a\n", "a.yaml has aliases"),
+        ("a.yaml", "fsdp_config: {}\ngradient_accumulation_steps: 0\n", "1 or more"),
         ("a.yaml", "a: [", "no YAML"),
         ("a.yaml", "fsdp_config:\n  fsdp_sharding_strategy: HALF\n", "HALF"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "no YAML"),
@@ -231,3 +234,26 @@ def test_the_command_prints_a_program_and_json(tmp_path: Path, capsys: pytest.Ca
     assert main(["convert-config", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["program"] == out
     assert main(["convert-config", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize("key", ["[/red]", "[bold]x", "\ud800", "a\x1b[2J"])
+def test_any_key_is_printed_as_it_is(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(
+        {key: 1, "optimizer": {"type": key, "params": {key: 1}}}, tmp_path / "ds.json", disk=tmp_path
+    )
+    for option in ([], ["--json"]):
+        assert main(["convert-config", str(file), *option]) == 0
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err
+    assert key in [each["key"] for each in json.loads(out)["keys"]]
+
+
+def test_a_key_in_brackets_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written({"[red]": 1}, tmp_path / "ds.json", disk=tmp_path)
+    assert main(["convert-config", str(file)]) == 0
+    assert "[red]" in capsys.readouterr().err
+
+
+def test_an_unquoted_no_is_a_precision(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nmixed_precision: no\n")
+    assert "mixed_precision" not in convert(tmp_path / "a.yaml").model
