@@ -159,12 +159,19 @@ class ProcessGroupPeers(Peers):
         return self._aside.text
 
     def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        group = self._replicas
-        self.traffic.replicated += sum(sent.nbytes for _copy, sent, _got in messages)
+        group, sizes = self._replicas, [sent.nbytes for _copy, sent, _got in messages]
+        self.traffic.replicated += sum(sizes)
         ways = [dist.P2POp(dist.isend, sent, group=group, group_peer=copy) for copy, sent, _got in messages]
         ways += [dist.P2POp(dist.irecv, got, group=group, group_peer=copy) for copy, _sent, got in messages]
-        for work in dist.batch_isend_irecv(ways):
-            work.wait()
+        try:
+            works = dist.batch_isend_irecv(ways)
+        except RuntimeError as error:
+            raise self.attendance.explain(error) from error
+        if all(sent.device.type == "cpu" for _copy, sent, _got in messages):
+            self._as_one(works, max(sizes)).wait()
+            return
+        for work in works:
+            work.wait()  # only orders streams
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":

@@ -30,6 +30,7 @@ RECIPE = Recipe(clip=0.05, adam={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5})
 # What may happen to a save: the wire is cut, or a rank is killed.
 SPOILED = ("cut", "cut when published", "cut beside training", "first rank killed", "last rank killed")
 _START_SECONDS = 120.0  # until all ranks have imported torch, on a busy machine
+_REPORT_SECONDS = 60.0  # in which the last rank of a host reports after the first one
 _SENT = Path("/sys/class/net", WIRE, "statistics", "tx_bytes")
 
 
@@ -196,6 +197,16 @@ def main() -> None:
     finally:
         seen["ended"] = time.monotonic()
         torch.save(seen, order.report(int(os.environ["RANK"])))
+        _stay_for_neighbours(order)
+
+
+def _stay_for_neighbours(order: Order) -> None:
+    """Wait until all ranks of this host have reported: torchrun kills them when the first one has failed."""
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    reports = [order.report(first + rank) for rank in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
+    ends = time.monotonic() + _REPORT_SECONDS
+    while not all(report.exists() for report in reports) and time.monotonic() < ends:
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
