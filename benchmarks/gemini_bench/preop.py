@@ -112,13 +112,11 @@ def core(options: dict[str, Any]) -> dict[str, Any]:
     def called() -> None:
         for ids in moments:
             table.access(ids)
-            table.ready(ids)
             table.release(ids, False)
 
     def traced() -> None:
         for ids in moments:
             table.access(ids)
-            table.ready(ids)
             table.prefetch(2)
             table.usages()
             table.release(ids, False)

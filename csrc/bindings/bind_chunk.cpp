@@ -179,28 +179,14 @@ void bind_operators(Table& table) {
       .def("add_tensor", &ChunkTable::add_tensor, py::arg("chunk"))
       .def(
           "access",
-          [](ChunkTable& self, py::handle tensors) {
-            return to_tuple(self.access(IdList(tensors).view()));
+          [](ChunkTable& self, py::handle tensors, bool traced, bool on_host) -> py::object {
+            const IdList ids(tensors);
+            const Tier on = on_host ? Tier::kHost : Tier::kDevice;
+            const Actions actions = self.access(ids.view(), {.on = on, .traced = traced});
+            if (actions.empty() && !self.ready(ids.view())) return py::none();
+            return to_tuple(actions);
           },
-          py::arg("tensors"))
-      .def(
-          "access_untraced",
-          [](ChunkTable& self, py::handle tensors) {
-            return to_tuple(self.access_untraced(IdList(tensors).view()));
-          },
-          py::arg("tensors"))
-      .def(
-          "access_on_host",
-          [](ChunkTable& self, py::handle tensors) {
-            return to_tuple(self.access_on_host(IdList(tensors).view()));
-          },
-          py::arg("tensors"))
-      .def(
-          "access_on_host_untraced",
-          [](ChunkTable& self, py::handle tensors) {
-            return to_tuple(self.access_on_host_untraced(IdList(tensors).view()));
-          },
-          py::arg("tensors"))
+          py::arg("tensors"), py::arg("traced") = true, py::arg("on_host") = false)
       .def(
           "can_access_on_host",
           [](ChunkTable& self, py::handle tensors) {

@@ -132,28 +132,13 @@ void ChunkTable::end_access(TensorId id) {
   if (never_got_content) set_state(id, TensorState::kFree);
 }
 
-Actions ChunkTable::access(std::span<const TensorId> tensors) {
-  return begin(tensors, Tier::kDevice, true);
-}
-
-Actions ChunkTable::access_untraced(std::span<const TensorId> tensors) {
-  return begin(tensors, Tier::kDevice, false);
-}
-
-Actions ChunkTable::access_on_host(std::span<const TensorId> tensors) {
-  return begin(tensors, Tier::kHost, true);
-}
-
-Actions ChunkTable::access_on_host_untraced(std::span<const TensorId> tensors) {
-  return begin(tensors, Tier::kHost, false);
-}
-
 bool ChunkTable::can_access_on_host(std::span<const TensorId> tensors) {
   collect_chunks(tensors);
   return fits_on_host(chunks_, wanted_);
 }
 
-Actions ChunkTable::begin(std::span<const TensorId> tensors, Tier tier, bool traced) {
+Actions ChunkTable::access(std::span<const TensorId> tensors, Access how) {
+  const auto [tier, traced] = how;
   collect_chunks(tensors);
   if (tier == Tier::kHost) require_unpinned(Tier::kDevice);
   if (tier == Tier::kDevice && chunks_.num_pinned_on_host() > 0) require_unpinned(Tier::kHost);

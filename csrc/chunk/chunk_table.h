@@ -17,6 +17,13 @@
 
 namespace gemini {
 
+// How tensors are accessed: on DEVICE or on HOST; a traced access is recorded, and moves to the
+// next moment.
+struct Access {
+  Tier on = Tier::kDevice;
+  bool traced = true;
+};
+
 // A state machine for one thread, without I/O. It returns Actions; the executor performs them in
 // list order and reports each transfer by complete() or abort(). usage(tier) <= budget(tier)
 // always. After any exception the table is as it was before the call.
@@ -33,15 +40,11 @@ class ChunkTable {
 
   // --- operators ---
   // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
-  // that they become resident. Records the access and moves to the next moment; access_untraced()
-  // does neither. Throws OutOfBudget where it cannot be done, also after waiting.
-  Actions access(std::span<const TensorId> tensors);
-  Actions access_untraced(std::span<const TensorId> tensors);
-  // As access(), for an operator of the CPU, which uses the chunks where they lie on HOST. A chunk
-  // without content starts there, as zeros. Throws StateError where one is pinned on DEVICE, and
-  // OutOfBudget also where one lies on DISK alone: such operators run on DEVICE.
-  Actions access_on_host(std::span<const TensorId> tensors);
-  Actions access_on_host_untraced(std::span<const TensorId> tensors);
+  // that they become resident. Throws OutOfBudget where it cannot be done, also after waiting.
+  // On HOST operators of the CPU use chunks where they lie, and one without content starts as
+  // zeros; StateError where one is pinned on the other tier, OutOfBudget also where one lies on
+  // DISK alone: such operators run on DEVICE.
+  Actions access(std::span<const TensorId> tensors, Access how = {});
   [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
   // What can start now for tensors in COMPUTE; to be called after completions until ready().
   Actions ensure(std::span<const TensorId> tensors);
@@ -111,7 +114,6 @@ class ChunkTable {
 
   void require_unpinned(Tier tier) const;
   [[nodiscard]] bool usable(const Tensor& tensor) const;
-  Actions begin(std::span<const TensorId> tensors, Tier tier, bool traced);
   void begin_access(std::span<const TensorId> tensors, Tier tier);
   void unpin(const Tensor& tensor);
   void undo_access(std::span<const TensorId> tensors);

@@ -56,6 +56,7 @@ class ChunkManager:
         sizes, later = ([spec.nbytes for spec in each] for each in (specs, expected))
         self._disk = DiskFile(budgets, sum(sizes), self.table, sum(later))
         self._memory = device.open(sizes + later, budgets, self._disk.file)
+        self._runs_behind = device.has_own_memory  # operators go on after their calls returned
         self._expected_bytes: Counter[ChunkKind] = Counter()  # reserved for chunks that are not there yet
         for spec in expected:
             self._expected_bytes[spec.kind] += spec.nbytes
@@ -150,17 +151,14 @@ class ChunkManager:
             StateError: one for HOST is pinned on DEVICE, or the other way round.
         """
         asked_s = time.perf_counter() if self.observer is not None else 0.0
-        self._memory.follow()
+        if self._runs_behind:
+            self._memory.follow()
         if self._needs_reconcile:
             self._reconcile()
-        table = self.table
         try:
-            if on_host:
-                actions = (table.access_on_host if traced else table.access_on_host_untraced)(tensors)
-            else:
-                actions = table.access(tensors) if traced else table.access_untraced(tensors)
-            if actions or not table.ready(tensors):
-                self._settle(tensors, actions)
+            actions = self.table.access(tensors, traced, on_host)
+            if actions != ():
+                self._settle(tensors, actions or ())
         except BaseException:
             self._needs_reconcile = True
             raise
@@ -232,10 +230,10 @@ class ChunkManager:
                 self._reap()
             table.set_limit(max(0, limit_bytes - nbytes))
             try:
-                actions = table.access_untraced(())
+                actions = table.access((), traced=False)
             finally:
                 table.set_limit(limit_bytes)
-            self._execute(actions)
+            self._execute(actions or ())
         except BaseException:
             self._needs_reconcile = True
             raise

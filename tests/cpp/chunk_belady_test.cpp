@@ -16,6 +16,7 @@
 namespace gemini {
 namespace {
 
+using testing::kUntraced;
 using testing::text;
 using testing::World;
 
@@ -133,7 +134,8 @@ TEST(Divergence, OnTraceTheFurthestGoesAndOffTraceTheOldest) {
 TEST(Divergence, AnUntracedAccessStillKnowsTheSchedule) {
   World world = two_residents();
   run_two_moments(world);
-  EXPECT_EQ(text(world.table.access_untraced(std::vector<TensorId>{3})), "DROP 1 DEVICE, FETCH 3");
+  EXPECT_EQ(text(world.table.access(std::vector<TensorId>{3}, kUntraced)),
+            "DROP 1 DEVICE, FETCH 3");
   EXPECT_FALSE(world.table.diverged());
   EXPECT_EQ(world.table.moment(), 2);
 }

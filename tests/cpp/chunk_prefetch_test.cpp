@@ -12,6 +12,7 @@
 namespace gemini {
 namespace {
 
+using testing::kUntraced;
 using testing::text;
 using testing::World;
 using Accesses = std::vector<std::vector<ChunkId>>;
@@ -149,7 +150,7 @@ TEST(Step, TheRecordOfAStepIsItsSchedule) {
   World world({60, 0, 0}, {10, 10, 10});
   world.table.begin_step();
   world.use({2, 0, 2});
-  world.table.access_untraced(std::vector<TensorId>{1});
+  world.table.access(std::vector<TensorId>{1}, kUntraced);
   world.release({1});
   world.use({1});
   EXPECT_EQ(world.table.record().accesses(), (Accesses{{0, 2}, {1}}));
@@ -198,7 +199,7 @@ TEST(Step, ADivergedStepReservesTheWorstPeriod) {
   begin(world, {{0}, {1}}, {5, 25});
   world.use({0});
   EXPECT_EQ(world.table.limit(), 35);
-  world.table.access_untraced(std::vector<TensorId>{0});
+  world.table.access(std::vector<TensorId>{0}, kUntraced);
   EXPECT_EQ(world.table.limit(), 15);
   world.release({0});
   world.use({0});

@@ -13,6 +13,7 @@
 namespace gemini {
 namespace {
 
+using testing::kUntraced;
 using testing::text;
 using testing::World;
 
@@ -181,7 +182,7 @@ TEST(Room, AnAccessRecallsAChunkThatIsLeaving) {
   world.use({0});
   world.use({1});
   world.table.set_limit(10);
-  EXPECT_EQ(text(world.table.access_untraced({})), "EVICT 0");
+  EXPECT_EQ(text(world.table.access({}, kUntraced)), "EVICT 0");
   world.table.set_limit(20);
   EXPECT_EQ(text(world.access({0})), "");
   EXPECT_TRUE(world.table.ready(std::vector<TensorId>{0}));
@@ -195,7 +196,7 @@ TEST(Room, ARecalledChunkIsNotCountedAsComingFree) {
   world.use({0});
   world.use({1});
   world.table.set_limit(10);
-  EXPECT_EQ(text(world.table.access_untraced({})), "EVICT 0");
+  EXPECT_EQ(text(world.table.access({}, kUntraced)), "EVICT 0");
   world.table.set_limit(20);
   world.access({0});
   EXPECT_EQ(text(world.access({2})), "EVICT 1");
@@ -220,7 +221,7 @@ TEST(Room, WritingWhileLeavingVoidsTheCopy) {
     World world(budgets, {10});
     world.use({0});
     world.table.set_limit(0);
-    const Actions leaving = world.table.access_untraced({});
+    const Actions leaving = world.table.access({}, kUntraced);
     world.table.set_limit(10);
     world.access({0});
     world.release({0}, true);
@@ -260,7 +261,7 @@ TEST(Room, AnAbortedSpillKeepsTheExtentOfAnEarlierOne) {
   world.empty_device();
   world.use({0}, true);
   world.table.set_limit(0);
-  const Actions spill = world.table.access_untraced({});
+  const Actions spill = world.table.access({}, kUntraced);
   EXPECT_EQ(text(spill), "SPILL 0");
   EXPECT_EQ(world.table.abort(spill[0].id), Completion{});
   EXPECT_EQ(world.table.usage(Tier::kDisk), 10);
@@ -299,7 +300,7 @@ TEST(Room, AChunkUsedAgainWaitsForItsDoomedTransfer) {
   World world({10, 10, 0}, {10});
   world.use({0});
   world.table.set_limit(0);
-  const Actions evict = world.table.access_untraced({});
+  const Actions evict = world.table.access({}, kUntraced);
   world.table.set_limit(10);
   world.free({0});
   EXPECT_EQ(text(world.access({0})), "");

@@ -13,6 +13,9 @@
 
 namespace gemini::testing {
 
+inline constexpr Access kUntraced{.traced = false};
+inline constexpr Access kOnHost{.on = Tier::kHost};
+
 struct Budgets {
   int64_t device = 0;
   int64_t host = 0;
@@ -70,7 +73,7 @@ class World {
   void empty_device() {
     const int64_t limit = table.limit();
     table.set_limit(0);
-    note(table.access_untraced({}));
+    note(table.access({}, kUntraced));
     complete_all();
     table.set_limit(limit);
   }

@@ -10,6 +10,7 @@
 namespace gemini {
 namespace {
 
+using testing::kUntraced;
 using testing::text;
 using testing::World;
 
@@ -80,7 +81,7 @@ TEST(Flush, AWriteMeanwhileVoidsWhatArrives) {
   World world({40, 100, 0}, {10, 10});
   begin(world);
   write_first(world);
-  world.table.access_untraced(std::vector<TensorId>{0});
+  world.table.access(std::vector<TensorId>{0}, kUntraced);
   world.release({0}, true);
   const Completion completion = world.complete_next();
   EXPECT_TRUE(completion.destination_freed);

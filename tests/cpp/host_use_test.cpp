@@ -15,13 +15,14 @@
 namespace gemini {
 namespace {
 
+using testing::kOnHost;
 using testing::text;
 using testing::World;
 using Accesses = std::vector<std::vector<ChunkId>>;
 
 // What an executor does around such an operator.
 std::string use_on_host(World& world, const std::vector<TensorId>& tensors, bool dirty) {
-  Actions actions = world.table.access_on_host(tensors);
+  Actions actions = world.table.access(tensors, kOnHost);
   for (const Action& action : actions) {
     if (action.id != 0) world.table.complete(action.id);
   }
@@ -74,7 +75,7 @@ TEST(HostUse, WhatFindsNoRoomThereIsRefusedAndNothingHasChanged) {
   world.empty_device();
   world.use({1}, true);
   EXPECT_FALSE(world.table.can_access_on_host(std::vector<TensorId>{1}));
-  EXPECT_THROW(world.table.access_on_host(std::vector<TensorId>{1}), OutOfBudget);
+  EXPECT_THROW(world.table.access(std::vector<TensorId>{1}, kOnHost), OutOfBudget);
   world.table.check_invariants();
   EXPECT_EQ(world.valid(1), "DEVICE");
   EXPECT_EQ(world.table.tensor_state(1), TensorState::kHold);
@@ -84,9 +85,9 @@ TEST(HostUse, AChunkInUseOnOneTierIsRefusedOnTheOther) {
   World world({100, 100, 0}, {10});
   world.access({0});
   EXPECT_FALSE(world.table.can_access_on_host(std::vector<TensorId>{0}));
-  EXPECT_THROW(world.table.access_on_host(std::vector<TensorId>{0}), StateError);
+  EXPECT_THROW(world.table.access(std::vector<TensorId>{0}, kOnHost), StateError);
   world.release({0}, true);
-  world.table.access_on_host(std::vector<TensorId>{0});
+  world.table.access(std::vector<TensorId>{0}, kOnHost);
   EXPECT_THROW(world.table.access(std::vector<TensorId>{0}), StateError);
 }
 

@@ -11,6 +11,7 @@
 namespace gemini {
 namespace {
 
+using testing::kUntraced;
 using testing::World;
 using Modes = std::vector<std::string>;
 using Frees = std::vector<std::vector<ChunkId>>;
@@ -106,7 +107,7 @@ TEST(StepRecord, UntracedAccessesAreNotRecordedTheirWritesCountToTheLatestAccess
   World world({100, 100, 0}, {10, 10});
   world.use({0});
   world.use({0});
-  world.table.access_untraced(std::vector<TensorId>{0, 1});
+  world.table.access(std::vector<TensorId>{0, 1}, kUntraced);
   world.release({0, 1}, true);
   EXPECT_EQ(world.table.record().accesses(), (std::vector<std::vector<ChunkId>>{{0}, {0}}));
   EXPECT_EQ(world.table.record().modes(), (Modes{"w", "m"}));
@@ -128,7 +129,7 @@ TEST(StepRecord, ARefusedAccessLeavesTheRecordAsItWas) {
   world.use({0, 1});
   EXPECT_THROW(world.access({0, 2}), OutOfBudget);
   world.access({1});
-  world.table.access_untraced(std::vector<TensorId>{0});
+  world.table.access(std::vector<TensorId>{0}, kUntraced);
   world.release({0}, true);
   world.release({1});
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "mr", "r"}));

@@ -26,7 +26,7 @@ class Executor:
     def use(self, chunks: list[int], *, dirty: bool) -> None:
         """Use chunks, each of one tensor, to the end."""
         table = self._table
-        self._note(table.access(chunks))
+        self._note(table.access(chunks) or ())
         while not table.ready(chunks):
             if self._flights:
                 table.complete(self._flights.pop(self._random.randrange(len(self._flights))))

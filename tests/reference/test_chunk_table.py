@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,7 +38,7 @@ TIERS = (DEVICE, HOST, DISK)
 LEAVING = {Kind.EVICT, Kind.SPILL}
 INDEX = st.integers(0, 11)
 PICKS = st.lists(INDEX, max_size=3)
-Decision = Callable[[Sequence[int]], tuple[_C.Action, ...]]
+Decision = Callable[[Sequence[int]], tuple[_C.Action, ...] | None]
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -105,6 +106,9 @@ class TableMachine(RuleBasedStateMachine):
         wanted = self.chunks_of(tensors)
         try:
             actions = call(tensors)
+            if actions is None:
+                assert not self.table.ready(tensors)
+                actions = ()
         except OutOfBudgetError:
             assert self.model.must_refuse(wanted) or self.model.may_refuse(wanted)
             raise
@@ -128,7 +132,7 @@ class TableMachine(RuleBasedStateMachine):
         if traced:
             self.note_moment(self.chunks_of(tensors))
         try:
-            self.decide(self.table.access if traced else self.table.access_untraced, tensors)
+            self.decide(partial(self.table.access, traced=traced), tensors)
         except OutOfBudgetError:
             for tensor, (state, uses) in zip(self.model.tensors, before, strict=True):
                 self.model.chunks[tensor.chunk].pins -= tensor.uses - uses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,7 +32,7 @@ class HostMachine(TableMachine):
     ) -> None:
         tensors = self.pick_tensors(picks)
         wanted = self.chunks_of(tensors)
-        access = self.table.access_on_host if traced else self.table.access_on_host_untraced
+        access = partial(self.table.access, traced=traced, on_host=True)
         can = self.table.can_access_on_host(tensors)
         if any(self.model.chunks[i].pins for i in wanted):
             assert not can
@@ -47,7 +48,7 @@ class HostMachine(TableMachine):
         if traced:
             self.note_moment(wanted)
             self.diverged = self.schedule is not None  # no moment of a recorded step was on HOST
-        self.judge_on_host(actions, wanted)
+        self.judge_on_host(actions or (), wanted)
         if not self.wait_on_host(tensors, order):
             assert not can
             dirty = False
@@ -94,7 +95,7 @@ class HostMachine(TableMachine):
     def refuse_meanwhile(self, tensor: int, num_prefetch: int) -> None:
         """What is used on HOST is used there alone, and no transfer touches it."""
         with pytest.raises(StateError, match="in use on HOST"):
-            self.table.access_untraced((tensor,))
+            self.table.access((tensor,), traced=False)
         assert self.table.tensor_state(tensor) == COMPUTE
         chunk = self.model.tensors[tensor].chunk
         actions = self.table.prefetch(num_prefetch)

@@ -80,7 +80,7 @@ def test_auto_stores_what_is_saved_first_and_keeps_what_is_used_first() -> None:
     for fate, tensor in zip(fates, tensors, strict=True):
         assert not plan.next_stays(40)
         plan.note(40, fate)
-        for action in table.access([tensor]):
+        for action in table.access([tensor]) or ():
             if action.id:
                 table.complete(action.id)
         table.ensure([tensor])

@@ -60,7 +60,7 @@ def test_a_punch_that_fails_loses_no_transfer(tmp_path: Path, monkeypatch: pytes
         write(manager, tensors[tensor], tensor)
     manager.table.set_limit(0)
     completions: list[Any] = []
-    actions = manager.table.access_untraced(())  # all that is on DEVICE is to leave it
+    actions = manager.table.access((), traced=False)  # all that is on DEVICE is to leave it
     assert len(actions) == 2
     manager._execute(actions)
     manager.free([tensors[actions[0].chunk]])

@@ -38,7 +38,7 @@ class Program:
                 self.contents.append(self.content())
 
     def use(self, tensors: list[int], written: list[int]) -> None:
-        actions = self.table.access(tensors)
+        actions = self.table.access(tensors) or ()
         while True:
             for action in actions:
                 if action.id:

@@ -196,7 +196,9 @@ def _operate(
         if pinned and manager.raw_uses and is_view(func, args):
             pinned = False  # a PreOp would take addresses back that are being compared
         if given is not None and pinned:
-            given += [operand.grad_fn for operand in operands if type(operand) is ManagedTensor]
+            for operand in operands:
+                if type(operand) is ManagedTensor:
+                    given.append(operand.grad_fn)
             first_node = next_node_number()
         unsaved: frozenset[int] = frozenset()
         if manager.snapshot is not NO_SNAPSHOT:

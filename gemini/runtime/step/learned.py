@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gemini.chunk import ChunkManager, TensorIds
+from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.placement.machine import CPU_TRANSFERS_TAKE, Machine
@@ -52,6 +52,7 @@ class Learned:
         taken = 0.0 if chunks.device.has_own_memory else CPU_TRANSFERS_TAKE
         self.planner = StepPlanner(context.capacity, transfers_take=taken)
         self._recorder = Recorder(chunks)
+        self.pre_op = self._recorder.pre_op  # called per operator
         self._links = LinkMeter(chunks)
         self._rival: Accesses | None = None  # what the last diverging iteration did
         self._names: dict[int, str] = {}
@@ -73,11 +74,6 @@ class Learned:
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self._names = dict(names)
-
-    def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool = False) -> bool:
-        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``; see to it that what comes after
-        is on its way. Return whether the iteration has become too long to be one."""
-        return self._recorder.pre_op(tensors, phase, on_host=on_host)
 
     def enforce(self) -> None:
         """Put the plan in force."""
