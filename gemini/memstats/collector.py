@@ -82,9 +82,10 @@ class MemStatsCollector:
     def note_model_data(self) -> None:
         """Say that model data has changed and may be read. Raises StateError before ``start()``."""
         self._require_collecting("note_model_data")
-        self._end_segment(layout_change=self._layout_changing)
+        if self._model_data_bytes() != self._model_bytes:
+            self._end_segment(layout_change=self._layout_changing)
+            self._monitor.start_period()
         self._layout_changing = False
-        self._monitor.start_period()
 
     def finish(self) -> tuple[int, ...]:
         """End the step; return the non-model bytes of each period. Raises StateError before ``start()``."""

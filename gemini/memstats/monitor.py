@@ -100,8 +100,9 @@ class _HighWaterMark:
 
     def start(self) -> None:
         self._measuring.discard(self)
-        for other in self._measuring:
-            other._peak_bytes = max(other._peak_bytes, other._read(b"VmHWM:"))
+        if len(self._measuring):  # an iteration over a WeakSet costs more than the rest
+            for other in self._measuring:
+                other._peak_bytes = max(other._peak_bytes, other._read(b"VmHWM:"))
         self._clear_refs.write(b"5")
         self._peak_bytes = 0
         self._measuring.add(self)
