@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer

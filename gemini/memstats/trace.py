@@ -16,7 +16,7 @@ from gemini.memstats.links import LinkSpeed
 from gemini.memstats.trace_file import damaged, digest, read_trace, write_trace
 
 KINDS = ("train", "eval")
-PHASES = ("forward", "backward", "optimizer")
+FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 CHUNK_KINDS = (
     "param",
     "grad",

@@ -25,7 +25,7 @@ from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.timeline import TimelineRecorder
 
 T = TypeVar("T")

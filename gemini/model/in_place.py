@@ -26,7 +26,7 @@ from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from gemini.runtime.adopt import release_adopted
 from gemini.runtime.build import Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.exchanged import ManagedParameters
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import place_buffers

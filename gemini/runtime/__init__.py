@@ -10,7 +10,7 @@ from gemini.runtime.adopt import (
     write_values,
 )
 from gemini.runtime.filling import Filling
-from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
+from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr, TensorState
 from gemini.runtime.gemini_mgr import GeminiManager

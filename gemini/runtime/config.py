@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gemini.chunk import ComputeDevice
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, TierCapacity

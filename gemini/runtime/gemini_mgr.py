@@ -12,12 +12,12 @@ from gemini.chunk import ChunkManager
 from gemini.comm.model_ranks import PartOfModel
 from gemini.errors import StateError
 from gemini.memstats import Trace
+from gemini.memstats.trace import FORWARD
 from gemini.placement import ModelDataSize, PlanReport
 from gemini.runtime.activation.activations import ActivationOffload
-from gemini.runtime.gate import living, unusable
+from gemini.runtime.gate import guards, living
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.observer import StepObserver
-from gemini.runtime.gate.phases import FORWARD
+from gemini.runtime.gate.observers import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.step.eval_order import EvalOrder
@@ -312,7 +312,7 @@ class GeminiManager(Gate):
             self._following = None
             self.order.close()
             self.evaluations.close()
-            self.refuse_use(unusable.closed)
+            self.refuse_use(guards.closed)
             self.chunks.close()
 
     def _end_activations(self, *, on_trace: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gemini.runtime.gate.phases import FORWARD, OPTIMIZER
+from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.timeline.blame import explain_waits
 from gemini.timeline.events import Fill, Operator, Phase, StepSpan, Timeline, Transfer, Update, Wait
 from gemini.timeline.names import Names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gemini.runtime.gate.phases import FORWARD
+from gemini.memstats.trace import FORWARD
 from gemini.timeline.events import Operator, Phase, StepSpan
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gemini.runtime.gate.phases import BACKWARD, FORWARD, OPTIMIZER
+from gemini.memstats.trace import BACKWARD, FORWARD, OPTIMIZER
 from gemini.timeline.computing import computing
 from gemini.timeline.events import LINKS, TIERS, StepSpan, Timeline, Transfer, Wait
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from gemini.chunk import ChunkKind, ChunkManager
 from gemini.memstats import Trace
+from gemini.memstats.trace import BACKWARD, OPTIMIZER
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.gate.pending import PendingUpdate
-from gemini.runtime.gate.phases import BACKWARD, OPTIMIZER
 from gemini.runtime.step.learned import Learned, PlacementContext
 from gemini.runtime.step.planned import Place, Planned
 from gemini.runtime.step.promised import PromisedStep

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.comm.share import Share
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
