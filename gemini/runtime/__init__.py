@@ -17,8 +17,7 @@ from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
 from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
-from gemini.runtime.storage.init import init_on
-from gemini.runtime.storage.initialize import initialize_buffers
+from gemini.runtime.storage.initialize import init_on, initialize_buffers
 from gemini.runtime.storage.model_storage import (
     ChunkGroup,
     ManagedSlot,

@@ -20,11 +20,9 @@ from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.observers import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
-from gemini.runtime.step.eval_order import EvalOrder
-from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.step.learned import EvalOrder, PlacementContext
 from gemini.runtime.step.shortage import Shortage
-from gemini.runtime.step.step_order import StepOrder
-from gemini.runtime.step.update_operators import UpdateOperators
+from gemini.runtime.step.step_order import StepOrder, UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.profiling import shown_as

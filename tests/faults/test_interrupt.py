@@ -34,7 +34,6 @@ CORE = (
         "gemini_mgr.py",
         "step_order.py",
         "learned.py",
-        "eval_order.py",
         "recorder.py",
         "pending.py",
         "chunk_update.py",
