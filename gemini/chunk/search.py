@@ -25,7 +25,7 @@ from gemini.chunk.layout import (
     page_elements,
     round_up,
 )
-from gemini.comm.share import CUT_NUMEL
+from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from functools import partial
 
 from gemini.chunk import ComputeDevice
 from gemini.comm.collectives import ProcessGroupPeers
-from gemini.comm.model_ranks import ModelRanks
-from gemini.comm.peers import Peers, Topic
+from gemini.comm.peers import ModelRanks, Peers, Topic
 from gemini.runtime.config import GeminiConfig
 from gemini.system.device import default_budget_bytes
 

@@ -25,8 +25,8 @@ from gemini.optim.arguments import (
 )
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
-from gemini.optim.clipping import Clipping
 from gemini.optim.gradients import (
+    Clipping,
     all_finite,
     scaled,
     then_clamp,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from gemini.chunk import ChunkManager
-from gemini.comm.model_ranks import PartOfModel
+from gemini.comm.peers import PartOfModel
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.memstats.trace import FORWARD

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, TENSOR_ALIGN_BYTES, ChunkLayout
-from gemini.comm.share import CUT_NUMEL
+from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
 ITEMSIZES = [1, 2, 4, 8]
