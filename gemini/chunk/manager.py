@@ -268,7 +268,8 @@ class ChunkManager:
             actions = self.table.release_all(dirty=True)
             if actions:
                 self._execute(actions)
-            self._forget_unfounded()
+            if self._unfounded:
+                self._forget_unfounded()
             if self.stow is not None:
                 self.stow.all_released()
         except BaseException:

@@ -82,7 +82,7 @@ class GeminiManager(Gate):
         """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
         self.threads.refuse_other("an update")
         self.lock.refuse_all()
-        if not self.pending:
+        if not self._due:
             return
         self.recover()  # an update that was interrupted may have left chunks pinned
         outside = not self.in_step
@@ -173,7 +173,8 @@ class GeminiManager(Gate):
         """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
         backward pass operators are still under way."""
         if torch._C._current_graph_task_id() == -1:
-            self.raw.settle()
+            if self.raw_uses:
+                self.raw.settle()
             held = self.backward_pins.held
             self.backward_pins.forget()
             if held is not None:
