@@ -149,7 +149,7 @@ def scratch_directory(target: Path) -> Iterator[Path]:
     Those for the same ``target`` that no process holds any more are removed first. Raises OSError.
     """
     _remove_leftovers(target)
-    scratch, lock = _make(target)
+    scratch, lock = _make_scratch(target)
     try:
         yield scratch
     finally:
@@ -157,14 +157,14 @@ def scratch_directory(target: Path) -> Iterator[Path]:
         lock.release()
 
 
-def _prefix(target: Path) -> str:
+def _scratch_prefix(target: Path) -> str:
     return f".{target.name}.gemini-"  # nobody else's
 
 
-def _make(target: Path) -> tuple[Path, DirectoryLock]:
+def _make_scratch(target: Path) -> tuple[Path, DirectoryLock]:
     """Return a new directory, locked."""
     while True:
-        scratch = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
         with suppress(FileNotFoundError, BlockingIOError):  # another process has taken it for a leftover
             lock = DirectoryLock(scratch)
             if scratch.exists():
@@ -173,7 +173,7 @@ def _make(target: Path) -> tuple[Path, DirectoryLock]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    name = re.compile(re.escape(_prefix(target)) + _RANDOM)
+    name = re.compile(re.escape(_scratch_prefix(target)) + _RANDOM)
     found: list[Path] = []
     with suppress(PermissionError):  # a directory that may be written need not be readable
         found += (path for path in target.parent.iterdir() if name.fullmatch(path.name))
