@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 

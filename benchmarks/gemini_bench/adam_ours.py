@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemini import _C
-from gemini.chunk.state_spec import BLOCK_NUMEL
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.optim import CPUAdam
 from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
 from gemini.optim.state_format import ARRAYS

@@ -19,15 +19,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
-from gemini.checkpoint.blocks import Block, CheckpointFiles, Extent, blocks_of_tensors
-from gemini.checkpoint.contents import Scheduler
-from gemini.checkpoint.copy_buffer import BUFFER_BYTES, CopyBuffer
-from gemini.checkpoint.saving import SHARD_BYTES, checked_shard_bytes, prepare
+from gemini.checkpoint.contents import Scheduler, checked_model, refuse_shared_directory
+from gemini.checkpoint.saving import (
+    SHARD_BYTES,
+    Block,
+    CheckpointFiles,
+    Extent,
+    blocks_of_tensors,
+    checked_shard_bytes,
+    prepare,
+)
+from gemini.checkpoint.sealed_file import MEMORY_ALIGN
+from gemini.checkpoint.tensor_file import settled
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel
+from gemini.offload.direct_memory import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedSlot, StatePiece
 from gemini.system import rng
@@ -37,6 +45,7 @@ from gemini.system.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _MEETING_SECONDS = 10.0  # what a save that ends early waits for the other ranks to hear of it
+BUFFER_BYTES = 4 * 2**20
 
 
 @torch.no_grad()
@@ -383,3 +392,32 @@ class SaveHandle:
             if not self._copying:
                 self._filling = None
             self._changed.notify_all()
+
+
+class CopyBuffer:
+    """Values on their way to files, one after the other, placed so that they need not be copied again."""
+
+    def __init__(self) -> None:
+        self._memory = direct_memory(BUFFER_BYTES)
+        self._used = 0
+        self._parts: list[tuple[Extent, int, torch.Tensor]] = []
+
+    def add(self, extent: Extent, first: int, values: torch.Tensor) -> int:
+        """Copy as many of ``values``, element ``first`` on, as fit; return how many."""
+        begin = self._used + (extent.file.offset(extent.tensor, first) - self._used) % MEMORY_ALIGN
+        size = values.dtype.itemsize
+        count = min(values.numel(), (BUFFER_BYTES - begin) // size)
+        if count > 0:
+            copy = self._memory[begin : begin + count * size].view(values.dtype)
+            copy.copy_(values[:count])
+            self._parts.append((extent, first, copy))
+            self._used = begin + count * size
+        return max(count, 0)
+
+    def write(self) -> None:
+        """Write everything to its file, and be empty again."""
+        with settled(extent.file for extent, _first, _values in self._parts):
+            for extent, first, values in self._parts:
+                extent.file.lend(extent.tensor, first, values)
+        self._parts.clear()
+        self._used = 0

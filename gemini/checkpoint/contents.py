@@ -1,14 +1,18 @@
-"""What a checkpoint holds: names of its files, and what it says about the model it was made for."""
+"""What a checkpoint holds: names of its files, what it says about the model it was made for, and which models
+there can be one of."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
-from gemini.errors import CheckpointError
-from gemini.model.managed_model import ManagedModel
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.errors import CheckpointError, ConfigError
+from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedParameter, ManagedSlot
 from gemini.runtime.storage.model_storage import slot_of
@@ -135,3 +139,35 @@ def aliases(model: ManagedModel) -> dict[str, str]:
     state = model.module.state_dict(keep_vars=True)
     managed = {name: value._slot.name for name, value in state.items() if isinstance(value, ManagedParameter)}
     return {name: stored for name, stored in managed.items() if name != stored}
+
+
+def checked_model(model: nn.Module | ManagedModel, optimizer: GeminiOptimizer) -> ManagedModel:
+    """Return the handle of ``model``.
+
+    Raises:
+        ConfigError: they are not a managed model and its optimizer.
+    """
+    handle = handle_of(model)
+    if not isinstance(optimizer, GeminiOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, not a GeminiOptimizer: a checkpoint has the chunks "
+            "of a managed model; save plain ones with torch.save, or pass what was wrapped"
+        )
+    if optimizer.model is not handle:
+        raise ConfigError("the optimizer updates another model than the one given")
+    return handle
+
+
+def refuse_shared_directory(model: ManagedModel, directory: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError, on all of them, where ranks that hold different parts of a model name one
+    directory: a checkpoint has one part, of the same names and shapes as the others."""
+    part = model.manager.part
+    if part is None:
+        return
+    said = part.peers.say(str(Path(os.fsdecode(directory)).resolve()))
+    if len(set(said)) < len(said):
+        mine = said[part.peers.share.place]
+        raise CheckpointError(
+            f"{len(said)} ranks hold different parts of the model, and several name {mine}; give each a "
+            "directory of its own, for example with mesh['tp'].get_local_rank() in its name"
+        )

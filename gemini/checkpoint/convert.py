@@ -19,13 +19,12 @@ import torch
 
 from gemini.checkpoint import contents
 from gemini.checkpoint.reader import CheckpointReader
-from gemini.checkpoint.scratch import scratch_directory
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.state_format import StateFormat, step_count
-from gemini.system.files import io_errors
+from gemini.system.files import io_errors, scratch_directory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,7 +17,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
 from gemini.checkpoint.sealed_file import (
     DamagedError,
     Seal,
@@ -29,9 +28,9 @@ from gemini.checkpoint.sealed_file import (
     write_sealed,
 )
 from gemini.checkpoint.structure import check_file_name
+from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.system.directory_lock import DirectoryLock
-from gemini.system.files import parse_json, read_regular
+from gemini.system.files import DirectoryLock, parse_json, read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from gemini.checkpoint import contents
-from gemini.checkpoint.arguments import checked_model, refuse_shared_directory
-from gemini.checkpoint.contents import Scheduler
+from gemini.checkpoint.contents import Scheduler, checked_model, refuse_shared_directory
 from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError

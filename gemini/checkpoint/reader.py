@@ -12,7 +12,6 @@ import torch
 
 from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.directory import MANIFEST, check_contents, read_json, read_manifest
-from gemini.checkpoint.read_ahead import ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of
 from gemini.checkpoint.structure import (
     Ranges,
@@ -26,7 +25,7 @@ from gemini.checkpoint.structure import (
     expected_tensors,
     table,
 )
-from gemini.checkpoint.tensor_reader import StoredTensor, TensorReader, stored_tensors
+from gemini.checkpoint.tensor_reader import ReadAhead, StoredTensor, TensorReader, stored_tensors
 from gemini.errors import CheckpointError
 
 

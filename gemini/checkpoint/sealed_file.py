@@ -1,18 +1,40 @@
-"""Files that are written once, made durable, and remembered by size and checksums."""
+"""Files that are written once, made durable, and remembered by size and checksums.
+
+Large ones go past the page cache, written by threads: copied to staging, or lent. Writing through the page
+cache takes the processor's time for every page, and again to write it back; it takes
+memory from the machine's other programs; and the disk idles until the file is synced. Copying took two thirds
+of what was left: large pieces of memory that lie as they will in the file are written from where they are.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import queue
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemini.checkpoint.part import BLOCK_BYTES, Part, joined, parts_of
-from gemini.checkpoint.staging import StagedFile, Staging, write_at
+import numpy as np
+import numpy.typing as npt
+
+from gemini.checkpoint.checksum import BLOCK_BYTES, Part, joined, parts_of
 from gemini.errors import CheckpointError, IoError
+from gemini.offload.direct_memory import direct_memory
+from gemini.system.threads import Workers
+
+_BLOCK_BYTES = 4096
+_BUFFER_BYTES = 4 * 2**20
+_NUM_BUFFERS = 4
+_NUM_THREADS = 2
+MEMORY_ALIGN = 512  # what devices ask of the memory that they read
+_LENT_BYTES = 2**20  # less is copied
+
+Buffer = npt.NDArray[np.uint8]
 
 
 class DamagedError(CheckpointError):
@@ -203,3 +225,183 @@ def _io_error(doing: str, path: Path, offset: int) -> Iterator[None]:
         message = f"cannot {doing} the checkpoint: {error.strerror or error}"
         at = error.filename2 if isinstance(error.filename2, int) else offset
         raise IoError(code, message, str(path), at) from error
+
+
+class Staging:
+    """16 MiB for all files of a checkpoint, of which each takes what it fills, and the threads that write.
+
+    For one thread at a time; close it.
+    """
+
+    def __init__(self) -> None:
+        memory = direct_memory(_NUM_BUFFERS * _BUFFER_BYTES).numpy()
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for begin in range(0, len(memory), _BUFFER_BYTES):
+            self._free.put(memory[begin : begin + _BUFFER_BYTES])
+        self._filling: dict[StagedFile, None] = {}  # the one that has waited longest first
+        self._workers = Workers(_NUM_THREADS)
+
+    def take(self, file: StagedFile) -> Buffer:
+        """Return a buffer for ``file`` to fill, once one is free."""
+        if self._free.empty() and self._filling:
+            next(iter(self._filling)).flush()
+        buffer = self._free.get()
+        self._filling[file] = None
+        return buffer
+
+    def write(self, file: StagedFile, buffer: Buffer, begin: int, end: int) -> Future[None]:
+        """Write what ``file`` has filled of a buffer: bytes ``[begin, end)`` of the file."""
+        self._filling.pop(file)
+        written = self._workers.submit(partial(file.write_out, buffer, begin, end))
+        written.add_done_callback(lambda _: self._free.put(buffer))
+        return written
+
+    def write_lent(self, write: Callable[[], None]) -> Future[None]:
+        """Carry out a write that needs no buffer."""
+        return self._workers.submit(write)
+
+    def give_back(self, file: StagedFile, buffer: Buffer) -> None:
+        """Take back what ``file`` has filled and does not want to be written."""
+        self._filling.pop(file)
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """End the threads; no file may be open. Idempotent."""
+        self._workers.close()
+
+
+class StagedFile:
+    """A file open for writing at any place. What follows on what was written before goes to the device with
+    it: aligned blocks past the page cache where the file system can, the edges through it.
+
+    Errors are OSError, raised by a later call; the offset at which one came up is its ``filename2``.
+    """
+
+    def __init__(self, path: Path, descriptor: int, staging: Staging) -> None:
+        """``descriptor`` is the caller's, to be closed after this."""
+        self._staging = staging
+        self._descriptor = descriptor
+        self._direct = descriptor
+        with suppress(OSError):  # this file system has no such thing
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._buffer: Buffer | None = None
+        self._begin = self._end = 0  # of what the buffer holds of the file
+        self._writes: list[Future[None]] = []
+        self._lent: list[Future[None]] = []  # of them, those from memory of others
+        self._takes_lent = self._direct != descriptor
+        self._parts: list[Part] = []  # in any order
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Take ``data`` over, to be written at ``offset``."""
+        source = np.frombuffer(data, np.uint8)
+        if self._buffer is not None and offset != self._end:
+            self.flush()
+        while len(source):
+            if self._buffer is None:
+                self._buffer = self._staging.take(self)
+                self._begin = self._end = offset
+            at = self._end - _floor(self._begin)
+            count = min(len(source), _BUFFER_BYTES - at)
+            self._buffer[at : at + count] = source[:count]
+            self._end, offset, source = self._end + count, offset + count, source[count:]
+            if at + count == _BUFFER_BYTES:
+                self.flush()
+        self._raise_failed(wait=False)
+
+    def lend(self, data: memoryview, offset: int) -> None:
+        """Have ``data`` written at ``offset``; it stays as it is until :meth:`settle` has returned."""
+        address = np.frombuffer(data, np.uint8).ctypes.data
+        first, last = _floor(offset + _BLOCK_BYTES - 1), _floor(offset + data.nbytes)
+        if not self._takes_lent or (address - offset) % MEMORY_ALIGN or last - first < _LENT_BYTES:
+            self.write(data, offset)
+            return
+        self.write(data[: first - offset], offset)
+        while first < last:
+            end = min(last, (first // _BUFFER_BYTES + 1) * _BUFFER_BYTES)
+            piece = data[first - offset : end - offset]
+            self._lent.append(self._staging.write_lent(partial(self._write_lent, piece, first)))
+            self._writes.append(self._lent[-1])
+            first = end
+        self.write(data[last - offset :], last)
+
+    def settle(self) -> None:
+        """Return once nothing that was lent is in use, also where Ctrl-C comes; raise what has failed."""
+        interrupt: KeyboardInterrupt | None = None
+        while self._lent:
+            try:
+                self._lent[-1].exception()
+                self._lent.pop()
+            except KeyboardInterrupt as raised:
+                interrupt = raised
+        if interrupt is not None:
+            raise interrupt
+        self._raise_failed(wait=False)
+
+    def flush(self) -> None:
+        """Have written what was taken over."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._writes.append(self._staging.write(self, buffer, self._begin, self._end))
+
+    def finish(self) -> list[Part]:
+        """Write everything, wait for it, and return what was written."""
+        self.flush()
+        self._raise_failed(wait=True)
+        return self._parts
+
+    def close(self) -> None:
+        """Wait for what is being written, forget the rest. Idempotent."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._staging.give_back(self, buffer)
+        for write in self._writes:
+            write.exception()
+        self._writes.clear()
+        direct, self._direct = self._direct, self._descriptor
+        if direct != self._descriptor:
+            os.close(direct)
+
+    def write_out(self, buffer: Buffer, begin: int, end: int) -> None:
+        """Write bytes ``[begin, end)`` of the file, which ``buffer`` holds from the block's begin on."""
+        base, first, last = _floor(begin), _floor(begin + _BLOCK_BYTES - 1), _floor(end)
+        rest = buffer.data
+        self._parts += parts_of(rest[begin - base : end - base], begin)
+        if first >= last:
+            write_at(self._descriptor, rest[begin - base : end - base], begin)
+            return
+        write_at(self._descriptor, rest[begin - base : first - base], begin)
+        self._write_blocks(rest[first - base : last - base], first)
+        write_at(self._descriptor, rest[last - base : end - base], last)
+
+    def _write_lent(self, data: memoryview, offset: int) -> None:
+        self._parts += parts_of(data, offset)
+        self._write_blocks(data, offset)
+
+    def _write_blocks(self, data: memoryview, offset: int) -> None:
+        try:
+            count = os.pwrite(self._direct, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._direct == self._descriptor:
+                error.filename2 = offset
+                raise
+            count, self._takes_lent = 0, False  # it was opened, but it cannot, or not from any memory
+        write_at(self._descriptor, data[count:], offset + count)
+
+    def _raise_failed(self, *, wait: bool) -> None:
+        while self._writes and (wait or self._writes[0].done()):
+            self._writes.pop(0).result()
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``. Raises OSError; its ``filename2`` is the offset of what could not be written."""
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            error.filename2 = offset
+            raise
+        data, offset = data[count:], offset + count
+
+
+def _floor(offset: int) -> int:
+    return offset // _BLOCK_BYTES * _BLOCK_BYTES

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.checkpoint import contents
-from gemini.chunk.state_spec import num_blocks
+from gemini.chunk.chunk import num_blocks
 
 _MAX_DIMS = 64  # as torch
 _STATES = re.compile(r"optimizer-rank-\d{5,}-of-\d{5,}-\d{5,}\.safetensors", re.ASCII)

@@ -16,9 +16,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from gemini.checkpoint.part import Part
-from gemini.checkpoint.sealed_file import SealedFile
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.checksum import Part
+from gemini.checkpoint.sealed_file import SealedFile, Staging
 from gemini.checkpoint.structure import is_text
 from gemini.errors import CheckpointError
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents
+from gemini.checkpoint.checksum import Part, parts_of
 from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
-from gemini.checkpoint.part import Part, parts_of
-from gemini.checkpoint.sealed_file import sealed, write_sealed
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.sealed_file import Staging, sealed, write_sealed
 from gemini.checkpoint.structure import Ranges, check_values, kept_states
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
 from gemini.comm.rank import Rank

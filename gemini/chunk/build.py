@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import ChunkKind, ChunkSpec
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.manager import ChunkManager
+from gemini.chunk.memory import TierBudgets
 from gemini.chunk.search import search_chunk_size
 from gemini.system.device import default_budget_bytes
 

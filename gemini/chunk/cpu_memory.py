@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from gemini import _C
-from gemini.chunk.addresses import GrowingSpace
-from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
-from gemini.chunk.memory import AnyMemory
+from gemini.chunk.memory import AnyMemory, GrowingSpace, TierBudgets
 from gemini.memstats import MemoryMonitor, ProcessMonitor
 from gemini.offload.async_file import AsyncFile
 from gemini.system.device import free_memory_bytes

@@ -8,7 +8,7 @@ from collections.abc import Set
 from contextlib import suppress
 
 from gemini import _C
-from gemini.chunk.budgets import TierBudgets
+from gemini.chunk.memory import TierBudgets
 from gemini.errors import ConfigError, IoError
 from gemini.offload.async_file import AsyncFile, checked_directory
 from gemini.system.config import format_bytes

@@ -15,10 +15,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gemini import _C
-from gemini.chunk.addresses import GrowingSpace
-from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
-from gemini.chunk.memory import AnyMemory
+from gemini.chunk.memory import AnyMemory, GrowingSpace, TierBudgets
 from gemini.errors import DeviceFullError, OutOfBudgetError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile

@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch.nn.parameter import is_lazy
 
-from gemini.chunk.state_spec import BLOCK_NUMEL
-from gemini.comm.share import CUT_NUMEL
+from gemini.chunk.chunk import BLOCK_NUMEL
+from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
 TENSOR_ALIGN_BYTES = 64  # a cache line, and the widest vector the kernels load

@@ -10,11 +10,10 @@ from contextlib import suppress
 import torch
 
 from gemini import _C
-from gemini.chunk.budgets import TierBudgets
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.disk_file import DiskFile
-from gemini.chunk.memory import ComputeDevice
+from gemini.chunk.memory import ComputeDevice, TierBudgets
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.chunk.stow import Stow
@@ -267,7 +266,8 @@ class ChunkManager:
             actions = self.table.release_all(dirty=True)
             if actions:
                 self._execute(actions)
-            self._forget_unfounded()
+            if self._unfounded:
+                self._forget_unfounded()
             if self.stow is not None:
                 self.stow.all_released()
         except BaseException:

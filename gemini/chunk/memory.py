@@ -1,4 +1,5 @@
-"""What chunks ask of the computing device: memory on DEVICE and HOST, and transfers between the tiers.
+"""What chunks ask of the computing device: memory on DEVICE and HOST within budgets, addresses for it, and
+transfers between the tiers.
 
 Two implementations: :mod:`gemini.chunk.cpu_memory` and :mod:`gemini.chunk.gpu_memory`. Nothing above knows
 which it has.
@@ -6,15 +7,18 @@ which it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from gemini import _C
-from gemini.chunk.budgets import TierBudgets
 from gemini.memstats import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
+
+_FIRST_BYTES = 256 * 2**20
+_CHUNKS_AHEAD = 16
 
 
 class Window(Protocol):
@@ -39,6 +43,7 @@ class HostPlace(Protocol):
 
 W = TypeVar("W", bound=Window)
 H = TypeVar("H", bound=HostPlace)
+Cut = TypeVar("Cut", covariant=True)
 
 
 class ChunkMemory(Protocol[W, H]):
@@ -184,3 +189,43 @@ class ComputeDevice(Protocol):
 
     def release_cache(self) -> None:
         """Have torch give back the DEVICE memory that it keeps for later."""
+
+
+@dataclass(frozen=True)
+class TierBudgets:
+    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked file,
+    ``spare_disk_bytes`` its places for chunks that come later: they take no space before they are used, nor
+    does any without ``reserve_disk``."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: str | None = None
+    spare_disk_bytes: int = 0
+    reserve_disk: bool = True
+
+
+class Space(Protocol[Cut]):
+    """A reservation of addresses, cut into windows."""
+
+    def create(self, nbytes: int) -> Cut: ...
+
+
+class GrowingSpace(Generic[Cut]):
+    """Window spaces, each twice as large as the one before: a few, however many windows they hold."""
+
+    def __init__(self, reserve: Callable[[int], Space[Cut]]) -> None:
+        """``reserve`` makes one of so many bytes."""
+        self._reserve = reserve
+        self._spaces: list[Space[Cut]] = []  # keeps their windows
+        self._size_bytes = 0  # of the last one, and what is left of it
+        self._left_bytes = 0
+
+    def create(self, nbytes: int) -> Cut:
+        """Return a new window of ``nbytes``, whole blocks of the device, without memory."""
+        if nbytes > self._left_bytes:
+            self._size_bytes = max(2 * self._size_bytes, _FIRST_BYTES, _CHUNKS_AHEAD * nbytes)
+            self._spaces.append(self._reserve(self._size_bytes))
+            self._left_bytes = self._size_bytes
+        self._left_bytes -= nbytes
+        return self._spaces[-1].create(nbytes)

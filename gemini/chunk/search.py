@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.chunk.layout import (
     CHUNK_ALIGN_BYTES,
     TENSOR_ALIGN_BYTES,
@@ -24,8 +25,7 @@ from gemini.chunk.layout import (
     page_elements,
     round_up,
 )
-from gemini.chunk.state_spec import BLOCK_NUMEL
-from gemini.comm.share import CUT_NUMEL
+from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gemini.system.config import format_bytes
 from gemini.timeline import StepSummary
-from gemini.timeline.words import LINK_TITLES, PART_TITLES, parts, seconds_text
+from gemini.timeline.summary import LINK_TITLES, PART_TITLES, parts, seconds_text
 
 
 def step_table(title: str, steps: Sequence[StepSummary]) -> Table:

@@ -1,4 +1,5 @@
-"""Attendance: what ranks let each other see of themselves, so that one that waits in vain can say for whom.
+"""Attendance: what ranks let each other see of themselves, and where in the user's program they are, so that
+one that waits in vain can say for whom.
 
 See docs/notes/zero.md.
 """
@@ -6,6 +7,7 @@ See docs/notes/zero.md.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import math
@@ -17,9 +19,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from gemini.comm.program_place import find_place
+import torch
+
 from gemini.errors import ConfigError, StateError
 from gemini.system.threads import start_thread
 
@@ -41,6 +45,9 @@ _UNEVEN = (
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
     "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
 )
+_OWN = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 
 
 @dataclass(frozen=True)
@@ -303,3 +310,28 @@ def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
             found.leave("ended" if error is None else f"ended with {type(error).__name__} ({error})")
 
     return atexit.register(tell)
+
+
+class ProgramPlace(NamedTuple):
+    """``text`` as a message names it, empty where it is nowhere; ``in_collective``: there it waits for a call
+    of torch.distributed that is none of this library's."""
+
+    text: str
+    in_collective: bool
+
+
+def find_place(thread: int) -> ProgramPlace:
+    """Return the innermost line of a thread that is neither this library's nor torch's."""
+    frame = sys._current_frames().get(thread)
+    ours = collective = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN):
+            ours = True
+        elif name.startswith(_DISTRIBUTED):
+            collective = collective or not ours
+        elif not name.startswith(_TORCH) and name != contextlib.__file__:
+            text = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return ProgramPlace(text, collective and not ours)
+        frame = frame.f_back
+    return ProgramPlace("", False)

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.attendance import Attendance
 from gemini.comm.messages import Messages
-from gemini.comm.peers import Peers, Topic, Transfer
+from gemini.comm.peers import Peers, Share, Topic, Transfer
 from gemini.comm.rank import Rank
-from gemini.comm.share import Share
 from gemini.errors import ConfigError
 
 _Result = TypeVar("_Result")

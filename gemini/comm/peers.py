@@ -1,18 +1,68 @@
-"""What the runtime asks of the ranks that share a model. Carried out by :mod:`gemini.comm.collectives`."""
+"""The ranks that share a model: which part of every chunk each owns, what the runtime asks of them, and which
+hold the other parts of a model whose parameters were cut before it was wrapped. Carried out by
+:mod:`gemini.comm.collectives`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
-from gemini.comm.share import Share
 from gemini.errors import ConfigError
 
+# Whole chunks stay for a step if they are so many times smaller than the largest: gathering them again would
+# take the time of a message, keeping them takes next to nothing.
+_SMALL_PART = 16
+
+# Chunks are cut, into shards and state pieces, at multiples of this many elements: then parts of every dtype
+# of two bytes and more fill 4 KiB pages.
+CUT_NUMEL = 2048
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ``rank``-th of ``size`` equal parts, in the ``replica``-th of ``replicas`` copies of the model."""
+
+    rank: int
+    size: int
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def world(self) -> int:
+        """How many ranks train the model."""
+        return self.size * self.replicas
+
+    @property
+    def place(self) -> int:
+        """Which of them this is: those of one copy follow each other."""
+        return self.replica * self.size + self.rank
+
+    @property
+    def members(self) -> range:
+        """The places of the ranks that hold this copy."""
+        return range(self.replica * self.size, (self.replica + 1) * self.size)
+
+    def whole_numel(self, numel: int) -> int:
+        """Return the elements of a chunk with room for ``numel`` that is cut into equal parts."""
+        unit = self.size * CUT_NUMEL
+        return -(-numel // unit) * unit
+
+    def range_of(self, whole_numel: int) -> tuple[int, int]:
+        """Return the elements ``[start, stop)`` of a chunk of :meth:`whole_numel` elements."""
+        part = whole_numel // self.size
+        return self.rank * part, (self.rank + 1) * part
+
+
+def stays_whole(nbytes: int, largest: int) -> bool:
+    """Say whether a whole chunk is small enough, beside the ``largest``, to stay once it is gathered."""
+    return nbytes * _SMALL_PART <= largest
 
 
 class Topic(IntEnum):
@@ -124,3 +174,31 @@ def require_equal(peers: Peers, what: str) -> None:
             f"ranks {different} lay their parameters out in other chunks than rank 0: every rank must wrap "
             "the same model with the same options"
         )
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks of tensor or pipeline parallelism, at one place of data parallelism.
+
+    They wrap their parts together and with one DEVICE budget, take one norm of all gradients, and skip a step
+    together. ``counts(param)`` says whether this rank is the one whose gradient of a parameter counts in the
+    norm: several may have the same parameter. ``alike`` are those among them whose chunks must be laid out
+    as here, because they run the same operators; None: all.
+    """
+
+    peers: Peers
+    counts: Callable[[torch.Tensor], bool]
+    alike: Sequence[Peers] | None = None
+
+    def bind(self, module: nn.Module) -> PartOfModel:
+        """Return what the runtime keeps of this for ``module``, which is this rank's part."""
+        names = [name for name, param in module.named_parameters() if not self.counts(param)]
+        return PartOfModel(self.peers, frozenset(names))
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """``peers`` hold the other parts; ``uncounted`` names parameters whose gradients another one counts."""
+
+    peers: Peers
+    uncounted: frozenset[str]

@@ -16,12 +16,12 @@ from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
 from gemini.forecast.source import ModelSource
 from gemini.forecast.stretch import Stretch, spans
 from gemini.memstats import Trace
+from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine
 from gemini.placement.planner import ChosenPlan, choose_plan
 from gemini.runtime.build import Blueprint, draw_blueprint
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate.phases import OPTIMIZER
 from gemini.system.config import format_bytes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gemini.forecast.meter import Period
 from gemini.forecast.rehearsal import Rehearsal
 from gemini.memstats import Trace
-from gemini.runtime.gate.phases import OPTIMIZER
+from gemini.memstats.trace import OPTIMIZER
 
 Spans = tuple[int, int, int]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from gemini import _C
-from gemini.checkpoint.workers import Workers
+from gemini.system.threads import Workers
 
 
 class Readable(Protocol):

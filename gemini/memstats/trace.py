@@ -1,4 +1,5 @@
-"""Trace: one iteration as plain data, all that planning the next ones needs."""
+"""Trace: one iteration as plain data, all that planning the next ones needs; the speed of each link is part
+of it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gemini.errors import ConfigError
-from gemini.memstats.links import LinkSpeed
 from gemini.memstats.trace_file import damaged, digest, read_trace, write_trace
 
+LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 KINDS = ("train", "eval")
-PHASES = ("forward", "backward", "optimizer")
+FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 CHUNK_KINDS = (
     "param",
     "grad",
@@ -37,6 +38,30 @@ _PER_MOMENT = ("accesses", "modes", "frees", "seconds", "non_model_bytes", "phas
 _PER_MACHINE = ("seconds", "links")  # differ between two recordings of the same iteration
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """One link: a transfer of n bytes takes ``latency_seconds + n / bytes_per_second``.
+
+    ``name``: one of ``LINKS``. Raises ConfigError for what no link can be.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.name not in LINKS:
+            raise ConfigError(f"there is no link {self.name!r}; the links are {', '.join(LINKS)}")
+        if not (self.bytes_per_second > 0 and math.isfinite(self.bytes_per_second)):
+            raise ConfigError(f"{self.name} moves {self.bytes_per_second} bytes per second; it must be > 0")
+        if not (self.latency_seconds >= 0 and math.isfinite(self.latency_seconds)):
+            raise ConfigError(f"{self.name} has a latency of {self.latency_seconds} s; it must be >= 0")
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long a transfer of ``nbytes`` takes when the link is free."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)

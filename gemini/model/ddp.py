@@ -13,19 +13,18 @@ from torch import nn
 from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
 from gemini.comm.collectives import ProcessGroupPeers, make_peers
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.model.managed_model import ManagedModel
-from gemini.model.preparation import prepared
 from gemini.model.retry import retry_step
-from gemini.model.state_as_part import LoadsAsPart, refuse_assign
 from gemini.model.weights import export_shards, export_weights, import_weights
+from gemini.model.wrapper import LoadsAsPart, refuse_assign
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
-from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.config import GeminiConfig, prepared
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.timeline import TimelineRecorder
 
 T = TypeVar("T")

@@ -15,18 +15,17 @@ from torch import nn
 from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
 from gemini.comm.collectives import ProcessGroupPeers, make_peers
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError, StateError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel
-from gemini.model.preparation import prepared
 from gemini.model.retry import retry_step
-from gemini.model.state_as_part import refuse_assign, torchs_checkpoint_asks
 from gemini.model.weights import export_shards, export_weights, import_weights
+from gemini.model.wrapper import refuse_assign, torchs_checkpoint_asks
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
-from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.config import GeminiConfig, prepared
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
 
 T = TypeVar("T")

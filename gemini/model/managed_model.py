@@ -22,14 +22,13 @@ from gemini.placement import PlanReport
 from gemini.runtime import ManagedParameter, ManagedSlot
 from gemini.runtime.adopt import release_adopted
 from gemini.runtime.build import Built
+from gemini.runtime.bypassed import ManagedParameters, Unfollowed
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.exchanged import ManagedParameters
-from gemini.runtime.gate.one_thread import in_one_thread
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
-from gemini.runtime.unfollowed import Unfollowed
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
 from gemini.system.profiling import shown_as

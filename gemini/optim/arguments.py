@@ -11,7 +11,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.rule import UpdateRule

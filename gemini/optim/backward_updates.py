@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakMethod
 
 from gemini.errors import IoError, OutOfBudgetError, StateError
+from gemini.memstats.trace import OPTIMIZER
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, ModelStorage
-from gemini.runtime.gate.phases import OPTIMIZER
 
 logger = logging.getLogger(__name__)
 

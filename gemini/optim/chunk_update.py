@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_parameter import WholeParameter

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.chunk.state_spec import BLOCK_NUMEL
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.system.threads import usable_processors
 
 from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.optim.adam import HybridAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.hybrid_adam import HybridAdam
 from gemini.optim.state_import import TORCH_FLAGS
 from gemini.system.config import keyword_names, refuse_unknown
 

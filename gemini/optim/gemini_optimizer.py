@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
+from gemini.memstats.trace import OPTIMIZER
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.arguments import (
     Margin,
@@ -24,8 +25,8 @@ from gemini.optim.arguments import (
 )
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
-from gemini.optim.clipping import Clipping
 from gemini.optim.gradients import (
+    Clipping,
     all_finite,
     scaled,
     then_clamp,
@@ -47,9 +48,8 @@ from gemini.optim.state_exchange import (
 )
 from gemini.optim.state_shards import export_to_first
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
-from gemini.runtime.gate.gradient_scale import ScaledLosses
-from gemini.runtime.gate.one_thread import in_one_thread
-from gemini.runtime.gate.phases import OPTIMIZER
+from gemini.runtime.gate.gradients import ScaledLosses
+from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.storage.mixture import HALF_LOADED
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.profiling import shown_as

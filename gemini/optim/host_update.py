@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from gemini.chunk import ChunkManager, host_tensor
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, make_row, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep

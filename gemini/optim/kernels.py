@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.chunk.state_spec import BLOCK_NUMEL
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.errors import ConfigError, StateError
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of

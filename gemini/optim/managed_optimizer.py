@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.rule import UpdateRule

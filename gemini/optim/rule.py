@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.optim.gradients import scaled
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, placed_at, run_rows
 from gemini.optim.lion import LionHyper, lion_update

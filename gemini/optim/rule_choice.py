@@ -6,7 +6,7 @@ import torch
 from torch import optim as torch_optim
 
 from gemini.errors import ConfigError
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule

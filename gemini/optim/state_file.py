@@ -16,7 +16,7 @@ from itertools import repeat
 
 import torch
 
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec
 from gemini.offload.async_file import AsyncFile, round_to_block
 
 from .dense import flat

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.errors import ConfigError
 
 from .dense import flat, is_dense, ordered_like, same_order

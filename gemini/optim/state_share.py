@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from gemini.chunk import Chunk
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.managed_optimizer import ManagedOptimizer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError
 from gemini.optim.gradients import scaled
 from gemini.optim.rule import Part

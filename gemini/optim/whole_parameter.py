@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.optim.rule import Part, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot
 

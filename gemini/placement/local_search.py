@@ -1,5 +1,5 @@
-"""Local search: a plan is changed a little at a time. A change is kept that makes the step no slower, or
-slower by no more than its transfers take less from computing.
+"""Local search: a plan is changed a little at a time, as far as the effort goes. A change is kept that makes
+the step no slower, or slower by no more than its transfers take less from computing.
 
 A change is not simulated from the start: the steady state of the plan so far goes on with the changed one,
 for two steps. Most changes are given up during the first.
@@ -12,10 +12,8 @@ import random
 import numpy as np
 
 from gemini.errors import OutOfBudgetError
-from gemini.placement.effort import Effort
 from gemini.placement.hints import Hints, make_hints
 from gemini.placement.intervals import Flags
-from gemini.placement.moves import move_near_a_wait
 from gemini.placement.problem import PlanProblem
 from gemini.placement.simulator import Simulator
 
@@ -23,6 +21,13 @@ _STEPS_TO_SETTLE = 3
 # How much slower the first step may be where a chunk is to stay from one step to the next: it is not there
 # yet. Of some 150 such changes that were no slower in the end, all but one were within 1 %.
 _FIRST_STEP_MAY_TAKE = 1.02
+_REACH = 24  # moments before a wait in which what is read or written delays it
+_MOST_GIVEN_UP = 4  # intervals that one move gives up for another
+_PLAIN = 0.3  # share of moves that look at no wait
+# In units of about 0.03 us: less than a second for a thousand chunks and moments.
+_MOST = 25_000_000
+_UNITS_PER_SECOND = 30_000_000
+_STEPS_WORTH = 120  # planning may take as long as this many steps wait without it
 
 
 class LocalSearch:
@@ -88,3 +93,64 @@ class LocalSearch:
             self._keep, self._run, self._waits = keep, run, waits
             self.hints, self.seconds, self._taken = hints, seconds, taken
         return 1.0 + second / moments
+
+
+def move_near_a_wait(
+    problem: PlanProblem, keep: Flags, waits: list[float], chance: random.Random
+) -> Flags | None:
+    """Return another plan that fits: one more interval is kept, mostly one whose transfers come before a
+    wait, and some that are in its way are not. None: no such change was found."""
+    them = problem.intervals
+    moved: Flags = keep.copy()
+    if sum(waits) <= 0.0 or chance.random() < _PLAIN:
+        for _ in range(chance.randint(1, 3)):
+            i = chance.randrange(len(keep))
+            moved[i] = not moved[i]
+        return moved if problem.fits(moved) else None
+    (wait,) = chance.choices(range(len(waits)), weights=waits)
+    back = chance.randint(1, _REACH)
+    moments = problem.num_moments
+    near = ((wait - them.end) % moments < back) | ((wait - them.begin) % moments < back)
+    wanted = np.nonzero(near & ~keep)[0]
+    if not len(wanted):
+        return None
+    one = int(wanted[chance.randrange(len(wanted))])
+    moved[one] = True
+    for _ in range(_MOST_GIVEN_UP + 1):
+        over = np.nonzero(them.kept_bytes(moved) > problem.limit_bytes)[0]
+        if not len(over):
+            return moved
+        at = int(over[chance.randrange(len(over))])
+        around = (them.begin < at) & (at < them.end) | (them.begin < at + moments) & (at + moments < them.end)
+        given = np.nonzero(around & moved)[0]
+        given = given[given != one]
+        if not len(given):
+            return None
+        moved[int(given[chance.randrange(len(given))])] = False
+    return None
+
+
+class Effort:
+    """What is left of it, and what things cost: ``run``, a simulation of three steps from an empty DEVICE;
+    ``step``, one more step of a simulation; ``change``, making another plan of one; ``solve``, a program."""
+
+    def __init__(self, problem: PlanProblem, waiting_seconds: float) -> None:
+        """``waiting_seconds``: what a step waits for transfers without a plan."""
+        chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
+        rows = len(problem.intervals) + moments
+        self.run = 2_000 + moments * (chunks * 7 // 20 + 110)
+        self.step = self.run // 5
+        self.change = 3_000 + 6 * rows
+        self.solve = rows * (150 + rows // 3)
+        self.left = min(_MOST, int(_STEPS_WORTH * waiting_seconds * _UNITS_PER_SECOND))
+
+    def spend(self, cost: int) -> None:
+        """Take ``cost``, whatever is left; less than nothing gives back."""
+        self.left -= cost
+
+    def afford(self, cost: int) -> bool:
+        """Take ``cost`` if that much is left; say whether it was."""
+        if self.left < cost:
+            return False
+        self.left -= cost
+        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini.errors import ConfigError
-from gemini.memstats.links import LINKS, LinkSpeed
+from gemini.memstats.trace import LINKS, LinkSpeed
 
 # Where the processor is DEVICE. Measured with GPT-2 124M and a virtual disk on two processors: 0.18 to 0.24.
 CPU_TRANSFERS_TAKE = 0.2

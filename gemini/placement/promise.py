@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gemini.memstats.links import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.hints import Hints
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini import _C
-from gemini.memstats.links import LINKS
+from gemini.memstats.trace import LINKS
 from gemini.placement.hints import Hints, make_schedule, with_hints
 from gemini.placement.iteration import Iteration
 from gemini.placement.machine import Machine

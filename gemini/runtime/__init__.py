@@ -10,15 +10,14 @@ from gemini.runtime.adopt import (
     write_values,
 )
 from gemini.runtime.filling import Filling
-from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
+from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot
 from gemini.runtime.gate.state_piece import MASTER, StatePiece
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr, TensorState
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
 from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
-from gemini.runtime.storage.init import init_on
-from gemini.runtime.storage.initialize import initialize_buffers
+from gemini.runtime.storage.initialize import init_on, initialize_buffers
 from gemini.runtime.storage.model_storage import (
     ChunkGroup,
     ManagedSlot,

@@ -16,7 +16,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 
-from gemini.chunk.state_spec import StateSpec
+from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.addresses import span_bytes

@@ -24,9 +24,7 @@ from gemini.chunk import (
     TierBudgets,
     search_chunk_size,
 )
-from gemini.comm.model_ranks import ModelRanks
-from gemini.comm.peers import Peers, require_equal
-from gemini.comm.share import Share
+from gemini.comm.peers import ModelRanks, Peers, Share, require_equal
 from gemini.errors import IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy

@@ -9,22 +9,20 @@ from dataclasses import replace
 import torch
 
 from gemini.chunk import ChunkManager
-from gemini.comm.model_ranks import PartOfModel
+from gemini.comm.peers import PartOfModel
 from gemini.errors import StateError
 from gemini.memstats import Trace
+from gemini.memstats.trace import FORWARD
 from gemini.placement import ModelDataSize, PlanReport
 from gemini.runtime.activation.activations import ActivationOffload
-from gemini.runtime.gate import living, unusable
+from gemini.runtime.gate import guards, living
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.observer import StepObserver
-from gemini.runtime.gate.phases import FORWARD
+from gemini.runtime.gate.observers import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
-from gemini.runtime.step.eval_order import EvalOrder
-from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.step.learned import EvalOrder, PlacementContext
 from gemini.runtime.step.shortage import Shortage
-from gemini.runtime.step.step_order import StepOrder
-from gemini.runtime.step.update_operators import UpdateOperators
+from gemini.runtime.step.step_order import StepOrder, UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.profiling import shown_as
@@ -84,7 +82,7 @@ class GeminiManager(Gate):
         """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
         self.threads.refuse_other("an update")
         self.lock.refuse_all()
-        if not self.pending:
+        if not self._due:
             return
         self.recover()  # an update that was interrupted may have left chunks pinned
         outside = not self.in_step
@@ -175,7 +173,8 @@ class GeminiManager(Gate):
         """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
         backward pass operators are still under way."""
         if torch._C._current_graph_task_id() == -1:
-            self.raw.settle()
+            if self.raw_uses:
+                self.raw.settle()
             held = self.backward_pins.held
             self.backward_pins.forget()
             if held is not None:
@@ -312,7 +311,7 @@ class GeminiManager(Gate):
             self._following = None
             self.order.close()
             self.evaluations.close()
-            self.refuse_use(unusable.closed)
+            self.refuse_use(guards.closed)
             self.chunks.close()
 
     def _end_activations(self, *, on_trace: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini import _C
-from gemini.runtime.gate.loose import LooseBytes
+from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.storage.model_storage import ModelStorage
 

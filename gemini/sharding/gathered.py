@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gemini.chunk import TensorIds
-from gemini.comm.peers import Peers, Transfer
-from gemini.comm.share import stays_whole
+from gemini.comm.peers import Peers, Transfer, stays_whole
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.tensor_mgr import TensorState
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage

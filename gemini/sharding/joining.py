@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini.comm.share import Share
+from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError
 from gemini.sharding.rounds import Round
 

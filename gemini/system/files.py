@@ -1,18 +1,26 @@
-"""Files: every failed write is an IoError that says what could not be done, and leaves no half file; what is
-read is a regular file of bounded size."""
+"""Files and directories: every failed write is an IoError that says what could not be done, and leaves no
+half file; what is read is a regular file of bounded size; a directory can be one process's own."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import logging
 import os
+import re
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gemini.errors import IoError
+
+logger = logging.getLogger(__name__)
+_RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
 
 
 @contextmanager
@@ -101,3 +109,80 @@ def append_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
+
+
+class DirectoryLock:
+    """Keeps other processes out of a directory until :meth:`release`; the kernel ends it with the process.
+
+    ``is_exclusive``: whether it does; not every file system has locks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Take the lock. Raises BlockingIOError where another has it, OSError for no such directory."""
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._owner = os.getpid()
+        self.is_exclusive = True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise
+        except OSError as error:
+            self.is_exclusive = False
+            logger.info("%s cannot be locked (%s): nothing keeps a second process out", path, error)
+
+    def release(self) -> None:
+        """Let others in. Idempotent."""
+        if self._descriptor is None:
+            return
+        if os.getpid() == self._owner:  # a forked child has the same lock, and may live on
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+@contextmanager
+def scratch_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty private directory next to ``target``, which is removed on leaving the block.
+
+    Those for the same ``target`` that no process holds any more are removed first. Raises OSError.
+    """
+    _remove_leftovers(target)
+    scratch, lock = _make_scratch(target)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        lock.release()
+
+
+def _scratch_prefix(target: Path) -> str:
+    return f".{target.name}.gemini-"  # nobody else's
+
+
+def _make_scratch(target: Path) -> tuple[Path, DirectoryLock]:
+    """Return a new directory, locked."""
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
+        with suppress(FileNotFoundError, BlockingIOError):  # another process has taken it for a leftover
+            lock = DirectoryLock(scratch)
+            if scratch.exists():
+                return scratch, lock
+            lock.release()
+
+
+def _remove_leftovers(target: Path) -> None:
+    name = re.compile(re.escape(_scratch_prefix(target)) + _RANDOM)
+    found: list[Path] = []
+    with suppress(PermissionError):  # a directory that may be written need not be readable
+        found += (path for path in target.parent.iterdir() if name.fullmatch(path.name))
+    for path in found:
+        # It stays: its process is alive, another user's, no directory, or just removed by its process.
+        with suppress(OSError):
+            lock = DirectoryLock(path)
+            try:
+                if lock.is_exclusive:
+                    shutil.rmtree(path)
+            finally:
+                lock.release()

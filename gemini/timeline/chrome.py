@@ -10,8 +10,7 @@ from typing import Any
 
 from gemini.system.config import format_bytes
 from gemini.system.files import replacing
-from gemini.timeline.events import LINKS, Timeline
-from gemini.timeline.lanes import in_turn
+from gemini.timeline.events import LINKS, Timeline, in_turn
 
 _THREAD, _LINKS, _TIERS = 1, 2, 3  # "processes": groups of tracks
 _PHASES, _OPERATORS, _UPDATES, _WAITS, _STEPS = 1, 2, 3, 4, 0

@@ -1,9 +1,12 @@
-"""The timeline of recorded steps as plain data. Times are seconds since the recording began."""
+"""The timeline of recorded steps as plain data, when the training thread was computing, and a link's
+transfers one after the other. Times are seconds since the recording began."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from gemini.memstats.trace import FORWARD
 
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 TIERS = ("device", "host", "disk")
@@ -152,3 +155,30 @@ class Timeline:
         """Return what ``chunk`` holds, its number first."""
         label = self.chunk_labels[chunk] if 0 <= chunk < len(self.chunk_labels) else ""
         return f"chunk {chunk}: {label}" if label else f"chunk {chunk}"
+
+
+def computing(operators: Sequence[Operator], step: StepSpan) -> Iterator[Phase]:
+    """Yield the spans of ``step`` that its ``operators`` leave, each in the phase of the one before.
+
+    They are disjoint and in order. What comes before the first operator is forward.
+    """
+    phase, since = FORWARD, step.begin_s
+    for operator in operators:
+        if operator.asked_s > since:
+            yield Phase(phase, since, operator.asked_s)
+        phase, since = operator.phase, operator.begin_s
+    if step.end_s > since:
+        yield Phase(phase, since, step.end_s)
+
+
+def in_turn(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, float, float]]:
+    """Yield the transfers of one link, each with the span in which it was the link's first in turn.
+
+    A disk link has several at the file at once and reports them in order; the span begins where the one
+    before ended. The spans are disjoint and cover what the link was busy.
+    """
+    last = float("-inf")
+    for transfer in sorted(transfers, key=lambda t: (t.end_s, t.begin_s)):
+        begin = min(max(last, transfer.begin_s), transfer.end_s)
+        yield transfer, begin, transfer.end_s
+        last = transfer.end_s

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gemini.system.files import replacing
-from gemini.timeline.computing import computing
-from gemini.timeline.events import LINKS, Timeline
-from gemini.timeline.lanes import in_turn
+from gemini.timeline.events import LINKS, Timeline, computing, in_turn
 from gemini.timeline.page_tables import headline, share_bars, tables
-from gemini.timeline.summary import summarize
-from gemini.timeline.words import LINK_TITLES
+from gemini.timeline.summary import LINK_TITLES, summarize
 
 
 def save_html(timeline: Timeline, path: str | os.PathLike[str], *, title: str) -> None:

@@ -7,8 +7,7 @@ from html import escape
 
 from gemini.system.config import format_bytes
 from gemini.timeline.events import Timeline
-from gemini.timeline.summary import StepSummary
-from gemini.timeline.words import LINK_TITLES, PART_TITLES, parts, seconds_text
+from gemini.timeline.summary import LINK_TITLES, PART_TITLES, StepSummary, parts, seconds_text
 
 _LONGEST = 10
 

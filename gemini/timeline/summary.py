@@ -1,4 +1,5 @@
-"""Where the time of each recorded step went: computing, waiting, the runtime's own work; what links did."""
+"""Where the time of each recorded step went: computing, waiting, the runtime's own work; what links did; and
+what people read for these names."""
 
 from __future__ import annotations
 
@@ -7,13 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gemini.runtime.gate.phases import BACKWARD, FORWARD, OPTIMIZER
-from gemini.timeline.computing import computing
-from gemini.timeline.events import LINKS, TIERS, StepSpan, Timeline, Transfer, Wait
+from gemini.memstats.trace import BACKWARD, FORWARD, OPTIMIZER
+from gemini.timeline.events import LINKS, TIERS, StepSpan, Timeline, Transfer, Wait, computing
 
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
 Span = tuple[float, float]
+LINK_TITLES: Mapping[str, str] = {
+    "h2d": "HOST to DEVICE",
+    "d2h": "DEVICE to HOST",
+    "disk_read": "read from DISK",
+    "disk_write": "write to DISK",
+}
+PART_TITLES: Mapping[str, str] = {
+    "forward": "computing: forward",
+    "backward": "computing: backward",
+    "optimizer": "computing: optimizer",
+    **{link: f"waiting: {title}" for link, title in LINK_TITLES.items()},
+    "memory": "waiting: memory being mapped",
+    "runtime": "the runtime itself",
+}
 
 
 @dataclass(frozen=True)
@@ -149,3 +163,24 @@ def _longest_first(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, part in parts:
         seconds[name] = seconds.get(name, 0.0) + part
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def parts(step: StepSummary) -> dict[str, float]:
+    """Return the seconds of a step by what they went into; they add up to its length."""
+    unexplained = step.wait_seconds - sum(step.wait_by_link.values())
+    found = {
+        **step.compute_seconds,
+        **step.wait_by_link,
+        "memory": max(0.0, unexplained),
+        "runtime": step.runtime_seconds,
+    }
+    return {name: found[name] for name in PART_TITLES if found.get(name, 0.0) > 0}
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with three digits or so: ``1.93 s``, ``12.4 ms``, ``85 us``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError, StateError
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
-from gemini.model.state_as_part import NamedAsWrapped
+from gemini.model.wrapper import NamedAsWrapped
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import compute_types, place_buffers
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gemini.comm.model_ranks import ModelRanks
-from gemini.comm.peers import Topic
+from gemini.comm.peers import ModelRanks, Topic
 from gemini.optim.norm_over_ranks import NormOverRanks
 
 from .bucket import Bucket

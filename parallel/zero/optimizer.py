@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from gemini.comm.model_ranks import ModelRanks
-from gemini.comm.peers import Peers, Topic, digest_of
+from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, step_within

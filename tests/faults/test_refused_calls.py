@@ -16,9 +16,9 @@ from fault_training import adam, assert_sound, file_size_limit, managed, train_s
 from refused_calls import NEW_THREAD
 
 from gemini import _C, checkpoint
-from gemini.checkpoint.workers import Workers
 from gemini.errors import IoError, StateError, ThreadError
 from gemini.offload import AsyncFile
+from gemini.system.threads import Workers
 
 pytestmark = pytest.mark.slow
 

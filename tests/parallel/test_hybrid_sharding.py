@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gemini import ConfigError, GeminiDDP
 from gemini.comm.collectives import ProcessGroupPeers
 from gemini.parallel import Booster, GeminiPlugin
-from gemini.sharding.copies import take_mean_of_copies
+from gemini.sharding.gradient_exchange import take_mean_of_copies
 
 RECIPE = Recipe(clip=0.05)
 

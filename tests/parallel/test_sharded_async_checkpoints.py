@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from gemini import CheckpointError, GeminiError
 from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
-from gemini.checkpoint.staging import StagedFile
+from gemini.checkpoint.sealed_file import StagedFile
 
 RECIPE = Recipe(clip=0.1)
 TIGHT = {"device_bytes": "600KiB", "non_model_bytes": 0}

@@ -22,7 +22,6 @@ WHERE = (
         "host_tensor.py",
         "gate/gate.py",
         "gemini_mgr.py",
-        "update_operators.py",
         "step_order.py",
         "recorder.py",
         "pending.py",

@@ -30,7 +30,7 @@ from training_harness import (
 from gemini import GeminiDDP
 from gemini.errors import StateError
 from gemini.timeline import Timeline, TimelineRecorder, Transfer
-from gemini.timeline.computing import computing
+from gemini.timeline.events import computing
 
 pytestmark = pytest.mark.slow
 

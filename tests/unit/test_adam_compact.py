@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.state_format import STATE_DTYPES
 
 NUMEL = 700  # two whole blocks of 256 and a part

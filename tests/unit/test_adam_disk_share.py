@@ -17,7 +17,7 @@ import torch
 
 from gemini.errors import ChecksumError, ConfigError, IoError, StateError
 from gemini.optim import disk_states, state_file
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.state_file import lay_out
 from gemini.optim.state_format import STATE_DTYPES, StateFormat
 

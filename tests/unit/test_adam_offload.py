@@ -17,8 +17,7 @@ from torch import nn
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.optim import state_file
-from gemini.optim.cpu_adam import CPUAdam
-from gemini.optim.hybrid_adam import HybridAdam
+from gemini.optim.adam import CPUAdam, HybridAdam
 from gemini.optim.state_file import lay_out
 from gemini.optim.state_format import STATE_DTYPES, StateFormat
 

@@ -18,11 +18,10 @@ from torch import nn
 import gemini
 from gemini import checkpoint
 from gemini.checkpoint import loading
-from gemini.checkpoint.checksum import crc32c
+from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
 from gemini.checkpoint.inspect import describe, verdict
-from gemini.checkpoint.part import BLOCK_BYTES
-from gemini.checkpoint.read_ahead import BlockFile, ReadAhead
 from gemini.checkpoint.sealed_file import DamagedError, Seal
+from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, StateError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

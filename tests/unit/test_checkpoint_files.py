@@ -18,7 +18,7 @@ from torch import nn
 import gemini
 from gemini import checkpoint
 from gemini.checkpoint import new_checkpoint
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import write_tensors
 from gemini.errors import CheckpointError, ConfigError, IoError
 

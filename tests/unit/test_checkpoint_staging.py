@@ -19,10 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
 
-from gemini.checkpoint.checksum import crc32c
-from gemini.checkpoint.part import BLOCK_BYTES
-from gemini.checkpoint.sealed_file import Seal, SealedFile, sealed
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
+from gemini.checkpoint.sealed_file import Seal, SealedFile, Staging, sealed
 from gemini.errors import CheckpointError, IoError
 from gemini.offload.direct_memory import direct_memory
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gemini import _C
-from gemini.chunk.state_spec import BLOCK_NUMEL
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.errors import GeminiError, StateError
 from gemini.optim import CPUAdam, FusedAdam
 from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, has_cuda_kernel, run_rows

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, TENSOR_ALIGN_BYTES, ChunkLayout
-from gemini.chunk.state_spec import BLOCK_NUMEL
-from gemini.comm.share import CUT_NUMEL
+from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
 ITEMSIZES = [1, 2, 4, 8]

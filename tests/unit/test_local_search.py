@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gemini.memstats import LINKS, LinkSpeed, Trace
-from gemini.placement.effort import Effort
 from gemini.placement.iteration import Iteration
-from gemini.placement.local_search import LocalSearch
+from gemini.placement.local_search import Effort, LocalSearch
 from gemini.placement.machine import Machine
 from gemini.placement.planner import by_density, choose_plan
 from gemini.placement.problem import PlanProblem

@@ -16,9 +16,9 @@ from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
 from gemini.memstats import LinkSpeed
 from gemini.placement import probe
-from gemini.runtime.step import link_meter
-from gemini.runtime.step.link_meter import ENOUGH_BYTES, LinkMeter
-from gemini.runtime.step.period_timer import PeriodTimer
+from gemini.runtime.step import meters
+from gemini.runtime.step.meters import ENOUGH_BYTES, LinkMeter
+from gemini.runtime.step.recorder import PeriodTimer
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ class UsedChunks:
         self.budgets = TierBudgets(1, 1, 1, disk_dir)
         self.device = CPU
         self.stall_seconds = 0.0
-        self.moved = dict.fromkeys(link_meter.LINKS, 0)
+        self.moved = dict.fromkeys(meters.LINKS, 0)
         self.shared_seconds = 0.0
 
     def link_stats(self) -> dict[str, dict[str, float]]:
@@ -105,7 +105,7 @@ def test_a_link_that_moved_enough_in_the_step_is_judged_by_that(tmp_path: Path) 
     meter.begin()
     chunks.moved.update(d2h=ENOUGH_BYTES, h2d=ENOUGH_BYTES - 1, disk_read=2 * ENOUGH_BYTES - 1)
     speeds = {speed.name: speed for speed in meter.speeds()}
-    assert list(speeds) == list(link_meter.LINKS)
+    assert list(speeds) == list(meters.LINKS)
     assert speeds["d2h"] == LinkSpeed("d2h", 2**30, 0.0)
     assert [name for name, speed in speeds.items() if speed.bytes_per_second == 2**30] == ["d2h"]
 
@@ -139,7 +139,7 @@ def test_a_device_with_its_own_memory_is_probed_by_its_own_clock(tmp_path: Path)
 def test_a_period_is_what_lies_between_preops_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: Any = UsedChunks(None)
     clock = iter([10.0, 13.0, 20.0, 25.0])
-    monkeypatch.setattr("gemini.runtime.step.period_timer.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gemini.runtime.step.recorder.time.perf_counter", lambda: next(clock))
     timer = PeriodTimer(chunks)
     timer.close_period()  # before the first PreOp there is none
     timer.open_period()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gemini.comm.share import Share
+from gemini.comm.peers import Share
 from gemini.errors import StateError
 from gemini.sharding.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
 from gemini.sharding.use_order import NEVER, UseOrder

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.system.directory_lock import DirectoryLock
-from gemini.system.files import append_whole, io_errors, read_regular, replacing, temporary_of
+from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular, replacing, temporary_of
 
 _RUN = "run.json"
 _MAX_RUN_BYTES = 2**20  # it has some hundred

@@ -10,10 +10,10 @@ import torch
 
 from gemini.chunk import Chunk, ChunkKind
 from gemini.errors import OutOfBudgetError
+from gemini.memstats.trace import BACKWARD
 from gemini.runtime.activation.chunk_pool import too_large_now
 from gemini.runtime.activation.keep_plan import Fate
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.phases import BACKWARD
 
 
 class Tenant(Protocol):

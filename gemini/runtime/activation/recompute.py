@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from gemini.errors import ConfigError
+from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.recompute import NOTHING, RecomputeChoice, RecomputeReport, choose_blocks
 from gemini.placement.recomputed_trace import BlockCall
 from gemini.runtime.activation.digest import CannotRepeat
 from gemini.runtime.activation.repeatable import Given, Look, Repeat, training_modes
 from gemini.runtime.activation.saved import Version
-from gemini.runtime.gate.phases import OPTIMIZER
 from gemini.runtime.intercept.blocks import find_blocks, is_compiled
 from gemini.runtime.step.step_order import StepOrder
 

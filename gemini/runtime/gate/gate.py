@@ -12,20 +12,15 @@ import torch
 
 from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
-from gemini.runtime.gate import unusable
-from gemini.runtime.gate.addresses import ParametersByAddress
-from gemini.runtime.gate.gradient_scale import GradientScale
-from gemini.runtime.gate.lock import TensorLock
-from gemini.runtime.gate.loose import LooseBytes
-from gemini.runtime.gate.observer import StepObserver
-from gemini.runtime.gate.one_thread import OneThread
+from gemini.memstats.trace import FORWARD, OPTIMIZER
+from gemini.runtime.gate import guards
+from gemini.runtime.gate.addresses import ParametersByAddress, Strays
+from gemini.runtime.gate.gradients import GradientScale, LooseBytes, Slot
+from gemini.runtime.gate.guards import OneThread, TensorLock
+from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot, StepObserver
 from gemini.runtime.gate.pending import PendingUpdates
-from gemini.runtime.gate.phases import FORWARD, OPTIMIZER
-from gemini.runtime.gate.slot import Slot
-from gemini.runtime.gate.snapshot import NO_SNAPSHOT, Snapshot
-from gemini.runtime.gate.strays import Strays
+from gemini.runtime.gate.state_piece import WrittenTensors
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.gate.written import WrittenTensors
 
 NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
@@ -207,8 +202,8 @@ class Gate(ABC):
         """This is a forked process: the memory is the parent's."""
         self.snapshot = NO_SNAPSHOT  # its thread is in the parent
         self.pending.clear()
-        self.refuse_use(unusable.in_child)
-        self.recover = unusable.in_child  # type: ignore[method-assign]
+        self.refuse_use(guards.in_child)
+        self.recover = guards.in_child  # type: ignore[method-assign]
 
     @abstractmethod
     def recover(self) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
 
+from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate, NodeHooks
-from gemini.runtime.gate.phases import BACKWARD
 from gemini.runtime.intercept.nested import map_tensors
 
 # The number of the next node, and nodes that are older, whatever theirs.

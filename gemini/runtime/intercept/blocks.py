@@ -1,7 +1,9 @@
-"""A model's blocks: the repeated parts that are compiled, or recomputed, as wholes."""
+"""A model's blocks: the repeated parts that are compiled, or recomputed, as wholes; and how often torch's
+compiler has worked in this process: a pass in which it did takes memory and time that no other takes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -35,3 +37,9 @@ def is_compiled(module: nn.Module) -> bool:
         return True
     forward = module.forward
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+
+
+def num_compilations() -> int:
+    """Return how many frames the compiler has taken up, none where nobody uses it."""
+    used = sys.modules.get("torch._dynamo.utils")
+    return 0 if used is None else int(sum(used.counters["frames"].values()))

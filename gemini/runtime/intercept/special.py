@@ -10,7 +10,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.slot import Slot
+from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.intercept import raw_access
 
 

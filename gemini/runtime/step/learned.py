@@ -1,21 +1,25 @@
-"""Learned: the order of one kind of iteration: its trace, the plan made from it, and how both came about."""
+"""Learned: the order of one kind of iteration: its trace, the plan made from it, and how both came about.
+EvalOrder: that of evaluation passes, apart from training steps."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.placement.machine import CPU_TRANSFERS_TAKE, Machine
-from gemini.runtime.intercept.compilations import num_compilations
-from gemini.runtime.step.link_meter import LinkMeter
+from gemini.runtime.intercept.blocks import num_compilations
+from gemini.runtime.step.meters import LinkMeter
 from gemini.runtime.step.planned import Place, Planned, StepPlanner
 from gemini.runtime.step.recorder import Accesses, Moment, Recorded, Recorder
-from gemini.runtime.step.trace_order import steady_modes, typical_seconds
+from gemini.runtime.step.trace_order import completed, reordered, steady_modes, typical_seconds
 
 TIMED_ITERATIONS = 3  # the middle one by its computing time counts
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -236,3 +240,58 @@ class Learned:
         needed = chunks + max(trace.reserve_bytes(), default=0)
         fits = needed + (self._context.capacity.non_model_bytes or 0) <= self._context.capacity.device_bytes
         return trace if fits else replace(trace, links=self._links.speeds())
+
+
+class EvalOrder(Learned):
+    """Records evaluation passes: forward, without gradients, outside a step; each pass is an iteration.
+
+    It shares the chunk table with the steps and leaves nothing there: between :meth:`begin` and the
+    ``resume`` of the steps' order the table follows this one.
+    """
+
+    def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
+        """Start in warmup, or with the plan made from ``memstats`` when that is of an evaluation with this
+        layout."""
+        self._schedule: _C.Schedule | None = None
+        super().__init__("eval", chunks, context, memstats)
+
+    def begin(self, room_bytes: int) -> None:
+        """Start to record a pass; ``room_bytes`` is what model data may take while nothing is known of
+        it."""
+        table = self._chunks.table
+        table.set_schedule(self._schedule)
+        self.enforce()
+        if self.trace is None:
+            table.set_limit(max(0, room_bytes))
+        table.begin_step()
+        self.start_recording()
+
+    def end(self) -> None:
+        """Close the pass; learn from it when it was the first or a new one."""
+        diverged = self._chunks.table.end_step()
+        if self.trace is None:
+            self.learn(self._recorder.end())
+        elif diverged:
+            self._reconsider(self._recorder.end(), self.trace)
+        elif not self.timed:
+            self.complete(completed(self.grown(self.trace), self._recorder.end()))
+        self._recorder.stop()
+
+    def replan(self, context: PlacementContext) -> None:
+        """Plan for model data of another size; passes have the order that they had."""
+        trace, timed = self.trace, self.timed
+        super().replan(context)
+        if trace is not None and self.trace is None:
+            self._adopt(self.grown(trace), timed=timed)
+
+    def _adopt(self, trace: Trace, *, timed: bool) -> None:
+        super()._adopt(trace, timed=timed)
+        places = [Place(chunks, moment, moment) for moment, chunks in enumerate(trace.accesses)]
+        self._schedule = self.schedule_of(trace, places, steady=True).schedule
+
+    def _reconsider(self, recorded: Recorded, trace: Trace) -> None:
+        """A pass left the trace: adopt the new order once it repeats."""
+        if self.repeats(recorded.accesses):
+            self._adopt(reordered(self.grown(trace), recorded, keep_reserve=False), timed=False)
+        else:
+            logger.info("an evaluation left the recorded order; it ran with least-recently-used eviction")

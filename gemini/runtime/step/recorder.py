@@ -1,13 +1,14 @@
-"""Recorder: carries out the PreOps of an iteration and remembers what there is to learn from them."""
+"""Recorder: carries out the PreOps of an iteration, times its operators apart from waiting for their chunks,
+and remembers what there is to learn from them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import MemoryMonitor, MemStatsCollector
-from gemini.runtime.step.period_timer import PeriodTimer
 
 # Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
 # optimizer).
@@ -142,3 +143,30 @@ class Recorder:
 
 def _tuples(lists: list[list[int]]) -> Accesses:
     return tuple(tuple(chunks) for chunks in lists)
+
+
+class PeriodTimer:
+    """Times each period from the return of its PreOp to the entry of the next one.
+
+    What other accesses wait for transfers in between (an evaluation between micro-batches) does not count.
+    """
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self.seconds: list[float] = []  # of the periods that are over
+        self._chunks = chunks
+        self._since: float | None = None  # None: no period is open
+        self._stalled = 0.0
+
+    def close_period(self) -> None:
+        """Note that a PreOp begins, or that the iteration is over."""
+        if self._since is not None:
+            self._chunks.device.synchronize()
+            waited = self._chunks.stall_seconds - self._stalled
+            self.seconds.append(max(0.0, time.perf_counter() - self._since - waited))
+            self._since = None
+
+    def open_period(self) -> None:
+        """Note that a PreOp has its chunks."""
+        self._chunks.device.synchronize()
+        self._stalled = self._chunks.stall_seconds
+        self._since = time.perf_counter()

@@ -1,28 +1,30 @@
-"""StepOrder: what a step does at which moment; recorded once, then planned for and followed.
+"""StepOrder: what a step does at which moment; recorded once, then planned for and followed. UpdateOperators:
+how its updates pin what they need.
 
-A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
-put off, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
-before the first use of each chunk group the pending update of that group; or, where they run in backward,
-behind the last gradient of each group its update (docs/notes/overlap.md).
+A trace says what an iteration does in the order of the program: forward, backward, update. Where updates
+are put off, the schedule that the chunk table follows is made from it: the moments of forward and
+backward, and before the first use of each chunk group the pending update of that group; or, where they run
+in backward, behind the last gradient of each group its update (docs/notes/overlap.md).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from gemini.chunk import ChunkKind, ChunkManager
+from gemini.chunk import ChunkKind, ChunkManager, TensorIds
 from gemini.memstats import Trace
+from gemini.memstats.trace import BACKWARD, OPTIMIZER
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
+from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.pending import PendingUpdate
-from gemini.runtime.gate.phases import BACKWARD, OPTIMIZER
 from gemini.runtime.step.learned import Learned, PlacementContext
-from gemini.runtime.step.planned import Place, Planned
-from gemini.runtime.step.promised import PromisedStep
+from gemini.runtime.step.meters import StepMeter
+from gemini.runtime.step.planned import Place, Planned, PromisedStep
 from gemini.runtime.step.recorder import Accesses, Moment, Recorded
-from gemini.runtime.step.step_meter import StepMeter
 from gemini.runtime.step.trace_order import completed, reordered
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.system.config import format_bytes
@@ -358,3 +360,47 @@ def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace)
         seconds=own.seconds + (0.0,) * count,
         non_model_bytes=own.non_model_bytes + (0,) * count,
     )
+
+
+class UpdateOperators:
+    """Each pins ``tensors`` for a block; those in ``dirty`` count as written. ``on_host``: where they lie on
+    HOST, for the CPU, else on DEVICE. Raises as :meth:`Gate.pre_op`."""
+
+    def __init__(self, gate: Gate, order: StepOrder) -> None:
+        self._gate = gate
+        self._order = order
+
+    @contextmanager
+    def inside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
+        """Of an update inside the step: a moment of it."""
+        self._gate.pre_op(tensors, on_host=on_host)
+        try:
+            yield
+        finally:
+            self._gate.post_ops(tensors, dirty)
+
+    @contextmanager
+    def late(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
+        """Of a pending update: it waits for none, and counts to the step before."""
+        traced = self._gate.next_late_moment(self._order, tensors, on_host=on_host)
+        try:
+            self._order.note_late(traced=traced)
+            yield
+        finally:
+            self._gate.post_ops(tensors, dirty)
+
+    @contextmanager
+    def aside(self, tensors: TensorIds) -> Iterator[None]:
+        """Pin ``tensors`` on DEVICE, to read them as they are: no moment of anything, and what is pending of
+        their update stays pending."""
+        self._gate.settle()
+        self._gate.chunks.acquire(tensors, traced=False)
+        try:
+            yield
+        finally:
+            self._gate.chunks.release(tensors, dirty=False)
+
+    def can_use_host(self, tensors: TensorIds) -> bool:
+        """Say whether an operator of the CPU could use ``tensors`` on HOST: it has room, they are not on DISK
+        alone, and nothing uses their chunks on DEVICE."""
+        return self._gate.chunks.table.can_access_on_host(tensors)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from gemini.memstats import Trace
-from gemini.runtime.gate.phases import OPTIMIZER
+from gemini.memstats.trace import OPTIMIZER
 from gemini.runtime.step.recorder import Accesses, Recorded
 
 

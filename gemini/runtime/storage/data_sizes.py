@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from gemini.chunk import CPU, ChunkKind, ChunkLayout, ChunkSpec, TensorSlot
-from gemini.chunk.chunk import whole_blocks
+from gemini.chunk.chunk import StateSpec, num_blocks, whole_blocks
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, round_up
-from gemini.chunk.state_spec import StateSpec, num_blocks
-from gemini.comm.share import CUT_NUMEL, Share, stays_whole
+from gemini.comm.peers import CUT_NUMEL, Share, stays_whole
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
-from gemini.chunk.state_spec import BLOCK_NUMEL, StateSpec, num_blocks
-from gemini.comm.share import Share
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.comm.peers import Share
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.state_piece import MASTER, StatePiece

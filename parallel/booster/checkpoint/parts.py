@@ -15,7 +15,7 @@ from torch import nn
 
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import CheckpointError
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.optimizer_files import group_members

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gemini.checkpoint.sealed_file import write_sealed
-from gemini.checkpoint.staging import Staging
+from gemini.checkpoint.sealed_file import Staging, write_sealed
 from gemini.checkpoint.tensor_file import TensorFile, require_holdable
 from gemini.errors import CheckpointError, GeminiError, IoError
 from gemini.parallel.booster.checkpoint.layout import Layout, split

@@ -13,7 +13,7 @@ from gemini.comm.collectives import group_of
 from gemini.errors import GeminiError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import handle_of
-from gemini.optim.cpu_adam import CPUAdam
+from gemini.optim.adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.rule_choice import rule_of
 from gemini.optim.state_format import StateFormat

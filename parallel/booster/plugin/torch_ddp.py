@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gemini.comm.model_ranks import ModelRanks
+from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError
 from gemini.parallel.booster.data_parallel import AutocastCriterion, DataParallel, SingleProcess
 from gemini.parallel.booster.mixed_precision import FP16TorchMixedPrecision, Precision

@@ -1,17 +1,53 @@
-"""The loss scale that a model's gradients have, and which other models have gradients of the same losses."""
+"""Gradients as the gate knows them: of which parameter, the loss scale that they have, which other models
+have gradients of the same losses, and how much of them is in no chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
 
+from gemini import _C
 from gemini.errors import ConfigError
-from gemini.runtime.gate.slot import Slot
 
 _KEY = "gemini: the scaled losses of the backward pass under way"
+
+
+class Gradient(Protocol):
+    """The gradient of a managed parameter, as ``param.grad`` shows it."""
+
+    def alias(self) -> torch.Tensor | None:
+        """Return what ``param.grad`` is."""
+        ...
+
+    def assign(self, grad: torch.Tensor | None) -> None:
+        """Do what ``param.grad = grad`` says."""
+
+    def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield what there is of the gradient here: the ids to pin, and the values."""
+        ...
+
+
+class Slot(Protocol):
+    """A managed parameter's place, as the parameter knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def grad(self) -> Gradient | None: ...
+
+    @property
+    def has_grad(self) -> bool: ...
+
+    @property
+    def trainable_grad(self) -> Gradient: ...
+
+    def free_grad(self) -> None:
+        """Give up the gradient's memory."""
 
 
 class ScaledLosses:
@@ -114,3 +150,17 @@ def _pass_under_way() -> tuple[ScaledLosses, float] | None:
         return None
     found: tuple[ScaledLosses, float] | None = torch._C._get_obj_in_tls(_KEY)
     return found
+
+
+class LooseBytes:
+    """How much there is now, and the most that there was on DEVICE together with chunks."""
+
+    def __init__(self, table: _C.ChunkTable) -> None:
+        self._table = table
+        self.now = 0
+        self.peak_device = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count ``nbytes`` more, or less."""
+        self.now += nbytes
+        self.peak_device = max(self.peak_device, self._table.usage(_C.Tier.DEVICE) + self.now)

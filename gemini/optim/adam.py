@@ -1,4 +1,5 @@
-"""Adam and AdamW for CPU parameters, with the states in memory or, in part, in a file."""
+"""Adam and AdamW: for CPU parameters, with the states in memory or, in part, in a file; for CUDA parameters,
+one launch for all of a layout; for both, each where it lives."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from gemini.offload.async_file import Directories
-
-from .kernel_adam import KernelAdam
-from .state_format import StateFormat
+from gemini.optim.kernel_adam import KernelAdam
+from gemini.optim.state_format import StateFormat
 
 
 class CPUAdam(KernelAdam):
@@ -84,4 +84,53 @@ class CPUAdam(KernelAdam):
             nvme_offload_dir=nvme_offload_dir,
             nvme_offload_checksums=nvme_offload_checksums,
             torch_flags=torch_flags,
+        )
+
+
+class HybridAdam(CPUAdam):
+    """``CPUAdam`` for CPU and CUDA tensors together; same arguments.
+
+    CPU tensors are updated by the CPU kernel, with states in memory or streamed from a file; CUDA tensors by
+    the CUDA kernel, with states beside them, a launch per device and layout of types.
+    """
+
+    devices = frozenset({"cpu", "cuda"})
+    other_devices_hint = "takes CPU and CUDA tensors"
+
+
+class FusedAdam(KernelAdam):
+    """Adam for CUDA tensors; see :class:`KernelAdam` for its numbers."""
+
+    devices = frozenset({"cuda"})
+    other_devices_hint = "takes CUDA tensors: use CPUAdam or HybridAdam for others"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        *,
+        state_dtype: str = "fp32",
+        master_remainders: bool = False,
+        **torch_flags: Any,
+    ) -> None:
+        """Prepare; states are made by the first step. Arguments: as :class:`CPUAdam`'s of the same names.
+
+        Raises:
+            ConfigError: a value out of range, a parameter not on a GPU, not dense, or of another type.
+        """
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+        }
+        super().__init__(
+            params, defaults, StateFormat(state_dtype, master_remainders), torch_flags=torch_flags
         )

@@ -1,20 +1,51 @@
-"""OneThread: a model is for one thread at a time; a second one is refused by name."""
+"""What must not be used now, and why: tensors that are locked, a model that another thread is in, memory that
+is gone. A StateError says so."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
+from gemini.chunk import TensorIds
 from gemini.errors import StateError
+from gemini.runtime.gate.observers import NO_SNAPSHOT
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BACKWARD = "backward"
+
+
+class TensorLock:
+    """Managed tensors, by id, that are in no state to be used, and why."""
+
+    def __init__(self) -> None:
+        self.tensors: set[int] = set()  # the same object for good: every PreOp looks at it
+        self._reason = ""
+
+    def add(self, tensors: Iterable[int], reason: str) -> None:
+        """Lock ``tensors`` too; ``reason`` says why what is locked is, and what to do."""
+        self.tensors.update(tensors)
+        self._reason = reason
+
+    def open(self) -> None:
+        """Lock nothing any more."""
+        self.tensors.clear()
+
+    def refuse(self, tensors: Iterable[int]) -> None:
+        """Raise StateError if any of ``tensors`` is locked."""
+        if not self.tensors.isdisjoint(tensors):
+            raise StateError(self._reason)
+
+    def refuse_all(self) -> None:
+        """Raise StateError if anything is locked."""
+        if self.tensors:
+            raise StateError(self._reason)
 
 
 class OneThread:
@@ -105,3 +136,36 @@ def _refusal(doing: str, other: int, its_doing: str) -> StateError:
 def _name(ident: int) -> str:
     found = next((thread.name for thread in threading.enumerate() if thread.ident == ident), None)
     return f"thread {found!r}" if found is not None else f"thread {ident}"
+
+
+def closed(tensors: TensorIds, *, on_host: bool = False) -> None:
+    """Raise StateError: the model was closed."""
+    raise StateError("the managed model was closed; its parameters hold no memory any more")
+
+
+def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
+    """Raise StateError: the memory is the parent's."""
+    raise StateError(
+        "managed parameters cannot be used in a forked process: their memory stays with the parent; "
+        "pass copies, for example param.detach().clone(), or start the process with 'spawn'"
+    )
+
+
+class RefusingGate(ABC):
+    """Stands in for the gate of tensors whose values nobody may use: what an operator asks of it raises."""
+
+    resident = False
+    mixes_types = False
+    snapshot = NO_SNAPSHOT
+
+    @abstractmethod
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        """Raise."""
+
+    @property
+    def raw_uses(self) -> NoReturn:
+        self.pre_op()
+
+    @property
+    def windows(self) -> NoReturn:
+        self.pre_op()

@@ -1,11 +1,13 @@
-"""What is told before model data changes: a copy of it is being written elsewhere."""
+"""Who is told what happens to model data: a snapshot, before it changes, because a copy of it is being
+written elsewhere; an observer, where steps begin and end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
 
-from gemini.chunk import TensorIds
+from gemini.chunk import ChunkObserver, TensorIds
+from gemini.runtime.gate.pending import PendingUpdate
 from gemini.runtime.gate.state_piece import StatePiece
 
 
@@ -85,3 +87,22 @@ class NoSnapshot:
 
 
 NO_SNAPSHOT = NoSnapshot()
+
+
+class StepObserver(ChunkObserver, Protocol):
+    """Is also told where steps begin and end, and runs the updates that were put off.
+
+    Called on the thread that trains; it must leave the manager alone.
+    """
+
+    def step_begins(self, number: int) -> None:
+        """Step ``number``, from 1, begins with a forward pass."""
+
+    def step_ended(self) -> None:
+        """The optimizer has ended a step; planning, which belongs to none, may follow."""
+
+    def step_settled(self) -> None:
+        """All that follows from the step is done."""
+
+    def run_update(self, update: PendingUpdate) -> None:
+        """Run ``update``, and let pass what it raises."""
