@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 from gemini import checkpoint
 from gemini.errors import ConfigError
@@ -31,13 +33,18 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Apply autocast where it was asked for, and nothing more, to a managed model."""
-        if managed(model) is None:
+        """Apply to a managed model autocast and the compiler where they were asked for, and nothing more.
+        What is compiled is each of its blocks, as :meth:`gemini.GeminiDDP.compile` does."""
+        handle = managed(model)
+        if handle is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if "_is_accelerate_prepared" not in vars(model):
             model._is_accelerate_prepared = False  # over ranks its class says otherwise, to others
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        with self._without_compiler() as compiler:
+            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         model._is_accelerate_prepared = True
+        if compiler.backend != DynamoBackend.NO and not handle.compiled.names:
+            handle.compiled.compile(**compiler.to_kwargs())
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -114,6 +121,17 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         """Return each managed model with its optimizer, in the order in which optimizers were prepared."""
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
         return [(each.model, each) for each in optimizers if isinstance(each, GeminiOptimizer)]
+
+    @contextmanager
+    def _without_compiler(self) -> Iterator[TorchDynamoPlugin]:
+        """Have Accelerate compile nothing, for the block; return what it was asked for."""
+        asked = self.state.dynamo_plugin
+        self.state.dynamo_plugin = copy.copy(asked)
+        self.state.dynamo_plugin.backend = DynamoBackend.NO
+        try:
+            yield asked
+        finally:
+            self.state.dynamo_plugin = asked
 
     @contextmanager
     def _others_only(self) -> Iterator[None]:
