@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import nn
 
 from gemini import checkpoint
 from gemini.errors import ConfigError
+from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel
 from gemini.optim import GeminiOptimizer
 from gemini.system import rng
@@ -25,10 +28,67 @@ _FOLDER = "gemini"
 class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     """An Accelerator that leaves managed models alone: no DistributedDataParallel around ZeRO-3, clipping
     by the optimizer, whose gradients are in chunks, and states saved in their streamed format. Everything
-    else, and every other model, is as with Accelerate's own."""
+    else, and every other model, is as with Accelerate's own.
+
+    With ``gemini={...}``, options of :func:`gemini.manage`, :meth:`prepare` manages the models that it is
+    given, each under budgets of its own, and has their optimizers update chunks.
+    """
 
     _models: list[Any]
     _optimizers: list[Any]
+    _manage_options: dict[str, Any] | None = None
+    _optimizer_options: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        gemini: dict[str, Any] | None = None,
+        gemini_optimizer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Make it, with the arguments of Accelerate's own beside ours.
+
+        Args:
+            gemini: options of :func:`gemini.manage` for models that are not managed yet; None: they stay so.
+            gemini_optimizer: options of :class:`gemini.GeminiOptimizer` for their optimizers.
+
+        Raises:
+            ConfigError: options for optimizers of models that nobody manages.
+        """
+        if gemini is None and gemini_optimizer is not None:
+            raise ConfigError(
+                f"gemini_optimizer={gemini_optimizer!r} is for optimizers of models that prepare() manages; "
+                "give gemini={...}, too, or make the GeminiOptimizer yourself"
+            )
+        super().__init__(*args, **options)
+        self._manage_options, self._optimizer_options = gemini, gemini_optimizer
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order; as Accelerate's own otherwise.
+
+        Raises:
+            OutOfBudgetError, ConfigError: as :func:`gemini.manage` and :class:`gemini.GeminiOptimizer`.
+        """
+        if self._manage_options is not None:
+            for each in args:
+                if isinstance(each, nn.Module) and managed(each) is None:
+                    manage(each, **self._manage_options)
+            models = [each for each in (*args, *self._models) if managed(each) is not None]
+            args = tuple(self._updating(each, models) for each in args)
+        return super().prepare(*args, **options)
+
+    def _updating(self, given: Any, models: list[Any]) -> Any:
+        """Return what updates the chunks of one of ``models`` in the place of its optimizer; all else as it
+        was ``given``."""
+        if not isinstance(given, torch.optim.Optimizer) or isinstance(
+            given, (GeminiOptimizer, AcceleratedOptimizer)
+        ):
+            return given
+        params = {id(param) for group in given.param_groups for param in group["params"]}
+        for model in models:
+            if any(id(param) in params for param in model.parameters()):
+                return GeminiOptimizer(given, model, **(self._optimizer_options or {}))
+        return given
 
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
