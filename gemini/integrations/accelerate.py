@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,9 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import nn
 
 from gemini import checkpoint
 from gemini.errors import ConfigError
+from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel
 from gemini.optim import GeminiOptimizer
 from gemini.system import rng
@@ -23,21 +28,83 @@ _FOLDER = "gemini"
 class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     """An Accelerator that leaves managed models alone: no DistributedDataParallel around ZeRO-3, clipping
     by the optimizer, whose gradients are in chunks, and states saved in their streamed format. Everything
-    else, and every other model, is as with Accelerate's own."""
+    else, and every other model, is as with Accelerate's own.
+
+    With ``gemini={...}``, options of :func:`gemini.manage`, :meth:`prepare` manages the models that it is
+    given, each under budgets of its own, and has their optimizers update chunks.
+    """
 
     _models: list[Any]
     _optimizers: list[Any]
+    _manage_options: dict[str, Any] | None = None
+    _optimizer_options: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        gemini: dict[str, Any] | None = None,
+        gemini_optimizer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Make it, with the arguments of Accelerate's own beside ours.
+
+        Args:
+            gemini: options of :func:`gemini.manage` for models that are not managed yet; None: they stay so.
+            gemini_optimizer: options of :class:`gemini.GeminiOptimizer` for their optimizers.
+
+        Raises:
+            ConfigError: options for optimizers of models that nobody manages.
+        """
+        if gemini is None and gemini_optimizer is not None:
+            raise ConfigError(
+                f"gemini_optimizer={gemini_optimizer!r} is for optimizers of models that prepare() manages; "
+                "give gemini={...}, too, or make the GeminiOptimizer yourself"
+            )
+        super().__init__(*args, **options)
+        self._manage_options, self._optimizer_options = gemini, gemini_optimizer
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order; as Accelerate's own otherwise.
+
+        Raises:
+            OutOfBudgetError, ConfigError: as :func:`gemini.manage` and :class:`gemini.GeminiOptimizer`.
+        """
+        if self._manage_options is not None:
+            for each in args:
+                if isinstance(each, nn.Module) and managed(each) is None:
+                    manage(each, **self._manage_options)
+            models = [each for each in (*args, *self._models) if managed(each) is not None]
+            args = tuple(self._updating(each, models) for each in args)
+        return super().prepare(*args, **options)
+
+    def _updating(self, given: Any, models: list[Any]) -> Any:
+        """Return what updates the chunks of one of ``models`` in the place of its optimizer; all else as it
+        was ``given``."""
+        if not isinstance(given, torch.optim.Optimizer) or isinstance(
+            given, (GeminiOptimizer, AcceleratedOptimizer)
+        ):
+            return given
+        params = {id(param) for group in given.param_groups for param in group["params"]}
+        for model in models:
+            if any(id(param) in params for param in model.parameters()):
+                return GeminiOptimizer(given, model, **(self._optimizer_options or {}))
+        return given
 
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Apply autocast where it was asked for, and nothing more, to a managed model."""
-        if managed(model) is None:
+        """Apply to a managed model autocast and the compiler where they were asked for, and nothing more.
+        What is compiled is each of its blocks, as :meth:`gemini.GeminiDDP.compile` does."""
+        handle = managed(model)
+        if handle is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if "_is_accelerate_prepared" not in vars(model):
             model._is_accelerate_prepared = False  # over ranks its class says otherwise, to others
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        with self._without_compiler() as compiler:
+            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         model._is_accelerate_prepared = True
+        if compiler.backend != DynamoBackend.NO and not handle.compiled.names:
+            handle.compiled.compile(**compiler.to_kwargs())
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -114,6 +181,17 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         """Return each managed model with its optimizer, in the order in which optimizers were prepared."""
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
         return [(each.model, each) for each in optimizers if isinstance(each, GeminiOptimizer)]
+
+    @contextmanager
+    def _without_compiler(self) -> Iterator[TorchDynamoPlugin]:
+        """Have Accelerate compile nothing, for the block; return what it was asked for."""
+        asked = self.state.dynamo_plugin
+        self.state.dynamo_plugin = copy.copy(asked)
+        self.state.dynamo_plugin.backend = DynamoBackend.NO
+        try:
+            yield asked
+        finally:
+            self.state.dynamo_plugin = asked
 
     @contextmanager
     def _others_only(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import statistics
 import time
 from collections.abc import Callable
 from functools import cache
@@ -243,7 +244,8 @@ class _TrainersAccelerator(GeminiAccelerator):
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Adds to what a Trainer logs of a managed model: stalls, what is on each tier, and tokens per second.
+    """Adds to what a Trainer logs of a managed model: stalls, what is on each tier, tokens per second, and
+    what a step took beside what the plan expected of it, once there is one.
 
     For any Trainer, before the callbacks that report; GeminiTrainer has one. ``num_tokens`` is counted up by
     whoever trains.
@@ -252,13 +254,26 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self) -> None:
         self.num_tokens = 0
         self._since = (time.perf_counter(), 0)
+        self._begun: float | None = None  # when the step under way did
+        self._steps: list[float] = []  # seconds of those since the last logs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Begin to count."""
         self._since = (time.perf_counter(), self.num_tokens)
+        self._begun, self._steps = None, []
         handle = managed(model)
         if handle is not None:
             handle.stats(since_last=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin to time a step."""
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Note what it took, with all passes of an accumulation and the update."""
+        if self._begun is not None:
+            self._steps.append(time.perf_counter() - self._begun)
+        self._begun = None
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **others: Any
@@ -277,7 +292,12 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         figures["gemini/written_gib"] = stats["disk_write/bytes"] / 2**30
         if tokens > self._since[1]:
             figures["gemini/tokens_per_second"] = (tokens - self._since[1]) / seconds
-        self._since = (now, tokens)
+        if self._steps:
+            figures["gemini/step_seconds"] = statistics.mean(self._steps)
+        planned = handle.plan().step
+        if planned is not None:
+            figures["gemini/expected_step_seconds"] = planned.promise.simulation.step_seconds
+        self._since, self._steps = (now, tokens), []
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)

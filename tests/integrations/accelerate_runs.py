@@ -40,7 +40,7 @@ def run(
     """
     accelerator = kind(gradient_accumulation_steps=2, cpu=True, **options)
     model = net()
-    if managed:
+    if managed and "gemini" not in options:  # else prepare() does both
         gemini.manage(model, **TIGHT)
         optimizer: Any = gemini.GeminiAdamOptimizer(model, lr=1e-2)
     else:

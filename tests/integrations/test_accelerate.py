@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 accelerate = pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
 
@@ -13,7 +14,7 @@ from accelerate_runs import TIGHT, assert_equal, net, run  # noqa: E402
 
 import gemini  # noqa: E402
 from gemini.errors import ConfigError  # noqa: E402
-from gemini.integrations.accelerate import GeminiAccelerator  # noqa: E402
+from gemini.integrations.accelerate import GeminiAccelerator, unwrapped  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,37 @@ def test_what_was_saved_goes_on_as_if_nothing_was(kind: type, tmp_path: Path) ->
     got = run(kind, managed=True, load=str(tmp_path / "state"))
     assert got[0] == want[0][-len(got[0]) :]
     assert_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_prepare_manages_what_it_is_given_where_the_accelerator_says_so(
+    precision: str, tmp_path: Path
+) -> None:
+    want = run(accelerate.Accelerator, managed=False, mixed_precision=precision)
+    options = {"mixed_precision": precision, "gemini": TIGHT, "gemini_optimizer": {"overlap": False}}
+    got = run(GeminiAccelerator, managed=True, save=str(tmp_path / "state"), **options)
+    assert got[0] == want[0]
+    assert_equal(got[1], want[1])
+    again = run(GeminiAccelerator, managed=True, load=str(tmp_path / "state"), **options)
+    assert_equal(again[1], want[1])
+
+
+def test_prepare_takes_models_and_optimizers_in_any_order_and_leaves_others_alone() -> None:
+    first, second, other = net(), net(), torch.nn.Parameter(torch.ones(3))
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (first, second)]
+    accelerator = GeminiAccelerator(cpu=True, gemini=TIGHT)
+    prepared = accelerator.prepare(optimizers[1], torch.optim.SGD([other], lr=1.0), second, first)
+    late = accelerator.prepare(optimizers[0])
+    assert unwrapped(prepared[0]).model is gemini.handle_of(second)
+    assert unwrapped(late).model is gemini.handle_of(first)
+    assert type(prepared[1].optimizer) is torch.optim.SGD
+    assert prepared[2:] == (second, first)
+    assert accelerator.prepare(prepared[0]) is prepared[0]
+
+
+def test_options_for_optimizers_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give gemini="):
+        GeminiAccelerator(cpu=True, gemini_optimizer={"overlap": False})
 
 
 def test_states_are_streamed(tmp_path: Path) -> None:

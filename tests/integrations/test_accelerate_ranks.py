@@ -14,7 +14,7 @@ accelerate = pytest.importorskip("accelerate", reason="the extra 'hf' is not ins
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from accelerate_runs import assert_equal, run  # noqa: E402
+from accelerate_runs import TIGHT, assert_equal, run  # noqa: E402
 from processes import close_workers, run_on_ranks  # noqa: E402
 
 from gemini.errors import ConfigError  # noqa: E402
@@ -52,10 +52,12 @@ def _as_ranks(*runs: dict[str, Any]) -> list[Any]:
 def test_weights_are_those_of_distributed_data_parallel(precision: str) -> None:
     options = {"clip": None, "mixed_precision": precision}
     runs = [{"managed": False, **options}, {"managed": True, "ours": True, **options}]
-    for want, got in run_on_ranks(_as_ranks, 2, *runs):
-        assert (want[2], got[2]) == ("DistributedDataParallel", "Sequential")
-        assert got[0] == want[0]
-        assert_equal(got[1], want[1])
+    runs.append({**runs[1], "gemini": TIGHT})  # managed by prepare()
+    for want, *others in run_on_ranks(_as_ranks, 2, *runs):
+        for got in others:
+            assert (want[2], got[2]) == ("DistributedDataParallel", "Sequential")
+            assert got[0] == want[0]
+            assert_equal(got[1], want[1])
 
 
 def test_clipping_and_resuming_are_the_same_on_all_ranks(tmp_path: Path) -> None:

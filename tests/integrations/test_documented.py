@@ -1,4 +1,4 @@
-"""The programs of docs/huggingface.md and docs/lightning.md run as printed, one after the other."""
+"""The programs of pages about trainers and libraries run as printed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     saved(transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     programs = programs_of("huggingface.md")
-    assert len(programs) == 4
+    assert len(programs) == 5
     run("\n".join(programs), tmp_path)
     assert (tmp_path / "run" / "checkpoint-4" / "gemini").is_dir()
     assert (tmp_path / "state" / "gemini").is_dir()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
 
 
 def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:
@@ -40,11 +41,46 @@ def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:
     assert (tmp_path / "run.ckpt" / "gemini").is_dir()
 
 
+def test_scripts_print_the_same_before_and_after_the_lines_that_change(tmp_path: Path) -> None:
+    for name in ("trl", "lightning"):
+        pytest.importorskip(name, reason="only the extra 'test' brings it")
+    from hf_models import SIZES, saved
+    from test_trl import tokenizer
+
+    text = (DOCS / "changed-lines.md").read_text()
+    scripts = re.findall(r"^```diff\n(.*?)^```", text, flags=re.M | re.S)
+    said = re.findall(r"^\| \[.*\) \| (\d) \| (\d) \|$", text, flags=re.M)
+    assert [changes(script) for script in scripts] == [(int(lines), int(imports)) for lines, imports in said]
+    assert len(said) == 6
+    saved(transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    before, after = ("\n".join(one_side(script, sign) for script in scripts) for sign in "-+")
+    output = run(f"{before}\nprint('-- changed')\n{after}", tmp_path)  # importing takes most of the time
+    sides = output.split("-- changed\n")
+    losses = [[line for line in side.splitlines() if line.startswith("loss ")] for side in sides]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3 + 3 * 3
+
+
+def changes(script: str) -> tuple[int, int]:
+    """Return how many lines are new or become another, imports aside, and how many imports are new."""
+    added = re.findall(r"^\+(.*)$", script, flags=re.M)
+    removed = re.findall(r"^-(.*)$", script, flags=re.M)
+    imports = [line for line in added if line.startswith(("import ", "from "))]
+    return max(len(added) - len(imports), len(removed)), len(imports)
+
+
+def one_side(script: str, sign: str) -> str:
+    """Return what a script is before (``-``) or after (``+``) the change."""
+    return "\n".join(line[1:] for line in script.splitlines() if line[:1] in ("", " ", sign))
+
+
 def programs_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.M | re.S)
 
 
-def run(program: str, directory: Path) -> None:
+def run(program: str, directory: Path) -> str:
+    """Run ``program`` in ``directory``, with this gemini; return its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(gemini.__file__).parents[1]),
@@ -57,3 +93,4 @@ def run(program: str, directory: Path) -> None:
         command, cwd=directory, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -10,7 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from processes import own_part, run_on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import gemini
 
@@ -119,3 +124,41 @@ def _on_ranks(kind: str, directory: str) -> list[dict[str, torch.Tensor]]:
 def test_ranks_save_together_and_go_on(kind: str, tmp_path: Path) -> None:
     for got, want in run_on_ranks(_on_ranks, 2, kind, str(tmp_path)):
         assert_equal(got, want)
+
+
+def _own_state_on_ranks(directory: str) -> tuple[str, bool, bool]:
+    model, optimizer = made("in place", directory)
+    train(model, optimizer, range(2))
+    weights = whole(model)
+    try:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{directory}/refused")
+        said = ""
+    except dcp.api.CheckpointException as error:
+        said = str(error)
+    states = (gemini.handle_of(model).state_dict(), get_model_state_dict(model))
+    for name, state in zip(("handle", "helper"), states, strict=True):
+        dcp.save({"model": state}, checkpoint_id=f"{directory}/{name}")
+    same = []
+    for name in ("handle", "helper"):
+        train(model, optimizer, range(2, 3))
+        dcp.load({"model": model.state_dict()}, checkpoint_id=f"{directory}/{name}")  # into the chunks
+        got = whole(model)
+        same.append(all(torch.equal(got[key], value) for key, value in weights.items()))
+    return said, *same
+
+
+def test_a_state_whose_weights_ranks_would_read_alone_is_refused_with_two_that_go(tmp_path: Path) -> None:
+    for said, *same in run_on_ranks(_own_state_on_ranks, 2, str(tmp_path)):
+        assert "get_model_state_dict(model)" in said
+        assert "gemini.handle_of(model).state_dict()" in said
+        assert same == [True, True]
+
+
+def test_the_own_state_of_a_managed_module_is_saved_and_loaded_by_one_process(tmp_path: Path) -> None:
+    model, optimizer = made("in place", tmp_path)
+    train(model, optimizer, range(2))
+    want = whole(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    train(model, optimizer, range(2, 3))
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert_equal(whole(model), want)

@@ -154,6 +154,11 @@ def test_optimizer_alone_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> 
     assert losses[-1] < losses[0]
 
 
+def test_torchs_checkpoint_of_a_managed_model_is_loaded_by_plain_torch_as_printed(tmp_path: Path) -> None:
+    output = run(["-c", "\n".join(programs_of("docs/torch-checkpoint.md"))], tmp_path)
+    assert output.splitlines()[-1] == "the same weights: True, the same moments: True"
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

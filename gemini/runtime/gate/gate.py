@@ -180,6 +180,11 @@ class Gate(ABC):
         self._gather, self._note_written = gather, note_written
 
     @property
+    def gathers(self) -> bool:
+        """Whether using what is managed is a call of several ranks."""
+        return self._gather is not None
+
+    @property
     def is_followed(self) -> bool:
         """Whether what runs now is part of the order of steps or of evaluations."""
         return self._following is not None

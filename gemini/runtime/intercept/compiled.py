@@ -42,7 +42,7 @@ class CompiledBlock:
     def __init__(self, gate: Gate, module: nn.Module, name: str) -> None:
         self._gate = gate
         self._module = module
-        self._name = name
+        self.name = name
         self._before = module._compiled_call_impl
         self._call: Callable[..., Any] = module._call_impl if self._before is None else self._before
         module._compiled_call_impl = self
@@ -66,7 +66,7 @@ class CompiledBlock:
             return self._call(*args, **kwargs)
         if any(operand._ref.manager is not self._gate for operand in operands):
             raise ConfigError(
-                f"compiled block {self._name!r} uses parameters of another managed model; give it copies"
+                f"compiled block {self.name!r} uses parameters of another managed model; give it copies"
             )
         views = PlainViews(operands)
         num_graphs = _num_graphs()
@@ -144,6 +144,12 @@ class CompiledBlocks:
         for _, block in blocks or [("", self._module)]:
             block.compile(*args, **options)
         self._find()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the outermost parts of the model that are compiled."""
+        self.refresh()
+        return tuple(block.name for block in self._blocks)
 
     def close(self) -> None:
         """Await nothing any more: the model is closed."""

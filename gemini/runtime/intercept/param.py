@@ -27,7 +27,7 @@ from gemini.runtime.intercept.metadata import ALIASING_FUNCTIONS, METADATA_FUNCT
 from gemini.runtime.intercept.mutation import SilentPlaces, arguments_in, possibly_written
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
-from gemini.runtime.intercept.special import SPECIAL, set_memory
+from gemini.runtime.intercept.special import SPECIAL, set_memory, write_items
 
 
 class ManagedTensor(torch.Tensor):
@@ -36,6 +36,7 @@ class ManagedTensor(torch.Tensor):
 
     _ref: TensorRef
     set_ = set_memory
+    __create_write_items__ = property(write_items)
 
     @classmethod
     def __torch_function__(
@@ -65,6 +66,7 @@ class ManagedParameter(torch.nn.Parameter):
     _slot: Slot
     _name_again: Callable[[torch.Tensor], torch.nn.Parameter]
     set_ = set_memory
+    __create_write_items__ = property(write_items)
 
     @classmethod
     def __torch_function__(

@@ -80,6 +80,19 @@ def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
     return tensor
 
 
+def write_items(tensor: Any) -> Callable[..., Any]:
+    """What ``torch.distributed.checkpoint.save`` looks for on a tensor (``__create_write_items__``), as a
+    property. Over ranks each would write some tensors, and wait for the others to read them too: refused on
+    all. Otherwise there is none, and the tensor is saved as any other."""
+    if not tensor._ref.manager.gathers:
+        raise AttributeError("__create_write_items__")
+    raise ConfigError(
+        "torch.distributed.checkpoint.save has each rank read some weights by itself, and weights of a "
+        "managed module are read by all ranks together: give it get_model_state_dict(model) of "
+        "torch.distributed.checkpoint.state_dict, or gemini.handle_of(model).state_dict()"
+    )
+
+
 def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
     """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped gets a place for
     gradients then."""

@@ -1,0 +1,75 @@
+"""docs/when-it-fails.md is about what the code raises: its messages, its error classes, its exit codes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from gemini import errors
+from gemini.errors import GeminiError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "when-it-fails.md").read_text()
+# What a message quotes on the page, with ... for what differs from case to case.
+MESSAGES = [
+    quoted
+    for line in PAGE.split("## Exit codes")[0].splitlines()
+    if line.startswith("| `")
+    for quoted in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+]
+
+
+def text_of(node: ast.AST) -> str:
+    """Return the text that a literal makes, with {} for what is put in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "{}" for part in node.values)
+    return ""
+
+
+@functools.cache
+def texts() -> str:
+    """Return every text that the library may say, a line each."""
+    found = []
+    for folder in ("gemini", "parallel"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found += [text_of(node).replace("\n", " ") for node in ast.walk(ast.parse(path.read_text()))]
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        statements = path.read_text().split(";\n")
+        found += ["".join(re.findall(r'"((?:[^"\\\n]|\\.)*)"', statement)) for statement in statements]
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_what_the_page_quotes_is_said_somewhere(message: str) -> None:
+    pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
+    assert re.search(pattern, texts())
+
+
+def test_page_names_every_error_class() -> None:
+    public = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, GeminiError)
+    }
+    assert public == {
+        name for name in re.findall(r"`(?:gemini\.errors\.)?(\w+Error)\b", PAGE) if name in public
+    }
+    assert {name for name in re.findall(r"`(\w+Error)`", PAGE)} - public == {"TypeError"}
+    assert len(public) == 10
+    assert len(MESSAGES) > 30
+
+
+def test_page_has_every_exit_code() -> None:
+    said = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", PAGE, flags=re.M))))
+    constants = set()
+    for path in (ROOT / "gemini").rglob("*.py"):
+        constants |= set(re.findall(r"^_?EXIT_\w+ = (\d+)$", path.read_text(), flags=re.M))
+    stopped = {str(128 + number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    assert said == {"0"} | constants | stopped
