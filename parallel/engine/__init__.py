@@ -11,6 +11,7 @@ from gemini.parallel.engine.dataloader import get_dataloader
 from gemini.parallel.engine.engine import Engine
 from gemini.parallel.engine.gradient_handler import BaseGradientHandler, DataParallelGradientHandler
 from gemini.parallel.engine.initialize import initialize
+from gemini.parallel.engine.pipeline_model import build_pipeline_model, build_pipeline_model_from_cfg
 from gemini.parallel.engine.pipeline_schedule import InterleavedPipelineSchedule, PipelineSchedule
 from gemini.parallel.engine.schedule import BaseSchedule, NonPipelineSchedule
 from gemini.parallel.engine.whole_file import load_checkpoint, save_checkpoint
@@ -24,6 +25,8 @@ __all__ = [
     "InterleavedPipelineSchedule",
     "NonPipelineSchedule",
     "PipelineSchedule",
+    "build_pipeline_model",
+    "build_pipeline_model_from_cfg",
     "convert_to_amp",
     "convert_to_apex_amp",
     "convert_to_naive_amp",
