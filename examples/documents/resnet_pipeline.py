@@ -1,5 +1,5 @@
 # Example: EX15, Use pipeline parallelism in training
-# Repair: ResNet and CIFAR10 of the stand-ins, 4 of 2 epochs; what is imported and not used is left out
+# Repair: ResNet and CIFAR10 of the stand-ins, 4 epochs for 2; what is imported and not used is left out
 # Run: gemini run --nproc-per-node 2 examples/documents/resnet_pipeline.py
 # Shows: a ResNet noted by PipelinableContext, in two stages over four micro-batches, trains with a
 #   trainer; its loss falls

@@ -1,8 +1,8 @@
 # Example: EX10 and EX11, Hybrid parallelism with ViT
 # Repair: sizes are set before they are used, and smaller; build_cifar() is given its batch size; the
 #   loader is gone through anew in each epoch; the loss scale begins at 2**10, from 2**32 so few steps do
-#   not come down; the two configurations are temporary files; model_zoo, CIFAR10 and device of the stand-
-#   ins
+#   not come down; the two configurations are temporary files; model_zoo, CIFAR10 and
+#   device of the stand-ins
 # Run: gemini run --nproc-per-node 4 examples/documents/vit_hybrid.py
 # Shows: stages built by hand train in fp16 with clipping, first in two stages over two ranks of data
 #   each, then with layers cut over two ranks (1d), from another configuration file alone; the loss falls

@@ -204,9 +204,8 @@ def train():
     losses = Losses()
     with torch.no_grad():
         img, label = next(iter(build_cifar(BATCH_SIZE)[0]))
-        wanted = criterion(
-            whole.to(get_current_device())(img.to(get_current_device())), label.to(get_current_device())
-        )
+        device = get_current_device()
+        wanted = criterion(whole.to(device)(img.to(device)), label.to(device))
     engine, train_dataloader, test_dataloader, _ = colossalai.initialize(
         model, optimizer, criterion, train_dataloader, test_dataloader
     )
