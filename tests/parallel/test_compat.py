@@ -103,7 +103,7 @@ def test_experts_and_the_search_for_a_layout_alone_are_to_come() -> None:
 
 def test_fp8_is_refused_by_name() -> None:
     for place in (documents.mixed_precision, documents.booster.mixed_precision):
-        with pytest.raises(ConfigError, match="FP8MixedPrecision: fp8 is not supported: .*'bf16'"):
+        with pytest.raises(ConfigError, match=r"FP8MixedPrecision: fp8 is not supported: .*'bf16'"):
             place.FP8MixedPrecision()
 
 
