@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ import torch
 from processes import run_on_ranks
 from torch import Tensor, nn
 
+import gemini.compat as documents
 from gemini import ConfigError, GeminiError, HybridAdam
 from gemini.parallel import Booster, HybridParallelPlugin, Layout, Mesh
-from gemini.parallel.engine import build_pipeline_model, build_pipeline_model_from_cfg, initialize
-from gemini.parallel.launch import LAYERS, MODELS, global_context, launch_from_torch, shutdown
-from gemini.parallel.pipeline import BuiltStages, SharedParameters
+from gemini.parallel.engine import (
+    InterleavedPipelineSchedule,
+    PipelineSchedule,
+    build_pipeline_model,
+    build_pipeline_model_from_cfg,
+    initialize,
+)
+from gemini.parallel.launch import LAYERS, MODELS, ParallelMode, global_context, launch_from_torch, shutdown
+from gemini.parallel.pipeline import BuiltStages, PipelinableContext, SharedParameters
 from gemini.parallel.tensor.nn import Linear
 
 STEPS = 3
@@ -57,9 +65,17 @@ def plain() -> list[float]:
     return losses
 
 
-def train(stages: nn.Module, adam: type[torch.optim.Optimizer]) -> list[float]:
+def train(stages: nn.Module, adam: type[torch.optim.Optimizer], *, compat: bool = False) -> list[float]:
     optimizer = adam(stages.parameters(), lr=1e-2)  # type: ignore[call-arg]
-    engine, *_ = initialize(BuiltStages.of(stages), optimizer, nn.CrossEntropyLoss())
+    if compat:  # where the model is this rank's stages as it is
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            engine, *_ = documents.initialize(stages, optimizer, nn.CrossEntropyLoss())
+    else:
+        engine, *_ = initialize(BuiltStages.of(stages), optimizer, nn.CrossEntropyLoss())
+    assert type(engine.schedule) is (
+        InterleavedPipelineSchedule if isinstance(stages, nn.ModuleList) else PipelineSchedule
+    )
     data, losses = iter(batches()), []
     with pytest.raises(ConfigError, match=r"call engine\.execute_schedule"):
         engine.model(batches()[0][0])
@@ -101,6 +117,11 @@ def every_way(directory: str) -> dict[str, Any]:
         stages = build_pipeline_model(layers(), num_chunks=chunks, verbose=True)
         found[f"sequential {chunks}"] = train(stages, HybridAdam)
         found[f"torch's Adam {chunks}"] = train(build_pipeline_model(layers(), chunks), torch.optim.Adam)
+        context = PipelinableContext("uniform")
+        with context:
+            layers()
+        noted = context.partition(chunks, 2, global_context.get_local_rank(ParallelMode.PIPELINE))
+        found[f"noted {chunks}"] = train(noted, torch.optim.Adam, compat=True)
         torch.manual_seed(5)
         for what in (DESCRIBED, {"type": "Described"}):
             torch.manual_seed(5)
