@@ -44,7 +44,7 @@ class Example:
 
 def examples() -> list[Example]:
     """Return all, by the numbers of the documents' list. Raises ValueError where a header is short."""
-    found = [_read(path) for path in EXAMPLES.glob("*.py") if path.name != "stand_ins.py"]
+    found = [_read(path) for path in EXAMPLES.glob("*.py") if not path.name.endswith("stand_ins.py")]
     return sorted(
         found, key=lambda example: (int(re.findall(r"EX(\d+)", example.name)[0]), example.path.name)
     )

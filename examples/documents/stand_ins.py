@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
-from transformers import GPT2Config, ViTConfig
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import GPT2Config
+
+from gemini.parallel.engine import get_dataloader
+from gemini.parallel.trainer.hooks import BaseHook
 
 CLASSES = 10
 
@@ -103,30 +106,11 @@ def pictures(count: int = 256, size: int = 32, *, seed: int = 0) -> TensorDatase
     return TensorDataset(patterns[labels] + 0.5 * noise, labels)
 
 
-class Pictures(Dataset[dict[str, Tensor]]):
-    """The same, as dicts of what transformers' models are called with."""
-
-    def __init__(self, count: int = 64, size: int = 32) -> None:
-        self.pictures, self.labels = pictures(count, size).tensors
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"pixel_values": self.pictures[index], "labels": self.labels[index]}
-
-
-def small_vit() -> ViTConfig:
-    """Return the configuration of a ViT of four blocks."""
-    return ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
-        num_labels=CLASSES,
-        hidden_dropout_prob=0.0,
+def build_cifar(batch_size: int, root: str, **sizes: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of such pictures in the place of titans' ones of CIFAR10."""
+    train, test = pictures(256), pictures(64, seed=1)
+    return get_dataloader(train, batch_size=batch_size, shuffle=True), get_dataloader(
+        test, batch_size=batch_size
     )
 
 
@@ -154,7 +138,17 @@ class Webtext(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.data[index], "attention_mask": torch.ones_like(self.data[index])}
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- what is looked at ---------------------------------------------------------------------------
+
+
+class Losses(BaseHook):
+    """Keeps the loss of every iteration of training."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
+        self.seen.append(float(loss))
 
 
 def printed(function: Callable[..., object], *arguments: object) -> list[str]:

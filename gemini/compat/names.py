@@ -64,6 +64,8 @@ NAMES: dict[str, str] = {
     "booster.plugin.TorchFSDPPlugin": "gemini.parallel:TorchFSDPPlugin",
     "nn.layer.wrapper.PipelineSharedModuleWrapper": f"{_HERE}.pipelines:PipelineSharedModuleWrapper",
     "pipeline.pipelinable.PipelinableContext": "gemini.parallel.pipeline:PipelinableContext",
+    "builder.build_pipeline_model": f"{_ENGINE}:build_pipeline_model",
+    "builder.build_pipeline_model_from_cfg": f"{_ENGINE}:build_pipeline_model_from_cfg",
     "builder.pipeline.partition_uniform": "gemini.parallel.pipeline:partition_uniform",
     "booster.mixed_precision.BF16MixedPrecision": f"{_PRECISION}:BF16MixedPrecision",
     "booster.mixed_precision.FP16NaiveMixedPrecision": f"{_PRECISION}:FP16NaiveMixedPrecision",
@@ -73,6 +75,8 @@ NAMES: dict[str, str] = {
     "mixed_precision.FP16TorchMixedPrecision": f"{_PRECISION}:FP16TorchMixedPrecision",
     "booster.mixed_precision.FP16ApexMixedPrecision": f"{_PRECISION}:FP16ApexMixedPrecision",
     "mixed_precision.FP16ApexMixedPrecision": f"{_PRECISION}:FP16ApexMixedPrecision",
+    "booster.mixed_precision.FP8MixedPrecision": f"{_PRECISION}:FP8MixedPrecision",
+    "mixed_precision.FP8MixedPrecision": f"{_PRECISION}:FP8MixedPrecision",
     "amp.AMP_TYPE": f"{_ENGINE}:AMP_TYPE",
     "amp.convert_to_amp": f"{_ENGINE}:convert_to_amp",
     "amp.apex_amp.convert_to_apex_amp": f"{_ENGINE}:convert_to_apex_amp",
@@ -136,17 +140,11 @@ NAMES: dict[str, str] = {
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
 }
 
-_PIPELINE = (
-    "stages are gemini.parallel.HybridParallelPlugin and Booster.execute_pipeline here, and not built by hand"
-)
 _EXPERTS = "it comes with mixtures of experts"
 _SEARCH = "it comes with automatic parallelism"
-_FP8 = "fp8 comes later; BF16MixedPrecision is the smallest type with the range of fp32"
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
-    "builder.build_pipeline_model": _PIPELINE,
-    "builder.build_pipeline_model_from_cfg": _PIPELINE,
     "context.random.moe_set_seed": _EXPERTS,
     "global_variables.moe_env": _EXPERTS,
     **{
@@ -159,11 +157,6 @@ COMING: dict[str, str] = {
     },
     "auto_parallel.ColoTracer": _SEARCH,
     "auto_parallel.autoparallelize": _SEARCH,
-    **{
-        f"{place}.{name}": why
-        for place in ("booster.mixed_precision", "mixed_precision")
-        for name, why in (("FP8MixedPrecision", _FP8),)
-    },
 }
 
 # What an adapter is without the documents' defaults and signatures, where that has another name.

@@ -1,4 +1,8 @@
-"""Engine: a model, its optimizer and its criterion with the features of a configuration (docs/engine.md)."""
+"""Engine: a model, its optimizer and its criterion with the features of a configuration (docs/engine.md).
+
+Programs with an engine launch by a configuration: what they use of :mod:`gemini.parallel.launch` is
+here, too.
+"""
 
 from gemini.parallel.engine.amp import (
     AMP_TYPE,
@@ -11,9 +15,22 @@ from gemini.parallel.engine.dataloader import get_dataloader
 from gemini.parallel.engine.engine import Engine
 from gemini.parallel.engine.gradient_handler import BaseGradientHandler, DataParallelGradientHandler
 from gemini.parallel.engine.initialize import initialize
+from gemini.parallel.engine.pipeline_model import build_pipeline_model, build_pipeline_model_from_cfg
 from gemini.parallel.engine.pipeline_schedule import InterleavedPipelineSchedule, PipelineSchedule
 from gemini.parallel.engine.schedule import BaseSchedule, NonPipelineSchedule
 from gemini.parallel.engine.whole_file import load_checkpoint, save_checkpoint
+from gemini.parallel.launch import (
+    disable_existing_loggers,
+    get_default_parser,
+    get_dist_logger,
+    global_context,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+    shutdown,
+)
+from gemini.system.device import current_device
 
 __all__ = [
     "AMP_TYPE",
@@ -24,12 +41,24 @@ __all__ = [
     "InterleavedPipelineSchedule",
     "NonPipelineSchedule",
     "PipelineSchedule",
+    "build_pipeline_model",
+    "build_pipeline_model_from_cfg",
     "convert_to_amp",
     "convert_to_apex_amp",
     "convert_to_naive_amp",
     "convert_to_torch_amp",
+    "current_device",
+    "disable_existing_loggers",
     "get_dataloader",
+    "get_default_parser",
+    "get_dist_logger",
+    "global_context",
     "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
     "load_checkpoint",
     "save_checkpoint",
+    "shutdown",
 ]

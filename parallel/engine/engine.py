@@ -53,7 +53,7 @@ class Engine:
         self.gradient_handlers = list(gradient_handlers)
         self.schedule = schedule or NonPipelineSchedule()
         self.num_updates = 0
-        self._booster = booster
+        self.booster = booster
         self._iteration = 0  # of those that an update needs
 
     @property
@@ -122,7 +122,7 @@ class Engine:
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate on each rank; iterations before the last one of an
         update are within."""
-        return self._booster.no_sync(self.model, self.optimizer)
+        return self.booster.no_sync(self.model, self.optimizer)
 
     def execute_schedule(
         self,

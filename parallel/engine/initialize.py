@@ -32,6 +32,7 @@ from gemini.parallel.engine.schedule import BaseSchedule
 from gemini.parallel.launch import ParallelMode, global_context, read_config
 from gemini.parallel.launch.launching import ConfigLike
 from gemini.parallel.partition import Partition
+from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.tensor.nn import GridLayer, partition_of
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -92,7 +93,8 @@ def initialize(
     3 takes the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 unless they say
     otherwise. A model of layers over the launched ranks of tensor parallelism is one part of several: they
     clip by one norm and skip a step together. With stages of a pipeline the model is an ordinary one, whole
-    on each rank, which HybridParallelPlugin cuts; batches go through ``engine.execute_schedule``.
+    on each rank, which HybridParallelPlugin cuts, or ``BuiltStages`` of what the program has built for this
+    rank; batches go through ``engine.execute_schedule``.
 
     With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
     the optimizer must be used through the engine.
@@ -114,17 +116,16 @@ def initialize(
             "HybridParallelPlugin(sp_size=...)"
         )
     if plugin is None:
-        parts = parts_of(model)
-        has_stages = global_context.pipeline_parallel_size > 1
-        plugin = (
-            choose_stages(features, parts, optimizer, said) if has_stages else choose_plugin(features, parts)
-        )
+        if isinstance(model, BuiltStages) or global_context.pipeline_parallel_size > 1:
+            plugin = choose_stages(features, model, optimizer, said)
+        else:
+            plugin = choose_plugin(features, parts_of(model))
     elif features.zero is not None:
         raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
     booster = Booster(features.precision, plugin)
     if schedule is None and isinstance(plugin, HybridParallelPlugin):
-        is_interleaved = (said.get("NUM_CHUNKS") or 1) > 1
-        schedule = (InterleavedPipelineSchedule if is_interleaved else PipelineSchedule)(booster)
+        chunks = model.num_chunks if isinstance(model, BuiltStages) else said.get("NUM_CHUNKS") or 1
+        schedule = (InterleavedPipelineSchedule if chunks > 1 else PipelineSchedule)(booster)
     boosted, optim, loss, _, _ = booster.boost(model, optimizer, criterion, None, lr_scheduler)
     engine = Engine(
         booster,
@@ -168,20 +169,20 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
 
 def choose_stages(
     features: Features,
-    parts: Partition | None,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: Mapping[str, Any],
 ) -> HybridParallelPlugin:
-    """Return what trains the stages of an ordinary model, whole on each rank, as a configuration says.
+    """Return what trains the stages of a model, whole on each rank or BuiltStages, as a configuration says.
 
     Chunks (stage 3) are updated by our Adam; with another optimizer ``zero`` has stage 0 unless it says more.
     Raises ConfigError for what a pipeline does not go with.
     """
-    layout = global_context.layout
+    layout, is_built = global_context.layout, isinstance(model, BuiltStages)
     for is_there, what in (
         (bool(features.handlers), "gradient handlers: stages share gradients themselves"),
         (
-            parts is not None,
+            not is_built and parts_of(model) is not None,
             "layers over launched ranks: give it an ordinary model, whose layers it cuts itself",
         ),
         (layout.mode not in (None, "1d"), f"tensor parallelism in mode {layout.mode!r}: write mode='1d'"),
@@ -189,7 +190,7 @@ def choose_stages(
         if is_there:
             raise ConfigError(f"config: a pipeline of {layout.pp} stages does not go with {what}")
     options = dict(features.zero or {})
-    chunks = config.get("NUM_CHUNKS") or 1
+    chunks = model.num_chunks if isinstance(model, BuiltStages) else config.get("NUM_CHUNKS") or 1
     stage = options.pop("stage", 3 if isinstance(optimizer, CPUAdam) else 0)
     precision = {} if features.zero is None else {"mixed_precision": "fp16"}
     return HybridParallelPlugin(

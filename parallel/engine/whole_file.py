@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from gemini.checkpoint import Scheduler
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.engine.initialize import parts_of
+from gemini.parallel.launch import global_context
 from gemini.parallel.partition import Partition
+from gemini.parallel.pipeline import BuiltStages
+from gemini.parallel.pipeline.absent import Absent
 from gemini.system.files import io_errors, replacing
 
 
@@ -31,8 +34,10 @@ def save_checkpoint(
     :func:`gemini.checkpoint.save` hold a tensor at a time.
 
     Raises:
-        IoError: it cannot be written. CheckpointError: on the other ranks then.
+        IoError: it cannot be written. CheckpointError: on the other ranks then. ConfigError: the model is in
+            stages of a pipeline.
     """
+    _refuse_stages("save_checkpoint", model)
     parts = _parts_of(model)
     state = model.state_dict()
     content: dict[str, Any] = {"epoch": epoch, "model": state if parts is None else parts.gather_state(state)}
@@ -58,12 +63,16 @@ def load_checkpoint(
     lr_scheduler: Scheduler | None = None,
     strict: bool = True,
 ) -> int:
-    """Read what :func:`save_checkpoint` wrote, without running any code, and return its epoch. All ranks call
-    this.
+    """Read what :func:`save_checkpoint` wrote, without running any code, and return its epoch.
+
+    All ranks call this, and each reads the file. None goes on before all have read it: where one cannot,
+    nothing is loaded on any. A rank that does not call has the others wait for it.
 
     Raises:
-        IoError: it cannot be read. CheckpointError: it is no such file, or lacks what is to be loaded.
+        IoError: it cannot be read. CheckpointError: it is no such file, lacks what is to be loaded, or
+            another rank could not read it. ConfigError: the model is in stages of a pipeline.
     """
+    _refuse_stages("load_checkpoint", model)
     path = Path(file)
 
     def read() -> dict[str, Any]:
@@ -88,6 +97,17 @@ def load_checkpoint(
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(content["lr_scheduler"])
     return int(content["epoch"])
+
+
+def _refuse_stages(what: str, model: nn.Module) -> None:
+    """Raise ConfigError where other ranks have stages of ``model``, or of what the run was launched for."""
+    parts = (Absent, BuiltStages)
+    if global_context.pipeline_parallel_size > 1 or any(isinstance(m, parts) for m in model.modules()):
+        raise ConfigError(
+            f"{what}: other ranks have stages of the model, and this is one file of the whole: take "
+            "engine.booster.save_model(engine.model, directory) and load_model, which know all stages, and "
+            "save_optimizer and load_optimizer for its states"
+        )
 
 
 def _parts_of(model: nn.Module) -> Partition | None:

@@ -1,6 +1,7 @@
 """Pipeline parallelism: a model cut into stages, which pass micro-batches on (docs/parallel.md)."""
 
-from gemini.parallel.pipeline.layers import PipelinableContext
+from gemini.parallel.pipeline.built import BuiltStages, join_stages
+from gemini.parallel.pipeline.layers import PipelinableContext, stretch_of
 from gemini.parallel.pipeline.orders import SCHEDULES, make_order
 from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
 from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
@@ -11,6 +12,7 @@ from gemini.parallel.pipeline.units import Units, find_units
 
 __all__ = [
     "SCHEDULES",
+    "BuiltStages",
     "Costs",
     "Executed",
     "PipelinableContext",
@@ -22,9 +24,11 @@ __all__ = [
     "Units",
     "choose_ranges",
     "find_units",
+    "join_stages",
     "make_order",
     "partition_balanced",
     "partition_uniform",
     "simulate",
     "split",
+    "stretch_of",
 ]

@@ -24,7 +24,8 @@ class PipelinableContext:
         pipelinable.to_layer_list(["conv1", ..., "avgpool", (lambda x: torch.flatten(x, 1), "behind"), "fc"])
         stage = pipelinable.partition(num_chunks, pipeline_size, rank)
 
-    HybridParallelPlugin needs none of it: it cuts the whole model, by ``blocks=``.
+    ``BuiltStages(stage)`` trains it. HybridParallelPlugin needs none of it where the whole model is at hand:
+    it cuts it, by ``blocks=``.
 
     Args:
         policy: ``"uniform"`` numbers of layers, or ``"balanced"`` numbers of parameters.
@@ -88,18 +89,23 @@ class PipelinableContext:
         """
         if not self._layers:
             self.to_layer_list()
-        if not 0 <= rank < pipeline_size:
-            raise ConfigError(
-                f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}"
-            )
-        count = len(self._layers)
-        if self.policy == "uniform":
-            own = partition_uniform(count, pipeline_size, num_chunks)[rank]
-        else:
-            sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in self._layers]
-            own = partition_balanced(sizes, pipeline_size * num_chunks)[rank::pipeline_size]
-        chunks = [nn.Sequential(*self._layers[start:stop]) for start, stop in own]
-        return chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
+        return stretch_of(self._layers, num_chunks, pipeline_size, rank, self.policy)
+
+
+def stretch_of(
+    layers: Sequence[nn.Module], num_chunks: int, pipeline_size: int, rank: int, policy: str
+) -> nn.Module:
+    """Return the layers of a ``rank`` out of a row of them: a Sequential; with several chunks a ModuleList of
+    such. Raises ConfigError as :meth:`PipelinableContext.partition`."""
+    if not 0 <= rank < pipeline_size:
+        raise ConfigError(f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}")
+    if policy == "uniform":
+        own = partition_uniform(len(layers), pipeline_size, num_chunks)[rank]
+    else:
+        sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+        own = partition_balanced(sizes, pipeline_size * num_chunks)[rank::pipeline_size]
+    chunks = [nn.Sequential(*layers[start:stop]) for start, stop in own]
+    return chunks[0] if num_chunks == 1 else nn.ModuleList(chunks)
 
 
 class _Function(nn.Module):

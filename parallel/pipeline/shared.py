@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
+
+# What was registered, while it lives: the order in which, and the ranks that share it.
+_registered: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_order = count()
 
 
 class SharedParameters:
@@ -17,7 +23,8 @@ class SharedParameters:
 
     ``ranks`` are places along ``axis``; None: one process alone, where there is nothing to do. All of them
     make the same calls in the same order; other ranks of the axis only make the object. Stages that
-    HybridParallelPlugin cuts need none: it knows tied weights.
+    HybridParallelPlugin cuts need none: it knows tied weights. Of :class:`BuiltStages` it knows those that
+    are registered here, adds up their gradients itself and counts them once.
     """
 
     def __init__(self, axis: Axis | None, ranks: Sequence[int]) -> None:
@@ -27,6 +34,7 @@ class SharedParameters:
             raise ConfigError(f"ranks {list(ranks)} share; a pipeline of {size} has ranks 0 to {size - 1}")
         own = axis is not None and axis.rank in members and len(members) > 1
         self._axis = axis.among(members, "shared") if axis is not None and own else None
+        self._members = members
         self._params: list[nn.Parameter] = []
 
     @torch.no_grad()
@@ -37,6 +45,7 @@ class SharedParameters:
             values = param.detach().clone(memory_format=torch.contiguous_format)
             self._axis.broadcast_from(values, 0)
             param.copy_(values)
+            _registered[param] = (next(_order), self._members)
 
     def register_module(self, module: nn.Module) -> None:
         """Share all parameters of ``module``."""
@@ -59,3 +68,10 @@ class SharedParameters:
             self._axis.all_reduce(total)
             if total[-1] > 0:
                 param.grad = total[:-1].view(param.shape)
+
+
+def shared_in(model: nn.Module) -> list[tuple[tuple[int, ...], str]]:
+    """Return the parameters of ``model`` that ranks along a pipeline share, in the order in which they were
+    registered: which ranks, and the first of its names."""
+    known = [(*_registered[param], name) for name, param in model.named_parameters() if param in _registered]
+    return [(members, name) for _, members, name in sorted(known)]

@@ -62,7 +62,7 @@ class StagedModel:
         """Return a model as one stage."""
         stage = Stage(0, model, Passage())
         names = tuple(model.state_dict(keep_vars=True))
-        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, _aliases(model), names)
+        return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, aliases_in(model), names)
 
     def owner_of(self, names: Iterable[str]) -> int:
         """Return the first stage that has a parameter or buffer, under any of its ``names``; 0 for what all
@@ -128,7 +128,7 @@ def split(
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
-    aliases = _aliases(model)
+    aliases = aliases_in(model)
     shared = _shared_parameters(aliases, units, ranges)
     every = frozenset().union(*(units.of_stage(*each) for each in ranges))
     kept = frozenset().union(*(units.of_stage(*ranges[stage]) for stage in own))
@@ -207,7 +207,7 @@ def _put(tree: nn.Module, name: str, outline: nn.Module, make: Any) -> None:
     owner.__dict__[key] = nothing  # no buffer: it is in no state dict
 
 
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases_in(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter, by the first of them."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -95,6 +95,18 @@ def test_a_name_is_in_one_table() -> None:
     assert set(MODULES).isdisjoint({*NAMES, *COMING})
 
 
+def test_experts_and_the_search_for_a_layout_alone_are_to_come() -> None:
+    assert {re.sub(r"[.][^.]*$", "", path) for path in COMING} == {
+        *("auto_parallel", "context.random", "global_variables", "nn.layer.moe", "nn.moe")
+    }
+
+
+def test_fp8_is_refused_by_name() -> None:
+    for place in (documents.mixed_precision, documents.booster.mixed_precision):
+        with pytest.raises(ConfigError, match=r"FP8MixedPrecision: fp8 is not supported: .*'bf16'"):
+            place.FP8MixedPrecision()
+
+
 @pytest.mark.parametrize("own", sorted({own_name(path) for path in NAMES}))
 def test_our_own_names_are_ours(own: str) -> None:
     module, _, name = own.rpartition(".")

@@ -16,6 +16,8 @@ from gemini.parallel.engine import (
     PipelineSchedule,
     get_dataloader,
     initialize,
+    load_checkpoint,
+    save_checkpoint,
 )
 from gemini.parallel.launch import global_context, launch_from_torch, shutdown
 from gemini.parallel.trainer import Accuracy, Trainer, hooks
@@ -68,6 +70,12 @@ def run(config: dict[str, Any], named: bool = False) -> tuple[list[Any], float, 
     pace = hooks.ThroughputHook()
     Trainer(engine).fit(loader, 1, test_dataloader=loader, hooks=[Steps(), accuracy, loss, pace])
     found = loss.test_loss.value(), accuracy.accuracy.value()
+    if global_context.pipeline_parallel_size > 1:
+        for saved in (engine.model, nn.Linear(2, 2)):  # the latter may be a stage that a program keeps
+            with pytest.raises(ConfigError, match=r"engine\.booster\.save_model"):
+                save_checkpoint("none.pt", 1, saved)
+            with pytest.raises(ConfigError, match=r"load_checkpoint: other ranks have stages"):
+                load_checkpoint("none.pt", saved)
     assert pace.train_pace.value() > 0
     shutdown()
     return losses, *found

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gemini.compat.adapters.launching import is_using_pp
 from gemini.errors import ConfigError
 from gemini.parallel import engine as ours
 from gemini.parallel.booster.plugin.base import Criterion
 from gemini.parallel.engine.initialize import Initialized
 from gemini.parallel.engine.schedule import Result, Runs
+from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.trainer import Trainer as OurTrainer
 from gemini.parallel.trainer.hooks import BaseHook
 
@@ -28,10 +30,13 @@ def initialize(
     ophooks: Any = None,
     verbose: bool = True,
 ) -> Initialized:
-    """See :func:`gemini.parallel.engine.initialize`; ``verbose`` says nothing. Raises ConfigError for
-    ``ophooks``, which are not run."""
+    """See :func:`gemini.parallel.engine.initialize`; with stages of a pipeline ``model`` is this rank's, a
+    ModuleList of them where it has several. ``verbose`` says nothing. Raises ConfigError for ``ophooks``,
+    which are not run."""
     if ophooks:
         raise ConfigError("initialize: ophooks are not run; use hooks of torch.nn.Module, or of the Trainer")
+    if is_using_pp():
+        model = BuiltStages.of(model)
     return ours.initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
 
 

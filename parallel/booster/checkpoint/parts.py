@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.booster.checkpoint.writing import save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.mesh import Mesh
+from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.passing import Incoming, Passing
@@ -57,6 +59,29 @@ class WholeModel:
                 tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
         members = () if optimizer is None else group_members(optimizer, parameter_names(model))
         return cls(tensors, config_file(model), members)
+
+    def joined(self, axis: Axis | None, partition: Partition) -> WholeModel:
+        """Return the whole of what the ranks along ``axis`` have each described, of tensors that were cut as
+        ``partition`` has it; all of them call this."""
+        cuts = partition.cuts
+        shapes = {
+            name: cuts[name].shape if name in cuts else like.shape for name, like in self.tensors.items()
+        }
+        own: dict[str, Any] = {
+            "tensors": [
+                [name, str(like.dtype).removeprefix("torch."), list(shapes[name])]
+                for name, like in self.tensors.items()
+            ],
+            "members": [list(group) for group in self.members],
+        }
+        every = [json.loads(text) for text in axis.say(json.dumps(own))] if axis is not None else [own]
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for said in every
+            for name, dtype, shape in said["tensors"]
+        }
+        groups = zip_longest(*(said["members"] for said in every), fillvalue=[])
+        return WholeModel(tensors, self.companions, [list(chain(*group)) for group in groups])
 
 
 class Parts:

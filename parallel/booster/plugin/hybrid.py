@@ -33,6 +33,7 @@ from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.absent import outline_of
+from gemini.parallel.pipeline.built import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
@@ -40,6 +41,7 @@ from gemini.parallel.pipeline.units import find_units
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.sequence.parallelize import METHODS
 from gemini.parallel.tensor import parallelize
+from gemini.parallel.tensor.nn import partition_along
 from gemini.parallel.tensor.styles import Style
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.placement import PlacementPolicy
@@ -60,7 +62,7 @@ class HybridParallelPlugin(Plugin):
         optimizer.step()
 
     The model is an ordinary one, whole, on every rank (on ``meta`` it takes no memory there); each keeps its
-    part. See docs/parallel.md.
+    part. ``BuiltStages(stage)`` is one that the program has cut itself. See docs/parallel.md.
 
     Args:
         tp_size, pp_size: over how many processes layers are cut, and how many have stages.
@@ -187,6 +189,8 @@ class HybridParallelPlugin(Plugin):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
     ) -> Parts:
         """Leave ``model`` this rank's part."""
+        if isinstance(model, BuiltStages):
+            return self._join(model, optimizer, mesh)
         axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
         if axis is None:
             staged = StagedModel.undivided(model)
@@ -204,6 +208,18 @@ class HybridParallelPlugin(Plugin):
         own = [stage for stage, rank in enumerate(self._rank_of) if rank == axis.rank]
         staged = split(model, units, ranges, own, outline)
         partition.keep_only(dict(model.named_parameters(remove_duplicate=False)))
+        tied = TiedWeights(staged, axis, self._rank_of)
+        tied.spread()
+        return Parts(staged, partition, tied, whole, mesh, self._rank_of)
+
+    def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
+        """Take what ranks have built as parts of one model. Raises ConfigError where they do not fit."""
+        if self._sizes.sp > 1:
+            raise ConfigError(f"sp_size {self._sizes.sp}: BuiltStages take whole sequences; choose sp_size=1")
+        axis = None if mesh is None else mesh.axis("pp")
+        staged = StagedModel.undivided(built) if axis is None else join_stages(built, axis, self._rank_of)
+        partition = Partition(None, {}) if mesh is None else partition_along(built, mesh.axis("tp"))
+        whole = WholeModel.of(built, optimizer).joined(axis, partition)
         tied = TiedWeights(staged, axis, self._rank_of)
         tied.spread()
         return Parts(staged, partition, tied, whole, mesh, self._rank_of)

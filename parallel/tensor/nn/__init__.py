@@ -43,7 +43,7 @@ from gemini.parallel.tensor.nn.modes import (
     PatchEmbedding3D,
 )
 from gemini.parallel.tensor.nn.norm import Dropout, LayerNorm
-from gemini.parallel.tensor.nn.partition import partition_of
+from gemini.parallel.tensor.nn.partition import partition_along, partition_of
 
 __all__ = [
     "Classifier",
@@ -84,5 +84,6 @@ __all__ = [
     "PatchEmbedding2p5D",
     "PatchEmbedding3D",
     "over",
+    "partition_along",
     "partition_of",
 ]

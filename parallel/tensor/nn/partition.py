@@ -47,6 +47,17 @@ def partition_of(model: nn.Module) -> Partition:
     return partition
 
 
+def partition_along(model: nn.Module, axis: Axis | None) -> Partition:
+    """Return the same of a model that may have no such layers, whose parameters all ranks of ``axis`` then
+    have whole: the first one's values are taken."""
+    if any(isinstance(module, GridLayer) for module in model.modules()):
+        return partition_of(model)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if axis is not None:
+        _take_first(axis, names, model)
+    return Partition(axis, names)
+
+
 def _take_first(every: Axis, others: dict[str, nn.Parameter], model: nn.Module) -> None:
     """Give all ranks the first one's values of what is whole on each."""
     for param in {id(param): param for param in others.values()}.values():

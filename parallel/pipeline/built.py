@@ -1,0 +1,177 @@
+"""BuiltStages: stages that a program has built itself, as a pipeline trains them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
+from gemini.parallel.pipeline.absent import Passage
+from gemini.parallel.pipeline.shared import shared_in
+from gemini.parallel.pipeline.split import Stage, StagedModel, aliases_in
+from gemini.parallel.pipeline.units import Units
+
+
+class BuiltStages(nn.Module):
+    """What this rank has of a model that no rank has whole, for HybridParallelPlugin or ``initialize``::
+
+        stage = PipelineGPT(first=rank == 0, last=rank == size - 1)
+        optimizer = HybridAdam(stage.parameters())
+        model, optimizer, *_ = booster.boost(BuiltStages(stage), optimizer)
+
+    Several ``chunks`` are those of an interleaved pipeline, in the order in which they run; ``of`` takes
+    them as builders return them. The first stage is called with the model's inputs; others with what the one
+    before has returned, one tensor, and of inputs that go by name those that their ``forward()`` names.
+    Parameters are called ``stage0.`` and so on, by their place in the model; what :class:`SharedParameters`
+    shares is one weight.
+
+    Raises:
+        ConfigError: there are no chunks.
+    """
+
+    def __init__(self, *chunks: nn.Module) -> None:
+        super().__init__()
+        if not chunks:
+            raise ConfigError("BuiltStages() has no stages: give it this rank's, BuiltStages(stage)")
+        self._is_whole = True
+        self._name(chunks, range(len(chunks)))
+
+    @classmethod
+    def of(cls, stages: nn.Module) -> BuiltStages:
+        """Return ``stages``, of which a ModuleList has the chunks, as such."""
+        if isinstance(stages, BuiltStages):
+            return stages
+        return cls(*(stages if isinstance(stages, nn.ModuleList) else [stages]))
+
+    @property
+    def num_chunks(self) -> int:
+        """How many stages there are here."""
+        return len(self._modules)
+
+    def place(self, indices: Sequence[int]) -> None:
+        """Say which stages of the model these are; others are elsewhere."""
+        self._is_whole = False
+        self._name(list(self.children()), indices)
+
+    def _name(self, chunks: Sequence[nn.Module], indices: Sequence[int]) -> None:
+        self._modules.clear()
+        for index, chunk in zip(indices, chunks, strict=True):
+            self.add_module(f"stage{index}", chunk)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages, where no other rank has any.
+
+        Raises:
+            ConfigError: others have.
+        """
+        if not self._is_whole:
+            raise ConfigError(
+                "other ranks have stages of the model: call engine.execute_schedule(data_iter) or "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which run all of them"
+            )
+        first, *others = self.children()
+        output = first(*args, **kwargs)
+        for chunk in others:
+            output = chunk(output, **_named_by(chunk, kwargs))
+        return output
+
+
+@dataclass
+class BuiltStage(Stage):
+    """A stage that its program has built: a module from one tensor to the next."""
+
+    is_last: bool = False
+
+    def run(self, received: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`Stage`. Raises ConfigError where the next stage would not get one tensor."""
+        first = args if received is None else (received,)
+        output = self.tree(*first, **_named_by(self.tree, kwargs))
+        if not self.is_last and not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"stage {self.index} returned a {type(output).__name__}, and one tensor goes from stage to "
+                "stage: have its forward() return that tensor alone"
+            )
+        return output
+
+
+def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> StagedModel:
+    """Return what the ranks along ``axis`` have built as stages of one model; all of them call this.
+
+    ``rank_of``: which of them has which stage.
+
+    Raises:
+        ConfigError: on all ranks, where they have other numbers of stages, or do not share the same weights.
+    """
+    own = [stage for stage, rank in enumerate(rank_of) if rank == axis.rank]
+    if built.num_chunks == len(own):
+        built.place(own)
+    said = {
+        "chunks": built.num_chunks,
+        "aliases": list(aliases_in(built).values()),
+        "shared": shared_in(built),
+        "state": list(built.state_dict(keep_vars=True)),
+    }
+    every = [json.loads(text) for text in axis.say(json.dumps(said))]
+    counts = [each["chunks"] for each in every]
+    if set(counts) != {len(own)}:
+        raise ConfigError(
+            f"ranks along the pipeline have built {counts} stages, and each is to have {len(own)}: build as "
+            "many on all of them, and set num_model_chunks (NUM_CHUNKS) to that number"
+        )
+    aliases = {names[0]: tuple(names) for each in every for names in each["aliases"]}
+    shared = {}
+    for names in _shared_names([each["shared"] for each in every]):
+        together = sorted(names, key=_stage_of)
+        merged = [name for first in together for name in aliases.pop(first)]
+        aliases[merged[0]] = tuple(merged)
+        shared[merged[0]] = tuple(sorted({_stage_of(name) for name in merged}))
+    count = len(rank_of)
+    units = Units(tuple(f"stage{index}" for index in range(count)), (), ())
+    stages = tuple(
+        BuiltStage(index, chunk, Passage(), is_last=index == count - 1)
+        for index, chunk in zip(own, built.children(), strict=True)
+    )
+    state = tuple(name for each in every for name in each["state"])
+    ranges = tuple((index, index + 1) for index in range(count))
+    return StagedModel(built, units, ranges, stages, shared, aliases, state)
+
+
+def _shared_names(every: Sequence[Sequence[tuple[Sequence[int], str]]]) -> list[list[str]]:
+    """Return the names of each weight that several ranks have; ``every`` is what :func:`shared_in` says on
+    each. Raises ConfigError where one of them lacks it."""
+    found: dict[tuple[tuple[int, ...], int], dict[int, str]] = defaultdict(dict)
+    for rank, said in enumerate(every):
+        counts: dict[tuple[int, ...], int] = defaultdict(int)
+        for ranks, name in said:
+            members = tuple(ranks)
+            found[members, counts[members]][rank] = name
+            counts[members] += 1
+    for (members, number), names in found.items():
+        if lacking := [rank for rank in members if rank not in names]:
+            raise ConfigError(
+                f"ranks {list(members)} of the pipeline share {next(iter(names.values()))!r} (number "
+                f"{number} of theirs), and on ranks {lacking} no parameter of the stages is registered as "
+                "that: register it there, in the same order"
+            )
+    return [list(names.values()) for names in found.values()]
+
+
+def _stage_of(name: str) -> int:
+    return int(name.partition(".")[0].removeprefix("stage"))
+
+
+def _named_by(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that ``module.forward`` takes."""
+    known = inspect.signature(module.forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known):
+        return kwargs
+    names = {each.name for each in known}
+    return {name: value for name, value in kwargs.items() if name in names}
