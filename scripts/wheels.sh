@@ -4,7 +4,7 @@
 #   scripts/wheels.sh build  [PYTHON...]           one manylinux wheel per interpreter, from the sdist, in dist/
 #   scripts/wheels.sh smoke  [PYTHON[=TORCH]...]   its wheel with that torch in a fresh environment: import, train, verify
 #   scripts/wheels.sh laws   [PYTHON[=TORCH]...]   the same, and the tests that state the laws
-#   scripts/wheels.sh extras [PYTHON...]           each extra in a fresh environment: what it names imports
+#   scripts/wheels.sh extras [PYTHON[=TORCH]...]   in a fresh environment: each extra brings what it names
 #   scripts/wheels.sh all    [PYTHON...]           build and smoke
 #   scripts/wheels.sh table                        what has been tried, as a table in Markdown
 #
@@ -137,7 +137,7 @@ EOF
 }
 
 # ----------------------------------------------------------------------------------------------- smoke, laws
-# try_wheel smoke|laws PYTHON[=TORCH]
+# try_wheel smoke|laws|extras PYTHON[=TORCH]
 try_wheel() {
   local what=$1 python tag wheel want torch=${2#*=} venv place start=$SECONDS
   [[ $2 == *=* ]] || torch=
@@ -145,20 +145,20 @@ try_wheel() {
   tag=$(tag_of "$python")
   wheel=$(wheel_of "$tag")
   local name=$what-$tag-torch${torch:-any}
-  want=$({ cat "$wheel"; [ "$what" = smoke ] || (cd tests && cat "${LAWS[@]}"); } | digest)
+  want=$({ cat "$wheel"; [ "$what" != laws ] || (cd tests && cat "${LAWS[@]}"); } | digest)
   if is_done "$name" "$want"; then say "$name: held before"; return 0; fi
   say "$name: a fresh environment"
   venv=$WORK/venv-$name place=$WORK/place-$name
   rm -rf "$place" && mkdir -p "$place"
-  local tools=()
-  [ "$what" = smoke ] || tools=("${TEST_TOOLS[@]}")
   logged "$WORK/$name.install.log" make_venv "$venv" "$python" "torch${torch:+==$torch}" "$wheel" || return 1
-  [ -z "${tools[*]}" ] || logged "$WORK/$name.install.log" "$venv/bin/python" -m pip install -q -c constraints.txt "${tools[@]}" || return 1
+  if [ "$what" = laws ]; then
+    logged "$WORK/$name.tools.log" "$venv/bin/python" -m pip install -q -c constraints.txt "${TEST_TOOLS[@]}" || return 1
+  fi
   torch=$("$venv/bin/python" -c 'import torch; print(torch.__version__)')
   say "$name: $what with torch $torch"
   local held=0 said=
-  (cd "$place" && logged "$WORK/$name.log" "run_$what" "$venv") || held=1
-  said=$(grep -E '(passed|failed)' "$WORK/$name.log" | tail -n 1 | sed -E 's/ in .*//; s/=//g') || said=trains
+  (cd "$place" && logged "$WORK/$name.log" "run_$what" "$venv" "$wheel") || held=1
+  said=$(grep -E '[0-9] (passed|failed)' "$WORK/$name.log" | tail -n 1 | sed -E 's/ in .*//; s/=//g') || said=ok
   [ -n "$keep" ] || rm -rf "$venv" "$place"
   if [ "$held" != 0 ]; then say "$name: FAILED with torch $torch"; return 1; fi
   mark_done "$name" "$want" "| ${tag} | $torch | $what | ${said} |"
@@ -176,26 +176,23 @@ for module in (gemini, gemini._C, gemini.parallel):
       --activations plan --disk-dir disk --checkpoint run --verify
 }
 
+# One environment for all, in which nothing is there before its extra was installed.
+run_extras() {
+  local extra name package
+  for extra in "${EXTRAS[@]}"; do
+    name=${extra%% *}
+    for package in ${extra#* }; do
+      ! "$1/bin/python" -c "import $package" 2> /dev/null || { echo "$package is there without [$name]"; return 1; }
+    done
+    "$1/bin/python" -m pip install -q --find-links "$DIST" "$2[$name]" || return 1
+    for package in ${extra#* }; do "$1/bin/python" -c "import gemini, $package" || return 1; done
+    echo "[$name]: ${extra#* }"
+  done
+}
+
 run_laws() {
   run_smoke "$1" && cp -r "$ROOT/tests" "$ROOT/pyproject.toml" . &&
     OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 "$1/bin/python" -m pytest -p no:cacheprovider --hypothesis-profile dev "${LAWS[@]/#/tests/}"
-}
-
-# --------------------------------------------------------------------------------------------------- extras
-extras() {
-  local python tag wheel extra venv name packages
-  python=$(interpreter "$1") || die "no interpreter $1"
-  tag=$(tag_of "$python")
-  wheel=$(wheel_of "$tag")
-  for extra in "${EXTRAS[@]}"; do
-    name=${extra%% *} packages=${extra#* } venv=$WORK/venv-extra-$tag
-    if is_done "extra-$name-$tag" "$(digest < "$wheel")"; then say "$tag [$name]: held before"; continue; fi
-    logged "$WORK/extra-$name-$tag.log" make_venv "$venv" "$python" --find-links "$DIST" "$wheel[$name]" || return 1
-    (cd "$WORK" && "$venv/bin/python" -c "import gemini, ${packages// /, }") || return 1
-    [ -n "$keep" ] || rm -rf "$venv"
-    mark_done "extra-$name-$tag" "$(digest < "$wheel")" "| $tag | [$name] | $packages |"
-    say "$tag [$name]: $packages import"
-  done
 }
 
 table() { (cd "$WORK/results" 2> /dev/null && head -qn 1 -- * | LC_ALL=C sort) || die "nothing has been tried"; }
@@ -223,8 +220,7 @@ each() {
 
 case $command in
   build) each build ;;
-  smoke | laws) each try_wheel "$command" ;;
-  extras) each extras ;;
+  smoke | laws | extras) each try_wheel "$command" ;;
   all) each build; each try_wheel smoke ;;
   table) table ;;
   *) die "say build, smoke, laws, extras, all or table; see --help" ;;
