@@ -12,10 +12,11 @@
 # found. TORCH is a version (2.8.0); without it, what pip chooses. So `laws 3.11=2.8.0 3.11=2.14.1` is a matrix over torch.
 #
 # What succeeded is not done again until the source changes; --again does it all the same. Environments are removed after
-# use, --keep leaves them in build/wheels. pip's settings say where torch comes from, and so which build of it.
+# success, --keep leaves them in build/wheels. pip's settings say where torch comes from, and so which build of it.
 # torch is no part of the build: a wheel is for one CPython and every torch that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME  # what is tried is what is installed
 
 readonly ROOT=$PWD WORK=$PWD/build/wheels DIST=$PWD/dist
 readonly VERSIONS=(3.10 3.11 3.12 3.13 3.14)
@@ -67,7 +68,7 @@ tag_of() { "$1" -c 'import sys; print("cp%d%d" % sys.version_info[:2])'; }
 
 # make_venv FOLDER PYTHON PACKAGES...: a fresh environment with a pip that knows today's wheels.
 make_venv() {
-  rm -rf "$1" && "$2" -m venv "$1" && "$1/bin/python" -m pip install -q --upgrade pip && "$1/bin/python" -m pip install -q "${@:3}"
+  rm -rf "$1" && "$2" -m venv "$1" && "$1/bin/python" -m pip install -q --upgrade pip && "$1/bin/python" -m pip install -q --no-compile "${@:3}"
 }
 
 # --------------------------------------------------------------------------------------------------- results
@@ -159,8 +160,8 @@ try_wheel() {
   local held=0 said=
   (cd "$place" && logged "$WORK/$name.log" "run_$what" "$venv" "$wheel") || held=1
   said=$(grep -E '[0-9] (passed|failed)' "$WORK/$name.log" | tail -n 1 | sed -E 's/ in .*//; s/=//g') || said=ok
+  if [ "$held" != 0 ]; then say "$name: FAILED with torch $torch: $said; its environment stays: $venv"; return 1; fi
   [ -n "$keep" ] || rm -rf "$venv" "$place"
-  if [ "$held" != 0 ]; then say "$name: FAILED with torch $torch"; return 1; fi
   mark_done "$name" "$want" "| ${tag} | $torch | $what | ${said} |"
   say "$name: ok with torch $torch: $said, $((SECONDS - start)) s"
 }
