@@ -1,8 +1,8 @@
 """Builds ``gemini._C`` with CMake and maps the folder ``parallel/`` to ``gemini.parallel``.
 
 Everything else about the distribution is in pyproject.toml. Build options are environment variables
-with the names of the CMake options: GEMINI_CUDA, GEMINI_URING, GEMINI_SANITIZE, GEMINI_WERROR, and
-CMAKE_BUILD_TYPE, CMAKE_BUILD_PARALLEL_LEVEL.
+with the names of the CMake options: GEMINI_CUDA, GEMINI_URING, GEMINI_SANITIZE, GEMINI_WERROR,
+GEMINI_PORTABLE, and CMAKE_BUILD_TYPE, CMAKE_BUILD_PARALLEL_LEVEL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-OPTIONS = ("GEMINI_CUDA", "GEMINI_URING", "GEMINI_SANITIZE", "GEMINI_WERROR", "CMAKE_BUILD_TYPE")
+OPTIONS = (
+    "GEMINI_CUDA",
+    "GEMINI_URING",
+    "GEMINI_SANITIZE",
+    "GEMINI_WERROR",
+    "GEMINI_PORTABLE",
+    "CMAKE_BUILD_TYPE",
+)
 
 
 def find_tool(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 from rich.table import Table
+from rich.text import Text
 
 from gemini import _C
 from gemini.cli.console import Console, print_json
@@ -211,7 +212,8 @@ def render(facts: Facts, console: Console) -> None:
     table.add_column(overflow="fold")
     for section, rows in _sections(facts):
         for index, (label, value) in enumerate(rows):
-            table.add_row("" if index else section, label, "not installed" if value is None else str(value))
+            shown = Text("not installed" if value is None else str(value))  # a path may have brackets
+            table.add_row("" if index else section, label, shown)
         table.add_section()
     console.print(table)
     if not facts["missing"]:

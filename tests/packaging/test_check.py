@@ -27,6 +27,13 @@ def test_json_has_every_section_and_only_plain_data(
     assert facts["io"]["directory"] == str(tmp_path)
 
 
+def test_a_directory_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run[old]").mkdir()
+    screen = Console(file=io.StringIO(), width=500)
+    check.render(check.collect(tmp_path / "run[old]"), screen)
+    assert f"{tmp_path}/run[old]" in screen.file.getvalue()
+
+
 def test_check_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
     check.collect(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_the_distribution_names_its_authors_and_its_terms() -> None:
     assert 'license = "Apache-2.0"' in text
     assert "authors = [" in text
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+
+
+def test_the_benchmarks_that_the_extra_brings_are_those_of_this_version() -> None:
+    runtime, benchmarks = ((ROOT / part / "pyproject.toml").read_text() for part in (".", "benchmarks"))
+    (version,) = re.findall(r'^version = "(.+)"$', runtime, re.MULTILINE)
+    assert f'\nbench = ["gemini-runtime-bench=={version}"]\n' in runtime
+    assert f'\nversion = "{version}"\n' in benchmarks
+    assert f'\ndependencies = ["gemini-runtime=={version}"]\n' in benchmarks
+
+
+def test_wheels_are_tried_for_what_is_promised_and_by_tests_that_exist() -> None:
+    script = (ROOT / "scripts" / "wheels.sh").read_text()
+    (versions,) = re.findall(r"VERSIONS=\((.+)\)", script)
+    promised = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert set(promised) <= set(versions.split())
+    (laws,) = re.findall(r"LAWS=\(([^)]+)\)", script)
+    assert len(laws.split()) > 10
+    assert [name for name in laws.split() if not (ROOT / "tests" / name).is_file()] == []
 
 
 def modules_of(folder: Path) -> list[str]:

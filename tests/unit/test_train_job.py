@@ -106,6 +106,15 @@ def test_activations_that_nobody_measured_are_not_said_to_take_nothing(config: T
     assert re.search(r"activations and temporaries, peak.*not measured", screen.file.getvalue())
 
 
+def test_a_summary_shows_brackets_as_they_are(config: TrainConfig) -> None:
+    summary = dataclasses.replace(run(config).summary, checkpoint="out/run[2]", notes=("get runtime[plot]",))
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(summary_table(summary))
+    assert isinstance(screen.file, io.StringIO)
+    assert "out/run[2]" in screen.file.getvalue()
+    assert "runtime[plot]" in screen.file.getvalue()
+
+
 def test_loss_falls_on_forty_steps(config: TrainConfig) -> None:
     losses = run(config, steps=40, checkpoint=None).losses
     assert sum(losses[-5:]) < sum(losses[:5]) - 1.0

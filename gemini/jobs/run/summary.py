@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from gemini.jobs.run.display import duration_text
 from gemini.jobs.run.report import LINKS, TIERS, Summary
@@ -47,9 +48,9 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     paths = {"checkpoint": summary.checkpoint, "picture": summary.picture, "model": summary.model}
     for name, value in paths.items():
         if value is not None:
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # as it stands: brackets would be taken for markup
     for note in summary.notes:
-        table.add_row("note", note)
+        table.add_row("note", Text(note))
     return table
 
 
@@ -72,7 +73,9 @@ def difference_table(verdict: Verdict) -> Table:
     for heading in ("what", "managed", "unmanaged", "largest distance"):
         table.add_column(heading, overflow="fold")
     for difference in verdict.differences:
-        table.add_row(difference.name, difference.managed, difference.unmanaged, f"{difference.max_abs:.3e}")
+        table.add_row(
+            Text(difference.name), difference.managed, difference.unmanaged, f"{difference.max_abs:.3e}"
+        )
     return table
 
 
