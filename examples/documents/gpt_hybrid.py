@@ -129,16 +129,16 @@ class WebtextDataset(Webtext):
         return item, item["input_ids"]
 
 
-NUM_EPOCHS = 4
+NUM_EPOCHS = 3
 SEQ_LEN = 16
 BATCH_SIZE = 16
 NUM_CHUNKS = None
-TENSOR_SHAPE = (1, 16, 64)
+TENSOR_SHAPE = (4, 16, 64)
 # only pipeline parallel
 # CONFIG = dict(parallel=dict(pipeline=2), fp16=dict(mode=AMP_TYPE.NAIVE))
 # pipeline + 1D model parallel
 CONFIG = dict(
-    NUM_MICRO_BATCHES=16,
+    NUM_MICRO_BATCHES=4,
     parallel=dict(pipeline=2, tensor=dict(mode="1d", size=2)),
     fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=2**10),
 )
@@ -190,7 +190,7 @@ def train():
 
     assert isinstance(engine.schedule, PipelineSchedule)
     assert abs(losses.seen[0] - math.log(512)) < 0.2, losses.seen
-    assert losses.seen[-1] < losses.seen[0] - 0.5, losses.seen
+    assert losses.seen[-1] < losses.seen[0] - 0.3, losses.seen
     weights = [param for param in model.parameters() if param.shape == (512, 64)]
     assert len(weights) == 1
     assert weights[0].dtype == torch.half
