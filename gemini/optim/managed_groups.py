@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.loss_scale import LossScale
-from gemini.optim.managed_states import ManagedStates
+from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
@@ -38,6 +39,7 @@ class ManagedGroups(WrappedOptimizer):
     loss_scale: LossScale | None
     _states: Mapping[torch.dtype, tuple[StateSpec, ...]] = MappingProxyType({})  # by type of what is updated
     _driven_optim: torch.optim.Optimizer | None = None
+    _driven_groups: list[dict[str, Any]]
 
     @abstractmethod
     def require_complete(self, doing: str) -> None:
@@ -59,6 +61,39 @@ class ManagedGroups(WrappedOptimizer):
     def _wanted_states(self) -> dict[torch.dtype, tuple[StateSpec, ...]]:
         dtypes = dict.fromkeys(group.plan.updated_dtype for group in self.model.storage.groups)
         return {dtype: self.rule.states(self.param_groups, dtype) for dtype in dtypes}
+
+    def stand_for(self, optim: torch.optim.Optimizer) -> None:
+        """Share hooks with ``optim``, which is driven from here on; refuse, while the model is managed, what
+        would then be asked of it in vain: it has no states, and groups of its own are updated by nobody."""
+        self.share_hooks(optim)
+        self._driven_groups = list(optim.param_groups)
+        this = weakref.ref(self)  # the hooks are the other's, too, which may outlive this one
+        kind = type(optim).__name__
+
+        def refuse(call: str, asked: torch.optim.Optimizer) -> None:
+            wrapper = this()
+            if wrapper is None or asked is not wrapper._driven() or wrapper.model.manager.is_closed:
+                return
+            raise StateError(
+                f"{call}() of a {kind} that a {type(wrapper).__name__} drives: the states are in the model's "
+                f"chunks; call {call}() of the {type(wrapper).__name__}"
+            )
+
+        optim.register_state_dict_pre_hook(lambda asked: refuse("state_dict", asked))
+        optim.register_load_state_dict_pre_hook(lambda asked, _: refuse("load_state_dict", asked))
+
+    def refuse_other_groups(self) -> None:
+        """Raise ConfigError where the wrapped optimizer was given or has lost groups, which is not seen."""
+        optim = self._driven()
+        if optim is None:
+            return
+        now, then = optim.param_groups, self._driven_groups
+        if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+            raise ConfigError(
+                f"param_groups of the wrapped {type(optim).__name__} are not the {len(then)} that the "
+                f"{type(self).__name__} took over, and these are the ones it updates; change its own, with "
+                "add_param_group() or in param_groups, and leave the other's as they were"
+            )
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
@@ -127,8 +162,8 @@ class ManagedGroups(WrappedOptimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        if states:  # torch begins with none
-            raise StateError("states live in the model's chunks; load_state_dict() replaces them")
+        if states or "param_groups" in vars(self):  # torch begins with none
+            refuse_write()
 
     def state_dict_shard(
         self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False

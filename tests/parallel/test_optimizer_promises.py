@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,12 +224,72 @@ def test_states_in_chunks_are_not_written_through_the_mapping() -> None:
     model, optimizer, _ = made(gemini)
     param = next(model.parameters())
     assert optimizer.state[param] == {}
-    with pytest.raises(TypeError):
-        optimizer.state[param] = {}
-    with pytest.raises(StateError, match="load_state_dict"):
-        optimizer.state = {param: {}}
     with pytest.raises(KeyError):
         optimizer.state[nn.Parameter(torch.ones(2))]
+    one_step(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    refused: list[Callable[[], object]] = [
+        lambda: setattr(optimizer, "state", {param: {}}),
+        lambda: setattr(optimizer, "state", defaultdict(dict)),
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(param),
+        lambda: optimizer.state.__setitem__(param, {}),
+        lambda: optimizer.state[param].__setitem__("exp_avg", torch.zeros(())),
+        lambda: optimizer.state[param].update(exp_avg=torch.zeros(())),
+    ]
+    for write in refused:
+        with pytest.raises(StateError, match="load_state_dict"):
+            write()
+    for write_into in (lambda t: t.zero_(), lambda t: t.mul_(0.1), lambda t: torch._foreach_zero_([t])):
+        for name in ("exp_avg", "step"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update"):
+                write_into(optimizer.state[param][name])
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[n][k], v) for n, state in before.items() for k, v in state.items())
+
+
+def test_states_begin_anew_as_the_refusal_says() -> None:
+    model, optimizer, _ = made(gemini)
+    one_step(model, optimizer)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert len(optimizer.state) == 0
+    one_step(model, optimizer, 1)
+    plain = net()
+    for step in range(2):  # each with an Adam that has made no step
+        one_step(plain, BoostedOptimizer(CPUAdam(plain.parameters(), lr=0.01)), step)
+    want = plain.state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+
+
+def test_the_wrapped_optimizer_is_not_asked_for_what_is_in_chunks() -> None:
+    model, optimizer, adam = made(gemini)
+    one_step(model, optimizer)
+    saved = optimizer.state_dict()
+    with pytest.raises(StateError, match=r"state_dict\(\) of the GeminiOptimizer"):
+        adam.state_dict()
+    with pytest.raises(StateError, match=r"load_state_dict\(\) of the GeminiOptimizer"):
+        adam.load_state_dict(saved)
+    assert saved["state"].keys() == optimizer.state_dict()["state"].keys()
+    model.close()
+    assert adam.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("change", ["add", "pop", "replace"])
+def test_groups_that_only_the_wrapped_optimizer_has_are_refused(change: str) -> None:
+    module = net()
+    adam = CPUAdam(module[0].parameters(), lr=0.01)
+    model, optimizer = gemini(module, adam)
+    one_step(model, optimizer)
+    if change == "add":
+        adam.add_param_group({"params": list(module[1].parameters())})
+    elif change == "pop":
+        adam.param_groups.pop()
+    else:
+        adam.param_groups = [dict(group) for group in adam.param_groups]
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(ConfigError, match="param_groups of the wrapped CPUAdam"):
+        one_step(model, optimizer, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
 def test_what_a_user_keeps_beside_the_states_passes_through_low_level_zero() -> None:
