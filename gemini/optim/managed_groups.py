@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from gemini.chunk.state_spec import StateSpec
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.loss_scale import LossScale
@@ -22,7 +21,7 @@ from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.stepped_rule import GroupSettings
-from gemini.optim.wrapped import WrappedOptimizer
+from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept
 
@@ -63,24 +62,10 @@ class ManagedGroups(WrappedOptimizer):
         return {dtype: self.rule.states(self.param_groups, dtype) for dtype in dtypes}
 
     def stand_for(self, optim: torch.optim.Optimizer) -> None:
-        """Share hooks with ``optim``, which is driven from here on; refuse, while the model is managed, what
-        would then be asked of it in vain: it has no states, and groups of its own are updated by nobody."""
+        """Drive ``optim`` from here on: share its hooks, and answer in its place for states and groups."""
         self.share_hooks(optim)
         self._driven_groups = list(optim.param_groups)
-        this = weakref.ref(self)  # the hooks are the other's, too, which may outlive this one
-        kind = type(optim).__name__
-
-        def refuse(call: str, asked: torch.optim.Optimizer) -> None:
-            wrapper = this()
-            if wrapper is None or asked is not wrapper._driven() or wrapper.model.manager.is_closed:
-                return
-            raise StateError(
-                f"{call}() of a {kind} that a {type(wrapper).__name__} drives: the states are in the model's "
-                f"chunks; call {call}() of the {type(wrapper).__name__}"
-            )
-
-        optim.register_state_dict_pre_hook(lambda asked: refuse("state_dict", asked))
-        optim.register_load_state_dict_pre_hook(lambda asked, _: refuse("load_state_dict", asked))
+        refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
 
     def refuse_other_groups(self) -> None:
         """Raise ConfigError where the wrapped optimizer was given or has lost groups, which is not seen."""

@@ -261,17 +261,28 @@ def test_states_begin_anew_as_the_refusal_says() -> None:
     assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
 
 
-def test_the_wrapped_optimizer_is_not_asked_for_what_is_in_chunks() -> None:
-    model, optimizer, adam = made(gemini)
+@BOTH
+def test_the_wrapped_optimizer_is_not_asked_for_states_that_it_has_not(wrap: Callable[..., Any]) -> None:
+    model, optimizer, adam = made(wrap)
     one_step(model, optimizer)
     saved = optimizer.state_dict()
-    with pytest.raises(StateError, match=r"state_dict\(\) of the GeminiOptimizer"):
+    own = type(optimizer).__name__
+    with pytest.raises(StateError, match=rf"call state_dict\(\) of the {own}"):
         adam.state_dict()
-    with pytest.raises(StateError, match=r"load_state_dict\(\) of the GeminiOptimizer"):
+    with pytest.raises(StateError, match=rf"call load_state_dict\(\) of the {own}"):
         adam.load_state_dict(saved)
     assert saved["state"].keys() == optimizer.state_dict()["state"].keys()
-    model.close()
-    assert adam.state_dict()["state"] == {}
+    optimizer.load_state_dict(saved)
+    one_step(model, optimizer, 1)
+    (model if wrap is gemini else optimizer).close()
+    adam.state_dict()
+
+
+def test_low_level_zero_refuses_parameters_that_came_after_wrapping() -> None:
+    model, optimizer, adam = made(low_level)
+    adam.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigError, match=r"group 1 has a parameter of shape \(2,\) that came after"):
+        one_step(model, optimizer)
 
 
 @pytest.mark.parametrize("change", ["add", "pop", "replace"])
