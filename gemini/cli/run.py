@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,7 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
     from gemini.parallel.launch.hosts import choose_hosts, first_to_listen, parse_hosts, read_hostfile
     from gemini.parallel.launch.over_hosts import Hosts
 
+    environ = tuple(_known_variable(name) for name in options.env)
     if options.host and options.hostfile:
         raise ConfigError("--host and --hostfile both say the machines; give one of them")
     if not options.host and not options.hostfile:
@@ -135,7 +137,18 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
         ssh = tuple(shlex.split(options.ssh)) or ("ssh",)
     except ValueError as error:
         raise ConfigError(f"--ssh is {options.ssh!r}, which is no command: {error}") from None
-    return Hosts(tuple(names), ssh, tuple(options.env)), address
+    return Hosts(tuple(names), ssh, environ), address
+
+
+def _known_variable(name: str) -> str:
+    """Return the name of a variable; raise ConfigError where none of that name could be passed on."""
+    if name not in os.environ:
+        wanted = name if "=" in name else f"{name}=..."
+        raise ConfigError(
+            f"--env names a variable that is set here, and {name!r} is none; export {wanted} before, and "
+            f"give --env {name.partition('=')[0]}"
+        )
+    return name
 
 
 def _node_from(options: argparse.Namespace) -> Node:
@@ -181,7 +194,7 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="a variable that other machines get too; repeatable",
+        help="a variable of this machine that the others get too; repeatable",
     )
     group.add_argument(
         "--nnodes", type=int, metavar="N", default=1, help="machines, where each is started by itself"

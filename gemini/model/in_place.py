@@ -182,6 +182,11 @@ class ManagedModule(nn.Module):
 
     _gemini: InPlace
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an ordinary module: what the class makes of itself, as a slice of a Sequential, is none that
+        was managed."""
+        return _plain_class(cls)(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._gemini.forward(super().__call__, args, kwargs)
 

@@ -116,7 +116,7 @@ class GeminiOptimizer(ManagedGroups):
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
         self.model = model
         super().__init__(optim.param_groups, optim.defaults)
-        self.share_hooks(optim)
+        self.stand_for(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self._refuse_others()
@@ -468,6 +468,7 @@ class GeminiOptimizer(ManagedGroups):
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
     def _hypers(self) -> dict[ManagedSlot, Any]:
+        self.refuse_other_groups()
         self.refuse_new_states()
         found: dict[ManagedSlot, Any] = {}
         for settings in self.param_groups:

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from gemini.chunk.chunk import StateSpec
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.arguments import Margin, check_parameters, host_updates_of
 from gemini.optim.loss_scale import LossScale
-from gemini.optim.managed_states import ManagedStates
+from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
 from gemini.optim.state_exchange import exported_groups
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.stepped_rule import GroupSettings
-from gemini.optim.wrapped import WrappedOptimizer
+from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept
 
@@ -38,6 +38,7 @@ class ManagedGroups(WrappedOptimizer):
     loss_scale: LossScale | None
     _states: Mapping[torch.dtype, tuple[StateSpec, ...]] = MappingProxyType({})  # by type of what is updated
     _driven_optim: torch.optim.Optimizer | None = None
+    _driven_groups: list[dict[str, Any]]
 
     @abstractmethod
     def require_complete(self, doing: str) -> None:
@@ -59,6 +60,25 @@ class ManagedGroups(WrappedOptimizer):
     def _wanted_states(self) -> dict[torch.dtype, tuple[StateSpec, ...]]:
         dtypes = dict.fromkeys(group.plan.updated_dtype for group in self.model.storage.groups)
         return {dtype: self.rule.states(self.param_groups, dtype) for dtype in dtypes}
+
+    def stand_for(self, optim: torch.optim.Optimizer) -> None:
+        """Drive ``optim`` from here on: share its hooks, and answer in its place for states and groups."""
+        self.share_hooks(optim)
+        self._driven_groups = list(optim.param_groups)
+        refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
+
+    def refuse_other_groups(self) -> None:
+        """Raise ConfigError where the wrapped optimizer was given or has lost groups, which is not seen."""
+        optim = self._driven()
+        if optim is None:
+            return
+        now, then = optim.param_groups, self._driven_groups
+        if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+            raise ConfigError(
+                f"param_groups of the wrapped {type(optim).__name__} are not the {len(then)} that the "
+                f"{type(self).__name__} took over, and these are the ones it updates; change its own, with "
+                "add_param_group() or in param_groups, and leave the other's as they were"
+            )
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
@@ -127,8 +147,8 @@ class ManagedGroups(WrappedOptimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        if states:  # torch begins with none
-            raise StateError("states live in the model's chunks; load_state_dict() replaces them")
+        if states or "param_groups" in vars(self):  # torch begins with none
+            refuse_write()
 
     def state_dict_shard(
         self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False

@@ -6,11 +6,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
+
+W = TypeVar("W", bound="WrappedOptimizer")
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -77,6 +79,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Run the hooks that follow ``load_state_dict()``."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+
+def refuse_states_of(optim: torch.optim.Optimizer, wrapper: W, in_charge: Callable[[W], bool]) -> None:
+    """Have ``state_dict()`` and ``load_state_dict()`` of ``optim`` raise StateError as long as ``wrapper``
+    drives it and is in charge: what they know of the states is none, or a part."""
+    this, kind, own = weakref.ref(wrapper), type(optim).__name__, type(wrapper).__name__
+
+    def refuse(call: str, asked: torch.optim.Optimizer) -> None:
+        found = this()
+        # The hooks are the wrapper's, too, and those of a later one of the same optimizer.
+        if found is not None and asked is found._driven() and in_charge(found):
+            raise StateError(
+                f"{call}() of the {kind} that a {own} drives, which has the states of its parameters; "
+                f"call {call}() of the {own}"
+            )
+
+    optim.register_state_dict_pre_hook(lambda asked: refuse("state_dict", asked))
+    optim.register_load_state_dict_pre_hook(lambda asked, _: refuse("load_state_dict", asked))
 
 
 @contextmanager

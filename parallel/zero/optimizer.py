@@ -13,7 +13,7 @@ from torch import distributed as dist
 from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
-from gemini.optim.wrapped import WrappedOptimizer, step_within
+from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
@@ -132,6 +132,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.optim = optimizer
         self.share_groups()
         self.share_hooks(optimizer)
+        self._is_closed = False
+        refuse_states_of(optimizer, self, lambda wrapper: not wrapper._is_closed)
         halves = any(shard.param.dtype == torch.float16 for shard in self.sharded.shards)
         self.loss_scale = loss_scale_for(scale, _SCALE_DEFAULTS, fp16=halves)
         self._reducer = GradientReducer(
@@ -249,6 +251,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         changes.
 
         Raises:
+            ConfigError: the wrapped optimizer was given more parameters.
             StateError: gradients arrived after they were clipped, 16-bit weights were changed behind their
                 masters, or hyper-parameters are not the same on all ranks; nothing was updated.
         """
@@ -256,6 +259,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.sharded.refuse_others(self.param_groups)
         scale = self.loss_scale and self.loss_scale.scale
         settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
         self._require_same(f"step with {settings}")
@@ -340,6 +344,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def close(self) -> None:
         """Let go of the parameters: their gradients are autograd's again. Idempotent."""
+        self._is_closed = True
         self._reducer.forget()
         self._reducer.close()
         self.collectives.leave("closed its optimizer")

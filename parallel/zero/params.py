@@ -85,6 +85,18 @@ class ShardedParams:
             "that it was made with"
         )
 
+    def refuse_others(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise ConfigError where ``groups`` have a parameter that was not cut: ranks would update it apart
+        from each other."""
+        known = {id(shard.master) for shard in self.shards}
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                if id(param) not in known:
+                    raise ConfigError(
+                        f"group {number} has a parameter of shape {tuple(param.shape)} that came after "
+                        "wrapping, and parameters are cut once; give the optimizer all of them before"
+                    )
+
     def take_earlier_state(self) -> dict[str, Any] | None:
         """Return, once, the state the optimizer had before its parameters were cut."""
         state, self._earlier_state = self._earlier_state, None

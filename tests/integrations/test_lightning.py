@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_runs import TIGHT, Classifier, loader, run, trainer
 
 import gemini
+from gemini.cli.main import main
 from gemini.errors import ConfigError
 from gemini.integrations.lightning import GeminiStrategy
 
@@ -69,6 +70,16 @@ def test_a_checkpoint_of_weights_is_a_file_of_lightnings(tmp_path: Path) -> None
     made, module, _ = run(tmp_path, managed=True)
     made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert_same(Classifier.load_from_checkpoint(tmp_path / "weights.ckpt"), module)
+
+
+def test_a_directory_becomes_a_file_for_a_module_without_a_trainer(tmp_path: Path) -> None:
+    made, module, _ = run(tmp_path, managed=True)
+    made.save_checkpoint(tmp_path / "run.ckpt")
+    convert = ["ckpt", "convert", str(tmp_path / "run.ckpt" / "gemini"), str(tmp_path / "run.pt")]
+    assert main([*convert, "--to", "torch"]) == 0
+    plain = Classifier()
+    plain.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["model"])
+    assert_same(plain, module)
 
 
 def test_a_run_of_another_strategy_goes_on_in_chunks(tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ def test_what_is_raised_in_a_save_leaves_the_earlier_checkpoint_alone(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+@every_layout
+def test_a_path_that_cannot_be_is_refused_as_a_full_disk_is(shard: bool, tmp_path: Path) -> None:
+    for path in (tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "model"):
+        with pytest.raises(IoError, match="cannot save the checkpoint: File name too long"):
+            Booster().save_model(mlp(1), path, shard=shard, size_per_shard=TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Killed(BaseException):
     """What a kill -9 is here: nothing that would clean up may run."""
 

@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,12 +224,83 @@ def test_states_in_chunks_are_not_written_through_the_mapping() -> None:
     model, optimizer, _ = made(gemini)
     param = next(model.parameters())
     assert optimizer.state[param] == {}
-    with pytest.raises(TypeError):
-        optimizer.state[param] = {}
-    with pytest.raises(StateError, match="load_state_dict"):
-        optimizer.state = {param: {}}
     with pytest.raises(KeyError):
         optimizer.state[nn.Parameter(torch.ones(2))]
+    one_step(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    refused: list[Callable[[], object]] = [
+        lambda: setattr(optimizer, "state", {param: {}}),
+        lambda: setattr(optimizer, "state", defaultdict(dict)),
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(param),
+        lambda: optimizer.state.__setitem__(param, {}),
+        lambda: optimizer.state[param].__setitem__("exp_avg", torch.zeros(())),
+        lambda: optimizer.state[param].update(exp_avg=torch.zeros(())),
+    ]
+    for write in refused:
+        with pytest.raises(StateError, match="load_state_dict"):
+            write()
+    for write_into in (lambda t: t.zero_(), lambda t: t.mul_(0.1), lambda t: torch._foreach_zero_([t])):
+        for name in ("exp_avg", "step"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update"):
+                write_into(optimizer.state[param][name])
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[n][k], v) for n, state in before.items() for k, v in state.items())
+
+
+def test_states_begin_anew_as_the_refusal_says() -> None:
+    model, optimizer, _ = made(gemini)
+    one_step(model, optimizer)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert len(optimizer.state) == 0
+    one_step(model, optimizer, 1)
+    plain = net()
+    for step in range(2):  # each with an Adam that has made no step
+        one_step(plain, BoostedOptimizer(CPUAdam(plain.parameters(), lr=0.01)), step)
+    want = plain.state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+
+
+@BOTH
+def test_the_wrapped_optimizer_is_not_asked_for_states_that_it_has_not(wrap: Callable[..., Any]) -> None:
+    model, optimizer, adam = made(wrap)
+    one_step(model, optimizer)
+    saved = optimizer.state_dict()
+    own = type(optimizer).__name__
+    with pytest.raises(StateError, match=rf"call state_dict\(\) of the {own}"):
+        adam.state_dict()
+    with pytest.raises(StateError, match=rf"call load_state_dict\(\) of the {own}"):
+        adam.load_state_dict(saved)
+    assert saved["state"].keys() == optimizer.state_dict()["state"].keys()
+    optimizer.load_state_dict(saved)
+    one_step(model, optimizer, 1)
+    (model if wrap is gemini else optimizer).close()
+    adam.state_dict()
+
+
+def test_low_level_zero_refuses_parameters_that_came_after_wrapping() -> None:
+    model, optimizer, adam = made(low_level)
+    adam.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigError, match=r"group 1 has a parameter of shape \(2,\) that came after"):
+        one_step(model, optimizer)
+
+
+@pytest.mark.parametrize("change", ["add", "pop", "replace"])
+def test_groups_that_only_the_wrapped_optimizer_has_are_refused(change: str) -> None:
+    module = net()
+    adam = CPUAdam(module[0].parameters(), lr=0.01)
+    model, optimizer = gemini(module, adam)
+    one_step(model, optimizer)
+    if change == "add":
+        adam.add_param_group({"params": list(module[1].parameters())})
+    elif change == "pop":
+        adam.param_groups.pop()
+    else:
+        adam.param_groups = [dict(group) for group in adam.param_groups]
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(ConfigError, match="param_groups of the wrapped CPUAdam"):
+        one_step(model, optimizer, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
 def test_what_a_user_keeps_beside_the_states_passes_through_low_level_zero() -> None:

@@ -105,6 +105,9 @@ def test_this_machine_is_known_by_its_addresses() -> None:
         (["--host", "a,b", "--node-rank", "1", __file__], "the part of one machine"),
         (["--nnodes", "2", __file__], "give --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "numbered from 0"),
+        (["--host", "192.0.2.1", "--env", "A=b", __file__], "--env names a variable that is set"),
+        (["--host", "192.0.2.1", "--env", "NO_SUCH_9", __file__], "export NO_SUCH_9"),
+        (["--env", "A=b", __file__], "export A=b before, and give --env A"),
         (["--host", "localhost,192.0.2.1", __file__], "each of them takes for itself"),
         (["--host", "192.0.2.1", "--ssh", "no-such-ssh -v", __file__], "'no-such-ssh', which is to reach"),
         (

@@ -251,6 +251,29 @@ def test_copies_and_pickles_are_ordinary(tmp_path: Path) -> None:
         copy.copy(handle)
 
 
+def test_slices_of_a_managed_sequential_are_ordinary_and_share_its_weights(tmp_path: Path) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+    results = []
+    for options in (None, small(tmp_path, device_bytes="64KiB", min_chunk_size_mb=1 / 64)):
+        net = layers()
+        handle = gemini.manage(net, **options) if options else None
+        optimizer: Any = CPUAdam(net.parameters(), lr=1e-2)
+        if handle:
+            optimizer = GeminiOptimizer(optimizer, handle)
+        for step in range(3):
+            net[:4](net[4:](torch.full((2, 64), step + 1.0))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(net[1:3]) is nn.Sequential
+        assert net[1:3][0] is net[1]
+        assert len(net[:2] + net[2:]) == 6
+        results.append({name: value.clone() for name, value in net.state_dict().items()})
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
 def test_weights_are_loaded_into_masters(tmp_path: Path) -> None:
     want, model = build(), build()
     with torch.no_grad():

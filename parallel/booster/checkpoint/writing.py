@@ -148,8 +148,9 @@ def _write_directory(
     """Write shards under names that no complete checkpoint has, then replace the index, then remove the
     older ones."""
     files.attempt(lambda: _make_directory(directory))
-    generation = _free_generation(directory, kind, layout, len(shards))
-    names = [layout.shard_name(kind, generation, number, len(shards)) for number in range(len(shards))]
+    generations = [0]  # the first rank's counts: it alone writes
+    files.attempt(lambda: generations.append(_free_generation(directory, kind, layout, len(shards))))
+    names = [layout.shard_name(kind, generations[-1], number, len(shards)) for number in range(len(shards))]
     for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
         files.write(directory / name, shard, metadata if number == 0 else {}, final=False)
     index = {
@@ -175,7 +176,7 @@ def _write_directory(
 
 
 def _free_generation(directory: Path, kind: str, layout: Layout, count: int) -> int:
-    """Return a number with which no file of a save has a name that is taken; only the first rank's counts."""
+    """Return a number with which no file of a save has a name that is taken."""
     generation = 0
     while any((directory / layout.shard_name(kind, generation, n, count)).exists() for n in range(count)):
         generation += 1
