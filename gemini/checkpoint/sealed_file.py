@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gemini.checkpoint.part import BLOCK_BYTES, Part, joined, parts_of
 from gemini.checkpoint.staging import StagedFile, Staging, write_at
-from gemini.errors import CheckpointError, IoError
+from gemini.errors import CheckpointError, IoError, in_words
 
 
 class DamagedError(CheckpointError):
@@ -48,10 +48,8 @@ def making_sense_of(path: Path) -> Iterator[None]:
     """Turn what is raised inside the block for data that cannot be into a DamagedError."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {error!r}") from error
-    except (ValueError, OverflowError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from error
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is damaged: {in_words(error)}") from error
 
 
 class Seal(NamedTuple):

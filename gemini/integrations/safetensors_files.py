@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gemini.checkpoint.tensor_file import TYPE_NAMES, hold_the_same
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, in_words
 from gemini.integrations.tensor_reads import TensorReads
 from gemini.system.files import open_regular, parse_json, read_regular
 
@@ -135,7 +135,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 named = parse_json(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
                 paths = [directory / file for file in sorted(set(named.values()))]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged: {error!r:.300}") from error
+                raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
             if any(path.parent != directory for path in paths):
                 raise CheckpointError(f"{index} names files that are not next to it")
             return cls(paths, named)

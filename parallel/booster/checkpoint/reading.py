@@ -16,7 +16,7 @@ from gemini.checkpoint.directory import complete_checkpoints, latest
 from gemini.checkpoint.sealed_file import reading
 from gemini.checkpoint.structure import is_text
 from gemini.checkpoint.tensor_file import hold_the_same, values_differ
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, in_words
 from gemini.system.files import open_regular, parse_json, read_regular
 
 _ZIP = b"PK"  # what torch.save writes
@@ -131,7 +131,7 @@ def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
     except OSError:
         raise
     except Exception as error:  # of as many classes as unpickling has steps
-        raise CheckpointError(f"cannot read {path}: {error!r:.500}") from error
+        raise CheckpointError(f"cannot read {path}: {in_words(error)}") from error
     tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not tensors:
         raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
@@ -167,5 +167,5 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
             assert wanted is not None
             wanted.add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+        raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
     return files, metadata
