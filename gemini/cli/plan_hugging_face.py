@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from gemini.runtime import init_on
 from gemini.system.files import parse_json, read_regular
 
 _LARGEST_CONFIG_BYTES = 1 << 24
-_MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+_COUNTS_MODULES = re.compile(r"layers|layer$|blocks$|depths?$|experts$")  # names in configurations
 _FACTORY = "write a factory (package.module:function, docs/plan.md) that returns the module and its inputs"
 
 
@@ -184,10 +186,13 @@ def _require_buildable(path: Path, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             _require_buildable(path, value)
-        elif "layers" in name and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ConfigError(
-                f"{path}: {name} is {value:.3g}, more than the {_MOST_LAYERS} that are built; correct it"
-            )
+        elif _COUNTS_MODULES.search(name):
+            for count in value if isinstance(value, list) else [value]:
+                if isinstance(count, int) and count > MOST_LAYERS:
+                    raise ConfigError(
+                        f"{path}: {name} is {min(count, 10**99):.3g}, more than the {MOST_LAYERS} that are "
+                        "built; correct it"
+                    )
 
 
 def _leave_memory(module: nn.Module) -> None:
