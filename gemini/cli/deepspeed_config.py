@@ -339,8 +339,8 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
     total = int(numbers.get("total_num_steps", steps + 1))
     if total <= steps:
         raise ConfigError(
-            f"{found.source}: scheduler.params.total_num_steps is {total}, and warmup_num_steps {steps}: that "
-            "leaves no steps for the rate to fall in; correct one of them"
+            f"{found.source}: scheduler.params.total_num_steps is {total}, and warmup_num_steps {steps}: "
+            "that leaves no steps for the rate to fall in; correct one of them"
         )
     left = total - steps
     then = f"schedulers.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters={left})"
