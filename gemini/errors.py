@@ -94,4 +94,4 @@ def in_words(error: BaseException) -> str:
         said = "it is nested too deeply"
     elif isinstance(error, IndexError):
         said = f"a list is shorter than it should be ({said})"
-    return (said or type(error).__name__)[:400]
+    return (said or type(error).__name__)[:300]
