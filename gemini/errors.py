@@ -78,3 +78,20 @@ class StateError(GeminiError, RuntimeError):
 
 class EvictedAccessError(GeminiError, RuntimeError):
     """Memory of an evicted chunk was read or written outside an operator."""
+
+
+def in_words(error: BaseException) -> str:
+    """Return what an error says in one line, for the middle of a sentence: of a KeyError Python says the bare
+    key."""
+    said = " ".join(str(error).split())
+    if isinstance(error, GeminiError):
+        return said
+    if isinstance(error, KeyError) and error.args:
+        key = error.args[0]
+        is_sentence = isinstance(key, str) and " " in key
+        said = " ".join(key.split()) if is_sentence else f"{key!r} is missing or unknown"
+    elif isinstance(error, RecursionError):
+        said = "it is nested too deeply"
+    elif isinstance(error, IndexError):
+        said = f"a list is shorter than it should be ({said})"
+    return (said or type(error).__name__)[:300]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, in_words
 
 _TYPE = "type"
 _MAX_TENSOR_BYTES = 2**24  # larger ones belong into a buffer, which is saved as a tensor
@@ -61,7 +61,7 @@ def decode(data: Any) -> Any:
         return _DECODERS[data[_TYPE]](data)
     # RuntimeError: torch's, and that of data nested too deeply.
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"damaged data in a checkpoint: {error!r}") from error
+        raise CheckpointError(f"damaged data in a checkpoint: {in_words(error)}") from error
 
 
 def _tensor(data: dict[str, Any]) -> torch.Tensor:

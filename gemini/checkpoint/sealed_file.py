@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gemini.checkpoint.checksum import BLOCK_BYTES, Part, joined, parts_of
-from gemini.errors import CheckpointError, IoError
+from gemini.errors import CheckpointError, IoError, in_words
 from gemini.offload.direct_memory import direct_memory
 from gemini.system.threads import Workers
 
@@ -70,10 +70,8 @@ def making_sense_of(path: Path) -> Iterator[None]:
     """Turn what is raised inside the block for data that cannot be into a DamagedError."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {error!r}") from error
-    except (ValueError, OverflowError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from error
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is damaged: {in_words(error)}") from error
 
 
 class Seal(NamedTuple):

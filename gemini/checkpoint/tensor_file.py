@@ -29,6 +29,29 @@ _METADATA = "__metadata__"
 _ALIGN = 4096  # of the first tensor in the file: memory that starts on a page is written from where it is
 
 
+def hold_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have equal values, of whatever types; NaN equals NaN."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
+        return True
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    first, second = one.to(wide), other.to(wide)
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def values_differ(where: object, one: str, other: str) -> CheckpointError:
+    """Return what to raise where files hold two names of one tied tensor with different values."""
+    return CheckpointError(
+        f"{where} holds {one!r} and {other!r} with different values, but they are one tied tensor of the "
+        "model: leave one of the two names out of the files, or build the model without tying them"
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that a file is to hold, its elements in row order."""

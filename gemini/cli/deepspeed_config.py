@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from gemini.cli.conversion import AUTO, BY_HAND, DONE, NONE, NOT_NEEDED, Conversion, Keys
@@ -238,7 +237,7 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
     if name in _ADAMS or name == "lion" or name in _TORCH:
         found.say(section.path("type"), DONE, found.optimizer_class)
     for key in ("lr", "eps", "weight_decay", "momentum"):
-        value = given.take(key, _NUMBER)
+        value = _not_negative(found, given, key)
         if value == AUTO:
             found.say(given.path(key), BY_HAND, _FILLED)
         elif value is not None and _takes(found.optimizer_class, key):
@@ -250,9 +249,10 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
     if betas == AUTO:
         found.say(given.path("betas"), BY_HAND, _FILLED)
     elif betas is not None and _takes(found.optimizer_class, "betas"):
-        if len(betas) != 2 or not all(type(beta) in (int, float) and math.isfinite(beta) for beta in betas):
+        if len(betas) != 2 or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(
-                f"{found.source}: {given.path('betas')} is {betas!r:.100}; it is to be two numbers"
+                f"{found.source}: {given.path('betas')} is {betas!r:.100}; it is to be two numbers from 0 to "
+                "below 1"
             )
         found.optimizer["betas"] = repr(tuple(betas))
         found.say(given.path("betas"), DONE, "betas=")
@@ -287,7 +287,7 @@ def _scheduler(found: Conversion, keys: Keys) -> None:
     kind = section.take("type", str, "")
     given = section.under("params")
     numbers = {
-        key: given.take(key, _NUMBER)
+        key: _not_negative(found, given, key)
         for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps",
                     "warmup_min_ratio", "cos_min_ratio")
     }  # fmt: skip
@@ -306,6 +306,14 @@ def _scheduler(found: Conversion, keys: Keys) -> None:
         found.say(section.path("type"), DONE, text)
     for key in given.left():
         found.say(given.path(key), NONE, "give what torch's scheduler has for it, if anything")
+
+
+def _not_negative(found: Conversion, given: Keys, key: str) -> Any:
+    """Return the number of a key, ``"auto"`` or None. Raises ConfigError where it is negative."""
+    value = given.take(key, _NUMBER)
+    if isinstance(value, (int, float)) and value < 0:
+        raise ConfigError(f"{found.source}: {given.path(key)} is {value!r}; it is to be 0 or more")
+    return value
 
 
 def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
@@ -328,7 +336,13 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
     )
     if kind == "WarmupLR":
         return
-    left = max(1, int(numbers.get("total_num_steps", steps + 1)) - steps)
+    total = int(numbers.get("total_num_steps", steps + 1))
+    if total <= steps:
+        raise ConfigError(
+            f"{found.source}: scheduler.params.total_num_steps is {total}, and warmup_num_steps {steps}: "
+            "that leaves no steps for the rate to fall in; correct one of them"
+        )
+    left = total - steps
     then = f"schedulers.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters={left})"
     if kind == "WarmupCosineLR":
         least = numbers.get("cos_min_ratio", 0.0001) * lr
@@ -342,7 +356,7 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
 
 
 def _step(found: Conversion, keys: Keys) -> None:
-    norm = keys.take("gradient_clipping", _NUMBER)
+    norm = _not_negative(found, keys, "gradient_clipping")
     if norm == AUTO:
         found.say("gradient_clipping", BY_HAND, _FILLED)
     elif norm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 from gemini.cli.plan_inputs import ModelKind, PositionTable, most_tokens
-from gemini.errors import ConfigError, GeminiError
+from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.runtime import init_on
 from gemini.system.files import parse_json, read_regular
 
 _LARGEST_CONFIG_BYTES = 1 << 24
-_MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+_COUNTS_MODULES = re.compile(r"layers|layer$|blocks$|depths?$|experts$")  # names in configurations
 _FACTORY = "write a factory (package.module:function, docs/plan.md) that returns the module and its inputs"
 
 
@@ -48,7 +50,7 @@ class HuggingFaceModel:
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         except Exception as error:  # of as many classes as there are models
             raise ConfigError(
-                f"transformers cannot build the model of {self.path}: {_line(error)}; correct the config"
+                f"transformers cannot build the model of {self.path}: {in_words(error)}; correct the config"
             ) from error
         _leave_memory(module)
         built: nn.Module = module
@@ -165,8 +167,8 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
         config = transformers.AutoConfig.for_model(**kept)
     except Exception as error:  # of as many classes as transformers has checks
         raise ConfigError(
-            f"transformers takes {path} for no {fields['model_type']!r} model: {_line(error)}; correct it, "
-            "or install the version of transformers that it was written by"
+            f"transformers takes {path} for no {fields['model_type']!r} model: {in_words(error)}; correct "
+            "it, or install the version of transformers that it was written by"
         ) from error
     said = fields.get("architectures") or ()
     wanted = [said] if isinstance(said, str) else list(map(str, said))
@@ -184,10 +186,13 @@ def _require_buildable(path: Path, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             _require_buildable(path, value)
-        elif "layers" in name and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ConfigError(
-                f"{path}: {name} is {value:.3g}, more than the {_MOST_LAYERS} that are built; correct it"
-            )
+        elif _COUNTS_MODULES.search(name):
+            for count in value if isinstance(value, list) else [value]:
+                if isinstance(count, int) and count > MOST_LAYERS:
+                    raise ConfigError(
+                        f"{path}: {name} is {min(count, 10**99):.3g}, more than the {MOST_LAYERS} that are "
+                        "built; correct it"
+                    )
 
 
 def _leave_memory(module: nn.Module) -> None:
@@ -232,10 +237,5 @@ class _Keywords(nn.Module):
             )
             raise ConfigError(
                 f"{type(self.model).__name__} cannot be rehearsed with {given}, without values: "
-                f"{_line(error)}; where the config is right, {_FACTORY}"
+                f"{in_words(error)}; where the config is right, {_FACTORY}"
             ) from error
-
-
-def _line(error: Exception) -> str:
-    """Return what an error says in one line of bounded length."""
-    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"

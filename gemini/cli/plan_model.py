@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.cli.plan_hugging_face import hugging_face
+from gemini.cli.plan_hugging_face import MOST_LAYERS, hugging_face
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
@@ -32,6 +32,7 @@ PRESETS = {
     "gpt3-175b": "gpt:layers=96,hidden=12288,heads=96,vocab=50257",
 }
 _MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
+_MOST_WIDTH = 10_000_000  # bytes of a weight are counted in 64 bits
 _GPT_KEYS = ("layers", "hidden", "heads", "vocab")
 
 
@@ -85,7 +86,7 @@ def _gpt(name: str, shape: str, options: ModelOptions) -> ModelSource:
             raise ConfigError(
                 f"{part!r} in {name!r}: write gpt: and then {', '.join(_GPT_KEYS)} as key=number"
             )
-        fields[key] = int(value)
+        fields[key] = _checked(key, value, name)
     config = GPTConfig(**fields, seq=options.seq, checkpoint_activations=options.checkpointing)
     return ModelSource(
         name,
@@ -94,6 +95,14 @@ def _gpt(name: str, shape: str, options: ModelOptions) -> ModelSource:
         tokens=options.seq,
         unit="tokens",
     )
+
+
+def _checked(key: str, value: str, name: str) -> int:
+    """Return a size of a GPT. Raises ConfigError where nobody would live to see it built."""
+    most = MOST_LAYERS if key == "layers" else _MOST_WIDTH
+    if len(value) > 18 or int(value) > most:
+        raise ConfigError(f"{key} is {value:.20} in {name!r:.100}; at most {most} are built: correct it")
+    return int(value)
 
 
 def _tokens(batch: int, seq: int) -> torch.Tensor:

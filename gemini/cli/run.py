@@ -153,9 +153,10 @@ def _known_variable(name: str) -> str:
 
 def _node_from(options: argparse.Namespace) -> Node:
     """Return this machine's part of the run. Raises ConfigError where it cannot be."""
+    from gemini.parallel.launch.hosts import checked_address
     from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
 
-    address = options.master_addr or "127.0.0.1"
+    address = checked_address(options.master_addr) if options.master_addr is not None else "127.0.0.1"
     if options.nnodes == 1:
         port = chosen_port(options.master_port)
     elif options.master_addr is None:

@@ -121,15 +121,29 @@ class Attendance:
 
     # -- what this rank does ---------------------------------------------------------------------
 
-    def wait(self, work: Any, doing: str, break_off: Callable[[], None], *, of_all: bool = True) -> None:
-        """Wait for the collective ``work``, the next call that ranks make together; ``break_off`` makes it
-        fail where it never ends. Without ``of_all`` it is a message between two of them, which is no such
-        call: a rank that has left will not send or take it, however many calls it made.
+    def begin(self) -> None:
+        """Count a call that ranks make together and that :meth:`wait` waits for later: a rank that has begun
+        several is elsewhere than one that has not."""
+        self._calls += 1
+
+    def wait(
+        self,
+        work: Any,
+        doing: str,
+        break_off: Callable[[], None],
+        *,
+        of_all: bool = True,
+        begun: bool = False,
+    ) -> None:
+        """Wait for the collective ``work``, the next call that ranks make together, or one that was
+        ``begun``; ``break_off`` makes it fail where it never ends. Without ``of_all`` it is a message between
+        two of them, which is no such call: a rank that has left will not send or take it, however many calls
+        it made.
 
         Raises:
             StateError: a rank has left, gives no sign, or waits for something else; or a connection broke.
         """
-        self._calls += of_all
+        self._calls += of_all and not begun
         self._doing, self._waits, self._thread = doing, True, threading.get_ident()
         try:
             while not self._is_over(work):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.checkpoint.tensor_file import values_differ
 from gemini.errors import ConfigError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredValues
 from gemini.model.ddp import GeminiDDP
@@ -69,7 +70,8 @@ def from_pretrained(
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets.
-        CheckpointError: a file is damaged or lacks what its index names.
+        CheckpointError: a file is damaged, lacks what its index names, or holds two names of one tied tensor
+            of a module that is not transformers' with different values.
         RuntimeError, OSError, ValueError: as transformers; shapes differ, there are no files.
         ConfigError: an option that cannot be, or transformers (peft) is not installed.
     """
@@ -106,10 +108,11 @@ def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[s
     with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()
+        names = _other_names(module, files, directory)
         opened, built = manage_without_values(module, "from_pretrained()", **options)
         try:
             initialize_buffers(module)
-            values = _TiedValues(files, module)
+            values = _TiedValues(files, module, names)
             handle = opened.finish(built)
             files.expect(values.stored_names())
             filling = Filling(built.storage, built.manager)
@@ -128,10 +131,10 @@ def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[s
 class _TiedValues(StoredValues):
     """The values of files that hold a tied tensor under one of its names."""
 
-    def __init__(self, files: SafetensorsFiles, module: nn.Module) -> None:
+    def __init__(self, files: SafetensorsFiles, module: nn.Module, names: Mapping[str, str]) -> None:
+        """``names``: by each further name of a tied tensor, the one that the files have it under."""
         super().__init__(files)
-        self._names = {name: name for name in files}
-        self._names |= _other_names(module, files)
+        self._names = {name: name for name in files} | dict(names)
         self._wanted = list(module.state_dict(keep_vars=True))
 
     def stored_names(self) -> Iterable[str]:
@@ -152,14 +155,23 @@ class _TiedValues(StoredValues):
         return len(self._names)
 
 
-def _other_names(module: nn.Module, held: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by each name of a tied tensor that ``held`` lacks, one that it has."""
+def _other_names(module: nn.Module, files: SafetensorsFiles, directory: Path) -> dict[str, str]:
+    """Return, by each further name of a tied tensor, the first that ``files`` have.
+
+    Raises:
+        CheckpointError: they have several, with different values.
+    """
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
     found: dict[str, str] = {}
     for names in by_tensor.values():
-        there = [name for name in names if name in held]
-        if there:
-            found |= {name: there[0] for name in names if name not in held}
+        first, *others = [name for name in names if name in files] or [""]
+        for name in others:
+            # Another shape is refused as anywhere else.
+            alike = files[first].shape != files[name].shape or files[first].holds_the_same_as(files[name])
+            if not alike:
+                raise values_differ(directory, first, name)
+        if first:
+            found |= {name: first for name in names if name not in files}
     return found

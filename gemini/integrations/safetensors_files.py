@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gemini.errors import CheckpointError
+from gemini.checkpoint.tensor_file import TYPE_NAMES, hold_the_same
+from gemini.errors import CheckpointError, in_words
 from gemini.integrations.tensor_reads import TensorReads
 from gemini.system.files import open_regular, parse_json, read_regular
 
@@ -24,6 +25,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 2**26
 _READ_AHEAD_BYTES = 64 * 2**20
 _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
+_COMPARED_NUMEL = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,36 @@ class StoredTensor:
         Raises:
             CheckpointError: the file cannot be read, or is too short.
         """
-        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        end = self.begin + self.nbytes
+        return self._read(torch.empty(self.shape, dtype=self.dtype, device="cpu"), self.begin)
+
+    def holds_the_same_as(self, other: StoredTensor) -> bool:
+        """Return whether two tensors have equal values, of whatever types; some MiB are read at a time.
+        Raises as :meth:`read`."""
+        return self.shape == other.shape and all(
+            hold_the_same(one, another) for one, another in zip(self._pieces(), other._pieces(), strict=True)
+        )
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        numel = math.prod(self.shape)
+        for start in range(0, numel, _COMPARED_NUMEL):
+            piece = torch.empty(min(_COMPARED_NUMEL, numel - start), dtype=self.dtype, device="cpu")
+            yield self._read(piece, self.begin + start * self.dtype.itemsize)
+
+    def _read(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        """Fill ``tensor``, in memory of its own, with the bytes at ``begin`` of the file, and return it."""
+        nbytes = tensor.nbytes
         with suppress(OSError):  # a hint
+            end = begin + nbytes
             os.posix_fadvise(self.descriptor, end, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        if not self.nbytes:
+        if not nbytes:
             return tensor
         # Not numpy's view: memory that numpy has seen cannot be given back early.
-        raw = memoryview((ctypes.c_ubyte * self.nbytes).from_address(tensor.data_ptr()))
+        raw = memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
         done = 0
         try:
-            while done < self.nbytes:
+            while done < nbytes:
                 part = raw[done : done + _LARGEST_READ_BYTES]
-                count = os.preadv(self.descriptor, [part], self.begin + done)
+                count = os.preadv(self.descriptor, [part], begin + done)
                 if count == 0:
                     raise CheckpointError(f"{self.path} ends within {self.name!r}, which its header names")
                 done += count
@@ -116,7 +135,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 named = parse_json(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
                 paths = [directory / file for file in sorted(set(named.values()))]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged: {error!r:.300}") from error
+                raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
             if any(path.parent != directory for path in paths):
                 raise CheckpointError(f"{index} names files that are not next to it")
             return cls(paths, named)
@@ -206,6 +225,4 @@ class StoredValues(Mapping[str, torch.Tensor]):
 
 def _types() -> dict[str, torch.dtype]:
     """Return torch's types by their names in the format."""
-    from gemini.checkpoint.tensor_file import TYPE_NAMES
-
     return {name: dtype for dtype, name in TYPE_NAMES.items()}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, in_words
 from gemini.memstats.trace_file import damaged, digest, read_trace, write_trace
 
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
@@ -133,7 +133,7 @@ class Trace:
         try:
             trace = cls._from_fields(fields)
         except (KeyError, TypeError, OverflowError, ConfigError) as error:
-            raise damaged(Path(path), error) from error
+            raise damaged(Path(path), in_words(error)) from error
         if trace.hash() != identity:
             raise damaged(Path(path), "its hash does not match")
         return trace

@@ -167,7 +167,7 @@ class _Recorder(TorchFunctionMode):
         self._module = module
         self._state = state
         self._prefix = prefix
-        self._held: dict[int, tuple[str, torch.Tensor]] = {}
+        self._held: dict[torch.Tensor, list[str]] = {}
 
     def __torch_function__(
         self,
@@ -178,17 +178,20 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs:
             target, value = args
-            key = self._key_of(target)
-            if key is not None and self._is_from_state(key, target, value):
+            key = next((k for k in self._keys_of(target) if self._is_from_state(k, target, value)), None)
+            if key is not None:
                 self.copies.append((key, target, value))
                 return target
         return func(*args, **(kwargs or {}))
 
-    def _key_of(self, target: torch.Tensor) -> str | None:
-        if id(target) not in self._held:  # a hook may have put in another
-            held = [*self._module._parameters.items(), *self._module._buffers.items()]
-            self._held = {id(each): (self._prefix + name, each) for name, each in held if each is not None}
-        return self._held[id(target)][0] if id(target) in self._held else None
+    def _keys_of(self, target: torch.Tensor) -> list[str]:
+        """Return the names of a tensor of the module: several where it is tied to itself."""
+        if target not in self._held:  # a hook may have put in another
+            self._held = {}
+            for name, each in [*self._module._parameters.items(), *self._module._buffers.items()]:
+                if each is not None:
+                    self._held.setdefault(each, []).append(self._prefix + name)
+        return self._held.get(target, [])
 
     def _is_from_state(self, key: str, target: torch.Tensor, value: torch.Tensor) -> bool:
         """Tell what torch copies from what a hook does, which may look at the result."""

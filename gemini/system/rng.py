@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, in_words
 from gemini.system.device import gpu_generator_states, set_gpu_generator_states
 
 _NUMPY_WORDS = 624  # of a Mersenne Twister
@@ -56,7 +56,9 @@ def parse(document: dict[str, Any]) -> States:
         np.random.RandomState().set_state(states.numpy)
         torch.Generator().set_state(states.torch)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
-        raise CheckpointError(f"the random number generators' states are damaged: {error}") from error
+        raise CheckpointError(
+            f"the random number generators' states are damaged: {in_words(error)}"
+        ) from error
     return states
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def read_hostfile(path: Path) -> list[str]:
         IoError: it cannot be read. ConfigError: a line is not a host, or there is none.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except OSError as error:
         raise IoError(error.errno or 0, f"{error.strerror}; name another hostfile", str(path)) from None
     except UnicodeDecodeError:
@@ -38,15 +38,21 @@ def read_hostfile(path: Path) -> list[str]:
             found[_checked(name, f"line {number} of {path}", _NEXT_LINE)] = None
     if not found:
         raise ConfigError(f"{path} names no host; {_NEXT_LINE}")
-    return list(found)
+    return _each_once(found, str(path))
 
 
 def parse_hosts(text: str, option: str) -> list[str]:
     """Return the hosts of a list with commas, each once. Raises ConfigError where one is none."""
     names = [name.strip() for name in text.split(",")]
-    return list(
-        dict.fromkeys(_checked(name, option, "give names with commas between them") for name in names)
-    )
+    found = dict.fromkeys(_checked(name, option, "give names with commas between them") for name in names)
+    return _each_once(found, option)
+
+
+def checked_address(address: str) -> str:
+    """Return the ``--master-addr`` that was given. Raises ConfigError where it is no name or address."""
+    if "@" in address:
+        raise ConfigError(f"--master-addr is {address!r}; give the host without the user")
+    return _checked(address, "--master-addr", "give the name or address of a machine")
 
 
 def choose_hosts(known: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
@@ -75,7 +81,7 @@ def first_to_listen(
         ConfigError: other machines would not find it there.
     """
     ordered = list(hosts)
-    address = address_of(ordered[0]) if master_addr is None else master_addr
+    address = address_of(ordered[0]) if master_addr is None else checked_address(master_addr)
     named = [host for host in known if address_of(host) == address]
     if named and named[0] not in hosts:
         raise ConfigError(f"--master-addr is {address}, which is not among the hosts: {', '.join(hosts)}")
@@ -119,3 +125,15 @@ def _checked(name: str, where: str, way_out: str) -> str:
     if not _HOST.fullmatch(name):
         raise ConfigError(f"{where} has {name!r}, which is not the name of a host; {way_out}")
     return name
+
+
+def _each_once(names: Iterable[str], where: str) -> list[str]:
+    """Return ``names``. Raises ConfigError where two of them are one host, with other users."""
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(address_of(name), name)
+        if other != name:
+            raise ConfigError(
+                f"{where} names {address_of(name)} twice, as {other} and as {name}; leave one of them out"
+            )
+    return list(names)

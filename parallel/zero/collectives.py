@@ -102,12 +102,18 @@ class Collectives:
         if self._attendance is not None:
             self._attendance.leave(why)
 
-    def _wait(self, work: Any, doing: str) -> None:
+    def _begun(self, result: torch.Tensor, source: torch.Tensor, work: Any, doing: str) -> Flight:
+        """Return the flight of a collective that was begun: others may be before anybody waits for it."""
+        if self._attendance is not None:
+            self._attendance.begin()
+        return Flight(result, source, partial(self._wait, work, doing, begun=True))
+
+    def _wait(self, work: Any, doing: str, *, begun: bool = False) -> None:
         if self._attendance is None:
             work.wait()
         else:
             assert self._group is not None
-            self._attendance.wait(work, doing, partial(break_off, self._group))
+            self._attendance.wait(work, doing, partial(break_off, self._group), begun=begun)
 
     def exchange(self, rows: torch.Tensor) -> Flight:
         """Send row i of ``rows`` (parts, width) to rank i; the result's row i comes from rank i. Where
@@ -135,7 +141,7 @@ class Collectives:
         self.traffic.num_reduces += 1
         result = torch.empty_like(rows)
         work = dist.all_to_all_single(result.view(-1), rows.view(-1), group=self._group, async_op=True)
-        return Flight(result, rows, partial(self._wait, work, _EXCHANGES))
+        return self._begun(result, rows, work, _EXCHANGES)
 
     def gather(self, own: torch.Tensor) -> Flight:
         """Send ``own`` (width) to all that have other parts; the result (parts, width) has part i in row
@@ -148,7 +154,7 @@ class Collectives:
         self.traffic.num_gathers += 1
         result = own.new_empty(self.size, own.numel())
         work = all_gather(result.view(-1), own, group=self._group, async_op=True)
-        return Flight(result, own, partial(self._wait, work, _GATHERS))
+        return self._begun(result, own, work, _GATHERS)
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
         """Return the parts ``own`` as :meth:`gather` does, without delay; it may lie on another device."""
@@ -175,21 +181,21 @@ class Collectives:
         digest = sha256(f"{doing}, {len(flags)}".encode()).digest()[:_DIGEST_BYTES]
         head = [*digest, *(255 - byte for byte in digest)]
         room = _FRAME_BYTES - len(head)
-        frame = self._largest([*head, *flags[:room], *bytes(max(0, room - len(flags)))])
+        frame = self._largest([*head, *flags[:room], *bytes(max(0, room - len(flags)))], doing)
         if any(a + b != 255 for a, b in zip(frame[:_DIGEST_BYTES], frame[_DIGEST_BYTES:], strict=False)):
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
             raise StateError(
                 f"ranks do different things: {each}; all of them must make the calls that ranks make "
                 "together, as often, in the same order and with the same settings"
             )
-        rest = self._largest(flags[room:]) if len(flags) > room else []
+        rest = self._largest(flags[room:], doing) if len(flags) > room else []
         return frame[len(head) : len(head) + len(flags)] + rest
 
-    def _largest(self, flags: list[int]) -> list[int]:
+    def _largest(self, flags: list[int], doing: str) -> list[int]:
         shared = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         self.traffic.other_bytes += shared.nbytes
         work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._wait(work, "agrees on gradients and settings (backward, clipping, step)")
+        self._wait(work, f"agrees with the others on: {doing.partition(' with ')[0]}")
         return [int(flag) for flag in shared.tolist()]
 
     def require_same(self, doing: str) -> None:

@@ -134,6 +134,43 @@ def test_low_level_zero_names_a_rank_that_leaves(way: str, reason: str, stage: i
     assert seconds < 30
 
 
+def _go_apart_while_gradients_are_sent(way: str, stage: int) -> tuple[str, float]:
+    """Rank 1 sends gradients while rank 0 updates: no agreement comes before either."""
+    _set_patience(PATIENCE)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 4))
+    optimizer = LowLevelZeroOptimizer(
+        torch.optim.Adam(model.parameters()), stage=stage, overlap_communication=True
+    )
+    odd = dist.get_rank() == 1
+
+    def backward() -> None:
+        optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+
+    backward()
+    optimizer.step()
+    begin = time.monotonic()
+    try:
+        backward()
+        if odd and way == "one backward pass more":
+            backward()
+        if not (odd and way == "a skipped step"):
+            optimizer.step()
+        backward()
+    except StateError as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+@pytest.mark.parametrize(("way", "stage"), [("one backward pass more", 2), ("a skipped step", 1)])
+def test_gradients_that_are_sent_early_meet_no_other_call_in_silence(way: str, stage: int) -> None:
+    for message, seconds in run_on_ranks(_go_apart_while_gradients_are_sent, 2, way, stage):
+        assert re.search(r"ranks \[[01]\] wait in something else than rank [01], for each other", message)
+        assert "agrees with the others on: step" in message
+        assert "agrees with the others on: reduces gradients (backward, step)" in message
+        assert PATIENCE <= seconds < SOON
+
+
 def _give_gradients_up_on_one_rank() -> str:
     _set_patience(None)
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from booster_models import (
     train,
 )
 from permissions import modes_respected
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from gemini import CheckpointError, ConfigError, checkpoint
@@ -125,6 +125,21 @@ def test_tied_weights_are_stored_once_and_any_reader_ties_them(tmp_path: Path) -
     assert torch.equal(apart.head.weight, apart.embed.weight)
     load_model(again := TiedPair(), str(tmp_path / "pair.safetensors"))  # by safetensors' own
     assert torch.equal(again.head.weight, apart.head.weight)
+
+
+@every_plugin
+def test_two_values_of_a_tied_weight_are_refused_by_both_names(plugin: Any, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    Booster().save_model(tied(1), file)
+    state = load_file(file)
+    booster, model, _ = boosted(plugin(), tied(2))
+    save_file({**state, "head.weight": state["embed.weight"].clone()}, file)
+    booster.load_model(model, file, strict=False)  # the rest of the state was in the metadata
+    want = plain(model.state_dict())
+    save_file({**state, "head.weight": state["embed.weight"] + 1}, file)
+    with pytest.raises(CheckpointError, match=r"'embed\.weight' and 'head\.weight' with different values"):
+        booster.load_model(model, file, strict=False)
+    assert_same(model.state_dict(), want)
 
 
 def replace_layer(net: nn.Sequential) -> None:

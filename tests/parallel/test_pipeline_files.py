@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipeline_harness import ADAM, CHUNKS, MAX_NORM, batch_of, language, loss_of
 from processes import run_on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensor_harness import LANGUAGE_PLAN
 from torch import Tensor
 
@@ -51,13 +51,16 @@ def _load(layout: dict[str, Any], tied: bool, path: str) -> float:
     return float(booster.execute_pipeline(iter([batch_of(9)]), model, loss_of)["loss"])
 
 
-def _refused(path: str) -> str:
+def _refused(*paths: str) -> list[str]:
     booster, model, _ = boosted({"pp_size": 2}, True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="made for another model") as caught:
-        booster.load_model(model, path)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return str(caught.value)
+    messages = []
+    for path in paths:
+        with pytest.raises(CheckpointError) as caught:
+            booster.load_model(model, path)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        messages.append(str(caught.value))
+    return messages
 
 
 def world(layout: dict[str, Any]) -> int:
@@ -94,7 +97,13 @@ def test_a_directory_has_whole_tensors_and_the_same_bits(tmp_path: Path) -> None
 
 
 def test_a_file_of_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    path = str(tmp_path / "model.safetensors")
+    """Nor does one load that has two values for a weight that the first and the last stage share."""
+    path, differing = str(tmp_path / "model.safetensors"), str(tmp_path / "differing.safetensors")
     run_on_ranks(_save, 2, {"pp_size": 2}, False, path, False)
-    for message in run_on_ranks(_refused, 2, path):
-        assert "head.bias" in message or "another rank" in message or "rank 0" in message
+    stored = load_file(path)
+    save_file({name: value for name, value in stored.items() if name != "head.bias"}, differing)
+    save_file({**stored, "head.weight": stored["embedding.weight"].clone()}, path)
+    for another, difference in run_on_ranks(_refused, 2, path, differing):
+        assert "made for another model" in another
+        assert "head.bias" in another
+        assert "'embedding.weight' and 'head.weight' with different values" in difference

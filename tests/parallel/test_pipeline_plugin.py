@@ -113,6 +113,36 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all() -> None:
     assert first[0] == last[0]
 
 
+def _in_fp16(pp_size: int, num_microbatches: int) -> tuple[list[float], list[float], list[float]]:
+    """Train an untied model from a scale that overflows; return losses, norms and scales by step."""
+    plugin = HybridParallelPlugin(
+        pp_size=pp_size, num_microbatches=num_microbatches, tp_plan=LANGUAGE_PLAN, mixed_precision="fp16",
+        initial_scale=2.0**18, hysteresis=1, max_norm=1e6, **CHUNKS,
+    )  # fmt: skip
+    booster, model = Booster(plugin=plugin), language(tied=False)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for step in range(8):
+        out = booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+        optimizer.step()
+        values = (float(out["loss"]), optimizer.get_grad_norm(), optimizer.loss_scale.scale)
+        for series, value in zip(found, values, strict=True):
+            series.append(value)
+    return found
+
+
+def test_stages_change_no_bit_of_fp16_but_micro_batches_change_where_the_scale_settles() -> None:
+    ((losses, norms, scales),) = run_on_ranks(_in_fp16, 1, 1, 4)
+    for in_stages in run_on_ranks(_in_fp16, 2, 2, 4):
+        assert in_stages[0] == losses
+        assert in_stages[1] == pytest.approx(norms, rel=1e-6, nan_ok=True)  # sums of other squares
+        assert in_stages[2] == scales
+    ((whole_losses, _, whole),) = run_on_ranks(_in_fp16, 1, 1, 1)
+    assert whole[-1] == 2.0**15  # above it the gradient of the loss itself, which is the scale, overflows
+    assert scales[-1] > whole[-1]  # here that is a fourth of the scale: fewer steps are left out
+    assert whole_losses != pytest.approx(losses, rel=1e-3)
+
+
 # -- data --------------------------------------------------------------------------------------------
 
 

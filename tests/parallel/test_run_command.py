@@ -35,7 +35,7 @@ from gemini.parallel.launch.torchrun import Node, Program
 
 def test_a_hostfile_has_a_host_per_line_and_each_counts_once(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# ours\nnode1\n\n  me@node2  # the fast one\nnode1\n10.0.0.3\nfe80::1\n")
+    file.write_text("\ufeff# ours\nnode1\n\n  me@node2  # the fast one\nnode1\n10.0.0.3\nfe80::1\n")
     assert read_hostfile(file) == ["node1", "me@node2", "10.0.0.3", "fe80::1"]
 
 
@@ -47,6 +47,7 @@ def test_a_hostfile_has_a_host_per_line_and_each_counts_once(tmp_path: Path) -> 
         ("node[1-4]\n", "has 'node\\[1-4\\]', which is not the name of a host"),
         ("node1,node2\n", "one name per line"),
         ("# nobody\n", "names no host"),
+        ("me@a\nyou@a\n", "names a twice, as me@a and as you@a"),
     ],
 )
 def test_a_hostfile_that_says_something_else_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -72,6 +73,16 @@ def test_hosts_are_included_and_excluded_in_their_order() -> None:
         choose_hosts(known, include=["b"], exclude=["b"])
     with pytest.raises(ConfigError, match="--host has ''"):
         parse_hosts("a,,b", "--host")
+    for names in ("u@a,v@a", "a,b,u@a"):
+        with pytest.raises(ConfigError, match=r"--include names a twice, as .*; leave one of them out"):
+            parse_hosts(names, "--include")
+
+
+@pytest.mark.parametrize("address", ["-oProxyCommand=x", "-x", "", "a b", "me@a"])
+def test_an_address_that_is_none_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--host", "a,b"], ["--nnodes", "2", "--node-rank", "1"]):
+        assert main(["run", *options, f"--master-addr={address}", "train.py"]) == 2
+        assert f"--master-addr {'is' if '@' in address else 'has'} {address!r}" in capsys.readouterr().err
 
 
 def test_ranks_meet_at_the_machine_that_gets_the_first_of_them() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
@@ -115,6 +115,64 @@ def test_options_that_budgets_replace_are_refused(option: str, tmp_path: Path) -
 def test_options_of_transformers_are_refused_for_another_module(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attn_implementation"):
         gemini.from_pretrained(tmp_path, Net, attn_implementation="eager")
+
+
+def with_both_names(directory: Path, other: torch.Tensor, shards: int) -> Path:
+    """Write a state that has ``other`` under the second name of the tied weight, in the last of the files."""
+    save(net(), directory, shards)
+    index = directory / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"] if shards > 1 else {}
+    last = directory / max(where.values(), default="model.safetensors")
+    save_file({**load_file(last), "head.weight": other.contiguous()}, last)
+    if where:
+        index.write_text(json.dumps({"weight_map": {**where, "head.weight": last.name}}))
+    return directory
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_two_values_of_one_tied_weight_are_refused_by_both_names(shards: int, tmp_path: Path) -> None:
+    other = net().embed.weight.detach().clone()
+    other[-1, -1] += 1e-3
+    with_both_names(tmp_path, other, shards)
+    with pytest.raises(CheckpointError, match=r"'embed\.weight' and 'head\.weight'.*without tying"):
+        gemini.from_pretrained(tmp_path, Net, **tight(tmp_path))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_both_names_with_equal_values_load(shards: int, tmp_path: Path) -> None:
+    with_both_names(tmp_path, net().embed.weight.detach().double(), shards)
+    got = gemini.from_pretrained(tmp_path, Net, **tight(tmp_path))
+    assert torch.equal(got.state_dict()["head.weight"], net().embed.weight)
+
+
+def test_tied_buffers_and_nan_are_compared_as_weights_are(tmp_path: Path) -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.register_buffer("one", torch.zeros(3))
+            self.register_buffer("other", self.one)
+
+    state = {"weight": torch.ones(4), "one": torch.tensor([1.0, float("nan"), 2.0])}
+    file = tmp_path / "model.safetensors"
+    save_file({**state, "other": state["one"].clone()}, file)
+    got = gemini.from_pretrained(tmp_path, Buffers, **tight(tmp_path))
+    assert torch.equal(got.other.nan_to_num(), state["one"].nan_to_num())
+    save_file({**state, "other": state["one"].nan_to_num()}, file)
+    with pytest.raises(CheckpointError, match="'one' and 'other'"):
+        gemini.from_pretrained(tmp_path, Buffers, **tight(tmp_path))
+
+
+@pytest.mark.parametrize("last", ["embed.weight", "head.weight"])
+def test_a_state_dict_with_two_values_of_a_tied_weight_loads_as_in_torch(last: str, tmp_path: Path) -> None:
+    state = net().state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    state[last] = state.pop(last)  # in torch the order of modules counts, not this one
+    want, got = Net(), Net()
+    want.load_state_dict(state)
+    gemini.manage(got, **tight(tmp_path))
+    got.load_state_dict(state)
+    assert torch.equal(got.state_dict()["embed.weight"], want.embed.weight)
 
 
 def test_a_directory_without_files_says_what_it_lacks(tmp_path: Path) -> None:

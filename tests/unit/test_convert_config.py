@@ -194,6 +194,36 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
         ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": ["x", 1]}}}', "two numbers"),
         ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, NaN]}}}', "two numbers"),
         ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1e999]}}}', "two numbers"),
+        (
+            "a.json",
+            '{"optimizer": {"type": "Adam", "params": {"lr": -1e-4}}}',
+            "params.lr is -0.0001; it is to be 0 or more",
+        ),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": {"eps": -1}}}', "params.eps is -1"),
+        (
+            "a.json",
+            '{"optimizer": {"type": "Adam", "params": {"weight_decay": -0.1}}}',
+            "weight_decay is -0.1",
+        ),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}', "0 to below 1"),
+        ("a.json", '{"optimizer": {"type": "Adam", "params": {"betas": [-0.1, 0.9]}}}', "0 to below 1"),
+        (
+            "a.json",
+            '{"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": -3}}}',
+            "warmup_num_steps is -3",
+        ),
+        (
+            "a.json",
+            '{"scheduler": {"type": "WarmupCosineLR", '
+            '"params": {"warmup_num_steps": 9, "total_num_steps": 9}}}',
+            "total_num_steps is 9, and warmup_num_steps 9",
+        ),
+        (
+            "a.json",
+            '{"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": -1}}}',
+            "warmup_max_lr is -1",
+        ),
+        ("a.json", '{"gradient_clipping": -1}', "clipping is -1"),
         ("a.yaml", "a: &a [1]\nb: *a\n", "a.yaml has aliases"),
         ("a.yaml", "fsdp_config: {}\ngradient_accumulation_steps: 0\n", "1 or more"),
         ("a.yaml", "a: [", "no YAML"),

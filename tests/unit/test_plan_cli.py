@@ -175,6 +175,31 @@ def test_a_module_that_cannot_be_imported_is_one_line(
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [("layers", 10**7, "10000"), ("hidden", 10**15, "10000000"), ("vocab", int("9" * 300), "10000000")],
+)
+def test_a_gpt_that_nobody_would_see_built_is_refused_with_the_bound(
+    key: str, value: int, most: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"gpt:{key}={value}"]) != 0
+    assert f"at most {most} are built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_layer", 10**7), ("num_experts", 10**7), ("depths", [2, 10**400])]
+)
+def test_a_config_with_more_modules_than_are_built_is_refused_with_the_bound(
+    key: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], key: value}))
+    assert main(["plan", str(config)]) != 0
+    assert f"{key} is 1e+" in (said := capsys.readouterr().err)
+    assert "more than the 10000 that are built" in said
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "gpt:layers=x", "gpt:wheels=4"])
 def test_an_unknown_model_is_refused_with_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError, match="gpt"):

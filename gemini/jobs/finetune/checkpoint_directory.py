@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, in_words
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.documents import Document, data_files, documents
 
@@ -127,9 +127,7 @@ class ModelDirectory:
         try:
             return owner.from_pretrained(path, local_files_only=True)
         except Exception as error:  # of as many classes as transformers and tokenizers have checks
-            raise ConfigError(
-                f"transformers cannot read the {what} of {path}: {' '.join(str(error).split()):.300}"
-            ) from error
+            raise ConfigError(f"transformers cannot read the {what} of {path}: {in_words(error)}") from error
 
 
 def _encoded(tokenizer: Any, document: Document) -> list[int]:

@@ -48,6 +48,7 @@ class Initialization:
             (name, owner) for name, owner in module.named_modules() if hasattr(type(owner), "_init_weights")
         ]
         self._fresh: list[str] = []  # names of submodules that were on meta
+        self._buffers: dict[torch.Tensor, torch.Tensor] = {}  # by those on meta, which may have two names
 
     def run(self, name: str, owner: nn.Module) -> None:
         """Give a submodule, whose children have theirs, real parameters and buffers with values.
@@ -85,9 +86,11 @@ class Initialization:
                 replace_parameter(
                     param, nn.Parameter(values, requires_grad=param.requires_grad), self._module
                 )
-        for key, buffer in list(owner.named_buffers(recurse=False)):
+        for key, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
-                setattr(owner, key, _unwritten(buffer))
+                if buffer not in self._buffers:
+                    self._buffers[buffer] = _unwritten(buffer)
+                setattr(owner, key, self._buffers[buffer])
         return tied
 
     def _note_unset(self, name: str, owner: nn.Module) -> None:

@@ -90,6 +90,7 @@ def _state_for(own: Mapping[str, Any], files: TensorFiles) -> dict[str, Any]:
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     tied = tied_names(tensors)
     for alias, first in tied.items():  # the file may hold either, or both
+        files.first_of((first, alias))
         for there, lacking in ((first, alias), (alias, first)):
             if there in state:
                 state.setdefault(lacking, state[there])

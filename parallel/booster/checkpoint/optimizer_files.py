@@ -15,7 +15,7 @@ import torch
 
 from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
-from gemini.errors import CheckpointError, ConfigError
+from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import counted_steps, exported_state
 from gemini.parallel.booster.checkpoint.layout import Layout
@@ -97,7 +97,9 @@ def load_optimizer(
         try:
             optimizer.load_state_dict(state)
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{checkpoint} does not fit {type(optimizer).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{checkpoint} does not fit {type(optimizer).__name__}: {in_words(error)}"
+            ) from error
 
 
 def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[str]]:
@@ -223,7 +225,7 @@ def read_document(
             **{key: plain_data.decode(document[key]) for key in ("groups", "values", "rest")},
         }
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} was not written by save_optimizer: {error!r}") from error
+        raise CheckpointError(f"{checkpoint} was not written by save_optimizer: {in_words(error)}") from error
     if document["members"] != [list(group) for group in members]:
         raise CheckpointError(
             f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "

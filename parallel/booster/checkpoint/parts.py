@@ -235,7 +235,7 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
     stored = {
         name: found
         for name in parts.whole.tensors
-        if (found := next((n for n in parts.staged.names_of(name) if n in files), None)) is not None
+        if (found := files.first_of(parts.staged.names_of(name))) is not None
     }
     missing = sorted(parts.whole.tensors.keys() - stored.keys())
     unexpected = sorted(files.keys() - parts.whole.tensors.keys())

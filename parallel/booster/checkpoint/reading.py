@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from gemini.checkpoint.directory import complete_checkpoints, latest
 from gemini.checkpoint.sealed_file import reading
 from gemini.checkpoint.structure import is_text
-from gemini.errors import CheckpointError
+from gemini.checkpoint.tensor_file import hold_the_same, values_differ
+from gemini.errors import CheckpointError, in_words
 from gemini.system.files import open_regular, parse_json, read_regular
 
 _ZIP = b"PK"  # what torch.save writes
@@ -36,6 +37,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
         self.metadata: dict[str, str] = {}
+        self._checkpoint = checkpoint
         self._where: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
@@ -57,6 +59,19 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             raise CheckpointError(f"cannot read {name!r} from {path}: {error}") from error
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+    def first_of(self, names: Iterable[str]) -> str | None:
+        """Return the first of the names of one tied tensor that is in the files; None if none is.
+
+        Raises:
+            CheckpointError: several are, with different values.
+        """
+        held = [name for name in names if name in self._where]
+        for name in held[1:]:
+            one, other = self[held[0]], self[name]
+            if one.shape == other.shape and not hold_the_same(one, other):
+                raise values_differ(self._checkpoint, held[0], name)
+        return held[0] if held else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -116,7 +131,7 @@ def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
     except OSError:
         raise
     except Exception as error:  # of as many classes as unpickling has steps
-        raise CheckpointError(f"cannot read {path}: {error!r:.500}") from error
+        raise CheckpointError(f"cannot read {path}: {in_words(error)}") from error
     tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not tensors:
         raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
@@ -152,5 +167,5 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
             assert wanted is not None
             wanted.add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+        raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
     return files, metadata

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from gemini.checkpoint import contents
-from gemini.errors import CheckpointError, ConfigError
+from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import checked_state, counted_steps
 from gemini.optim.state_format import SCALES
@@ -115,7 +115,7 @@ class _InChunks:
         try:
             checked_state(self._optimizer, outline)
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{checkpoint} does not fit GeminiOptimizer: {error}") from error
+            raise CheckpointError(f"{checkpoint} does not fit GeminiOptimizer: {in_words(error)}") from error
 
     def load(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
