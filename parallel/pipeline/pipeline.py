@@ -48,7 +48,7 @@ class Executed:
 class Pipeline:
     """Runs batches through the stages of a model; all ranks of the mesh make the same calls.
 
-    Ranks along ``pp`` and ``tp`` are given the same batch, those along ``dp`` each its own.
+    Ranks along ``pp``, ``sp`` and ``tp`` are given the same batch, those along ``dp`` each its own.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
         if every[first][2] != digest:
             return ConfigError(
                 f"ranks {first} and {rank} (of the mesh) have parts of one model and were given batches of "
-                "different shapes: ranks along pp and tp take the same batches; plugin.prepare_dataloader() "
-                "divides the data over dp alone"
+                "different shapes: ranks along pp, sp and tp take the same batches; "
+                "plugin.prepare_dataloader() divides the data over dp alone"
             )
     return None
 

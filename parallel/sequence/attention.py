@@ -60,9 +60,13 @@ class SequenceAttention:
         """Attend with this rank's queries to the keys and values of all ranks; arguments are those of
         ``scaled_dot_product_attention``, masks as :class:`AttentionMask` has them.
 
+        On ``meta`` nobody is asked: what is returned has the shape of the output.
+
         Raises:
             ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.
         """
+        if query.is_meta:
+            return query.new_empty(*query.shape[:-1], value.size(-1))
         if self.axis is None:
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -96,6 +96,14 @@ class SequenceParallel:
         those of ``labels`` here that count. Its gradient is right where those of all ranks are averaged."""
         return mean_loss(loss, labels, self.averaging, ignore_index)
 
+    def attend_in(self, model: nn.Module, *, cuts_blocks: bool = False) -> None:
+        """Have the attention of ``model`` go across the ranks; on ``meta`` it asks nobody, and has the shapes
+        of a part."""
+        if is_of_transformers(model):
+            replace_attention(model, self.attention, cuts_blocks=cuts_blocks)
+        else:
+            replace_torch_attention(model, self.attention)
+
     def join(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return the whole of which each rank has a ``part``, padding included; no gradient goes through."""
         if self.axis is None:
@@ -149,6 +157,14 @@ class SequenceParallel:
         return self.order.part(value, self.rank, 1)
 
 
+def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
+    """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
+    if is_of_transformers(model):
+        refuse_unfit(model, cuts_blocks=cuts_blocks)
+    else:
+        refuse_torch_attention(model)
+
+
 def parallelize_sequence(
     model: nn.Module,
     mesh: Mesh,
@@ -180,17 +196,11 @@ def parallelize_sequence(
     of_transformers, whole = is_of_transformers(model), cut == "blocks"
 
     def check() -> list[nn.Module]:
-        if of_transformers:
-            refuse_unfit(model, cuts_blocks=whole)
-        else:
-            refuse_torch_attention(model)
+        refuse_unfit_model(model, cuts_blocks=whole)
         return find_blocks(model) if whole else []
 
     blocks = check() if sequence.axis is None else sequence.axis.together(check)
-    if of_transformers:
-        replace_attention(model, sequence.attention, cuts_blocks=whole)
-    else:
-        replace_torch_attention(model, sequence.attention)
+    sequence.attend_in(model, cuts_blocks=whole)
     sequence.takes_whole_batches = whole
     if whole:
         cut_at_blocks(blocks, sequence.attention)

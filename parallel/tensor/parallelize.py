@@ -84,11 +84,6 @@ def _refuse_layout(layout: Layout) -> None:
             f"{layout}: layers of unmodified models are cut in mode '1d'; for {layout.mode} write the model "
             "with gemini.parallel.tensor.nn, or leave out mode"
         )
-    if layout.pp > 1 and layout.sp > 1:
-        raise ConfigError(
-            f"{layout}: stages of a pipeline do not take parts of sequences; give Layout(dp=, pp=, tp=) or "
-            "Layout(dp=, sp=, tp=)"
-        )
 
 
 def _open(region: Region, *_: object) -> None:

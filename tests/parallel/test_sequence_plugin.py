@@ -87,6 +87,8 @@ SIZES = [
     (2, {"sp_size": 2, "sp_mode": "ring"}),
     (4, {"sp_size": 2}),
     (4, {"sp_size": 2, "tp_size": 2}),
+    (4, {"sp_size": 2, "pp_size": 2}),
+    (4, {"sp_size": 2, "pp_size": 2, "sp_mode": "ring", "zero_stage": 2}),
     (2, {"sp_size": 2, "zero_stage": 1}),
 ]
 
@@ -130,8 +132,6 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_ranks_go_on(bad: str, message
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stages take whole sequences; choose pp_size=1"):
-        HybridParallelPlugin(sp_size=2, pp_size=2)
     with pytest.raises(ConfigError, match="sp_mode is 'rings'; it may be ulysses or ring"):
         HybridParallelPlugin(sp_size=2, sp_mode="rings")
     with pytest.raises(ConfigError, match="sp_size 2 do not divide 1"):

@@ -39,7 +39,7 @@ from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, sp
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
-from gemini.parallel.sequence.parallelize import METHODS
+from gemini.parallel.sequence.parallelize import METHODS, refuse_unfit_model
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.nn import partition_along
 from gemini.parallel.tensor.styles import Style
@@ -120,7 +120,8 @@ class HybridParallelPlugin(Plugin):
         self._data = choose_data_parallelism(
             zero_stage, placement_policy, options, alone=self._sizes.world_size == 1
         )
-        _check_sequences(self._sizes, sp_mode)
+        if sp_mode not in METHODS:
+            raise ConfigError(f"sp_mode is {sp_mode!r}; it may be {' or '.join(METHODS)}")
         self._sp_mode = sp_mode
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
         if pp_size == 1:
@@ -166,10 +167,9 @@ class HybridParallelPlugin(Plugin):
         """See :class:`Plugin`. Raises OutOfBudgetError if this rank's part cannot fit."""
         wrap = self._data.prepared(model, optimizer, precision)
         mesh = self.mesh
-        parts = self._take_part(model, optimizer, mesh)
-        sequence: SequenceParallel | None = None
-        if mesh is not None and self._sizes.sp > 1:
-            sequence = parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
+        if mesh is not None and (across := mesh.axis("sp")) is not None:
+            across.together(partial(refuse_unfit_model, model))  # before layers are cut
+        parts, sequence = self._take_part(model, optimizer, mesh)
         if optimizer is not None:
             _forget_absent(optimizer, model)
         group: Group = None
@@ -187,16 +187,17 @@ class HybridParallelPlugin(Plugin):
 
     def _take_part(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
-    ) -> Parts:
-        """Leave ``model`` this rank's part."""
+    ) -> tuple[Parts, SequenceParallel | None]:
+        """Leave ``model`` this rank's part, and have it attend to what other ranks have of sequences."""
         if isinstance(model, BuiltStages):
-            return self._join(model, optimizer, mesh)
+            return self._join(model, optimizer, mesh), None
         axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
         if axis is None:
             staged = StagedModel.undivided(model)
             partition = Partition(None, {}) if mesh is None else parallelize(model, mesh, **self._cut)
+            sequence = self._cut_sequences(model, mesh)
             tied = TiedWeights(staged, None, self._rank_of)
-            return Parts(staged, partition, tied, whole, mesh, self._rank_of)
+            return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
 
         def decide() -> tuple[Any, ...]:
             units = find_units(model, **self._units)
@@ -205,12 +206,22 @@ class HybridParallelPlugin(Plugin):
         units, ranges, outline = axis.together(decide)
         assert mesh is not None
         partition = parallelize(model, mesh, **self._cut)
+        # Stages copy the modules around blocks, and keep what those have by then.
+        sequence = self._cut_sequences(model, mesh)
+        if sequence is not None:
+            sequence.attend_in(outline)
         own = [stage for stage, rank in enumerate(self._rank_of) if rank == axis.rank]
         staged = split(model, units, ranges, own, outline)
         partition.keep_only(dict(model.named_parameters(remove_duplicate=False)))
         tied = TiedWeights(staged, axis, self._rank_of)
         tied.spread()
-        return Parts(staged, partition, tied, whole, mesh, self._rank_of)
+        return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
+
+    def _cut_sequences(self, model: nn.Module, mesh: Mesh | None) -> SequenceParallel | None:
+        """Return what gives each rank along ``sp`` its part of sequences; None: they stay whole."""
+        if mesh is None or self._sizes.sp == 1:
+            return None
+        return parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
 
     def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
         """Take what ranks have built as parts of one model. Raises ConfigError where they do not fit."""
@@ -237,7 +248,10 @@ class HybridParallelPlugin(Plugin):
             ConfigError: the model does not go over so many; the message says over how many it does.
         """
         if self._sizes.sp > 1:
-            raise ConfigError("plan() knows no parts of sequences; plan with sp_size=1")
+            raise ConfigError(
+                f"plan() knows no parts of sequences: plan with sp_size=1, inputs of 1 / {self._sizes.sp} of "
+                f"the length and data_ranks={self._sizes.sp * data_ranks}, which have as much"
+            )
         choices = LayoutChoices(
             replace(self._sizes, dp=data_ranks),
             self._schedule.style,
@@ -327,17 +341,6 @@ class HybridParallelPlugin(Plugin):
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
-
-
-def _check_sequences(sizes: Layout, mode: str) -> None:
-    """Raise ConfigError for parts of sequences that cannot be."""
-    if mode not in METHODS:
-        raise ConfigError(f"sp_mode is {mode!r}; it may be {' or '.join(METHODS)}")
-    if sizes.sp > 1 and sizes.pp > 1:
-        raise ConfigError(
-            f"sp_size {sizes.sp} with pp_size {sizes.pp}: stages take whole sequences; choose pp_size=1 "
-            "(sp_size goes with tp_size and data parallelism), or sp_size=1"
-        )
 
 
 def _forget_absent(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
