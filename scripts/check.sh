@@ -58,10 +58,30 @@ check_types() {
   (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini -p gemini_bench)
 }
 
+# The C++ files that a build compiles and clang can read: it comes without OpenMP's header.
+tidied() {
+  "$BIN/python" -c '
+import json, sys
+for entry in json.load(open(sys.argv[1])):
+    if entry["file"].endswith(".cpp") and "-fopenmp" not in entry["command"]:
+        print(entry["file"])' "$1/compile_commands.json" | LC_ALL=C sort -u
+}
+
+# clang's own warnings, of mutexes that are not held among them (csrc/common/mutex.h), and clang-tidy's.
+tidy() {
+  local dir log=build/clang-tidy.log
+  dir=$(extension_dir)
+  build_tests "$dir" "" "$(python_for_cmake)" "$(pybind11_for_cmake)" || return 1
+  tidied "$dir" | xargs -P "$JOBS" -n 1 "$BIN/clang-tidy" -p "$dir" --quiet > "$log" 2>&1 && return 0
+  grep -v 'warnings\{0,1\} .*generated\.$' "$log" >&2
+  return 1
+}
+
 lint() {
   check "ruff check" "$BIN/ruff" check -q .
   check "ruff format" "$BIN/ruff" format -q --check .
   check "clang-format" eval 'sources | xargs "$BIN/clang-format" --dry-run --Werror'
+  if has_gtest; then check "clang-tidy" tidy; fi
   check "mypy" check_types
   check "ASCII" is_ascii
   check "file length" is_short
@@ -103,7 +123,13 @@ fast() {
     --hypothesis-profile dev
 }
 
-# build_tests FOLDER TARGETS [cmake options]: configure and build C++ tests; the target cpp_tests is all of them.
+# Where setup.py builds the extension, so that its core is compiled once, and what it tells cmake.
+extension_dir() { "$BIN/python" -c 'import sysconfig; print("build/cmake-" + sysconfig.get_config_var("SOABI"))'; }
+python_for_cmake() { echo "-DPython_EXECUTABLE=$BIN/python"; }
+pybind11_for_cmake() { echo "-Dpybind11_DIR=$("$BIN/python" -m pybind11 --cmakedir)"; }
+
+# build_tests FOLDER TARGETS [cmake options]: configure and build C++ tests; the target cpp_tests is all of them, and
+# without targets nothing is built.
 build_tests() {
   local dir=$1 targets=$2
   shift 2
@@ -113,7 +139,7 @@ build_tests() {
   log=$(mktemp)
   # shellcheck disable=SC2086
   if "${configure[@]}" -DGEMINI_TESTS=ON "-DGEMINI_WERROR=${GEMINI_WERROR:-ON}" "$@" > "$log" 2>&1 \
-    && "$BIN/cmake" --build "$dir" -j "$JOBS" --target $targets >> "$log" 2>&1; then
+    && { [ -z "$targets" ] || "$BIN/cmake" --build "$dir" -j "$JOBS" --target $targets >> "$log" 2>&1; }; then
     rm -f "$log"
     return 0
   fi
@@ -130,13 +156,11 @@ has_gtest() {
   return 1
 }
 
-# In the folder of the extension, whose core is then compiled once; with what setup.py tells it about Python.
 cpp() {
   has_gtest || return 0
   local dir
-  dir=build/cmake-$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')
-  check "build C++ tests" build_tests "$dir" cpp_tests "-DPython_EXECUTABLE=$BIN/python" \
-    "-Dpybind11_DIR=$("$BIN/python" -m pybind11 --cmakedir)"
+  dir=$(extension_dir)
+  check "build C++ tests" build_tests "$dir" cpp_tests "$(python_for_cmake)" "$(pybind11_for_cmake)"
   check "C++ tests" run_tests "$dir"
 }
 
@@ -146,9 +170,8 @@ standin() {
   "$BIN/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
     || { say "tests on the stand-in for CUDA left out: this torch has CUDA itself"; return 0; }
   local dir
-  dir=build/cmake-$("$BIN/python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')
-  check "build the stand-in for CUDA" build_tests "$dir" torch_cuda_standin "-DPython_EXECUTABLE=$BIN/python" \
-    "-Dpybind11_DIR=$("$BIN/python" -m pybind11 --cmakedir)" \
+  dir=$(extension_dir)
+  check "build the stand-in for CUDA" build_tests "$dir" torch_cuda_standin "$(python_for_cmake)" "$(pybind11_for_cmake)" \
     "-DGEMINI_TORCH_DIR=$("$BIN/python" -c 'import torch; print(torch.__path__[0])')"
   local tests=(env OMP_NUM_THREADS=1 PYTHONPATH=tests/standin "GEMINI_STANDIN_DIR=$dir/standin" "$BIN/python" -m pytest -m cuda)
   local kernel=tests/unit/test_gpu_adam.py without=()

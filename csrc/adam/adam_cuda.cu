@@ -8,7 +8,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -17,6 +16,7 @@
 #include "adam/adam_cuda.h"
 #include "adam/cuda_rows.h"
 #include "common/error.h"
+#include "common/mutex.h"
 
 namespace gemini {
 namespace {
@@ -179,9 +179,9 @@ class CurrentDevice {
 // Where the tables of one GPU come from. Kept for the life of the process: the default pool gives
 // its memory back at every synchronization, and would have to ask for it again at every step.
 cudaMemPool_t table_pool(int device) {
-  static std::mutex mutex;
-  static std::map<int, cudaMemPool_t> pools;  // guarded by mutex
-  const std::lock_guard lock(mutex);
+  static Mutex mutex;
+  static std::map<int, cudaMemPool_t> pools GEMINI_GUARDED_BY(mutex);
+  const Lock lock(mutex);
   const auto found = pools.find(device);
   if (found != pools.end()) return found->second;
   cudaMemPoolProps wanted{};
@@ -256,7 +256,7 @@ class BytesUnderWay {
 
   // Keeps them until `stream`, of the current device, has done what it was given so far.
   void keep(std::vector<std::byte> bytes, cudaStream_t stream) {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     forget_copied();
     kept_.push_back({nullptr, std::move(bytes)});  // stays, should one of these fail
     check(cudaEventCreateWithFlags(&kept_.back().copied, cudaEventDisableTiming),
@@ -270,7 +270,7 @@ class BytesUnderWay {
     std::vector<std::byte> bytes;
   };
 
-  void forget_copied() {
+  void forget_copied() GEMINI_REQUIRES(mutex_) {
     while (!kept_.empty() && cudaEventQuery(kept_.front().copied) == cudaSuccess) {
       (void)cudaEventDestroy(kept_.front().copied);
       kept_.pop_front();
@@ -278,8 +278,8 @@ class BytesUnderWay {
     (void)cudaGetLastError();  // that one has not passed is no error
   }
 
-  std::mutex mutex_;
-  std::deque<Kept> kept_;  // guarded by mutex_; oldest first
+  Mutex mutex_;
+  std::deque<Kept> kept_ GEMINI_GUARDED_BY(mutex_);  // oldest first
 };
 
 // Up to so much from pageable memory CUDA takes along; for more it may wait for the stream.

@@ -13,7 +13,7 @@ namespace gemini {
 // available core), on `processors` alone where there are any (common/processors.h).
 struct Workers {
   // Implicit: most calls only say how many.
-  Workers(int threads = 0, Processors processors = {})
+  Workers(int threads = 0, Processors processors = {})  // NOLINT(google-explicit-constructor)
       : threads(threads), processors(std::move(processors)) {}
   int threads;
   Processors processors;

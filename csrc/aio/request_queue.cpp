@@ -28,7 +28,7 @@ RequestQueue::RequestQueue(std::string path, bool whole_pages, std::shared_ptr<I
 RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
   Ticket ticket = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (closed_) throw StateError(path_ + " is closed");
     ticket = next_ticket_++;
     if (pieces.empty()) return ticket;
@@ -43,19 +43,22 @@ RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
   return ticket;
 }
 
-bool RequestQueue::take(IoPiece& piece, bool wait) {
-  std::unique_lock lock(mutex_);
+bool RequestQueue::take_waiting(IoPiece& piece, bool wait) {
+  const Lock lock(mutex_);
   for (;;) {
-    if (wait) piece_ready_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+    while (wait && !stopping_ && waiting_.empty()) piece_ready_.wait(mutex_);
     if (waiting_.empty()) return false;
     piece = std::move(waiting_.front());
     waiting_.pop_front();
     num_waiting_ = static_cast<int64_t>(waiting_.size());
     // The rest of a failed transfer is not worth the device's time.
-    if (!in_flight_.at(piece.ticket).error) break;
+    if (!in_flight_.at(piece.ticket).error) return true;
     finish_locked(piece, nullptr);
   }
-  lock.unlock();
+}
+
+bool RequestQueue::take(IoPiece& piece, bool wait) {
+  if (!take_waiting(piece, wait)) return false;
   if (steps_.prepare) steps_.prepare(piece);
   return true;
 }
@@ -102,7 +105,7 @@ void RequestQueue::fail(const IoPiece& piece, int code, const std::string& why) 
 }
 
 void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!error) {
     ++stats_.requests;
     (piece.is_write ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
@@ -126,15 +129,15 @@ void RequestQueue::require_issued(Ticket ticket) const {
 }
 
 bool RequestQueue::done(Ticket ticket) const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   require_issued(ticket);
   return !in_flight_.contains(ticket);
 }
 
 void RequestQueue::wait(Ticket ticket) {
-  std::unique_lock lock(mutex_);
+  const Lock lock(mutex_);
   require_issued(ticket);
-  ticket_done_.wait(lock, [&] { return !in_flight_.contains(ticket); });
+  while (in_flight_.contains(ticket)) ticket_done_.wait(mutex_);
   const auto found = failed_.find(ticket);
   if (found == failed_.end()) return;
   found->second.reported = true;
@@ -142,8 +145,8 @@ void RequestQueue::wait(Ticket ticket) {
 }
 
 void RequestQueue::wait_all() {
-  std::unique_lock lock(mutex_);
-  ticket_done_.wait(lock, [&] { return in_flight_.empty(); });
+  const Lock lock(mutex_);
+  while (!in_flight_.empty()) ticket_done_.wait(mutex_);
   for (auto& [ticket, failure] : failed_) {
     if (std::exchange(failure.reported, true)) continue;
     std::rethrow_exception(failure.error);
@@ -151,19 +154,19 @@ void RequestQueue::wait_all() {
 }
 
 bool RequestQueue::close() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return !std::exchange(closed_, true);
 }
 
 void RequestQueue::drop() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   waiting_.clear();
   num_waiting_ = 0;
 }
 
 void RequestQueue::stop() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     closed_ = true;
     stopping_ = true;
   }
@@ -171,7 +174,7 @@ void RequestQueue::stop() noexcept {
 }
 
 QueueStats RequestQueue::stats() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return stats_;
 }
 

@@ -2,20 +2,19 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "aio/io_hook.h"
 #include "aio/io_piece.h"
+#include "common/mutex.h"
 
 namespace gemini {
 
@@ -78,26 +77,27 @@ class RequestQueue {
     bool reported;
   };
 
+  [[nodiscard]] bool take_waiting(IoPiece& piece, bool wait);
   [[nodiscard]] int64_t usable(const IoPiece& piece, int64_t result) const;
   void finish(const IoPiece& piece, const std::exception_ptr& error);
-  void finish_locked(const IoPiece& piece, const std::exception_ptr& error);
-  void require_issued(Ticket ticket) const;
+  void finish_locked(const IoPiece& piece, const std::exception_ptr& error) GEMINI_REQUIRES(mutex_);
+  void require_issued(Ticket ticket) const GEMINI_REQUIRES(mutex_);
 
   const std::string path_;
   const bool whole_pages_;
   const std::shared_ptr<IoHook> hook_;
   const Steps steps_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable piece_ready_;             // a piece was queued, or stopping
-  std::condition_variable ticket_done_;             // a ticket finished
-  std::deque<IoPiece> waiting_;                     // guarded by mutex_
-  std::unordered_map<Ticket, Progress> in_flight_;  // guarded by mutex_
-  std::map<Ticket, Failure> failed_;                // guarded by mutex_; successes are forgotten
-  Ticket next_ticket_ = 1;                          // guarded by mutex_
-  bool closed_ = false;                             // guarded by mutex_
-  bool stopping_ = false;                           // guarded by mutex_
-  QueueStats stats_;                                // guarded by mutex_
+  mutable Mutex mutex_;
+  Condition piece_ready_;  // a piece was queued, or stopping
+  Condition ticket_done_;  // a ticket finished
+  std::deque<IoPiece> waiting_ GEMINI_GUARDED_BY(mutex_);
+  std::unordered_map<Ticket, Progress> in_flight_ GEMINI_GUARDED_BY(mutex_);
+  std::map<Ticket, Failure> failed_ GEMINI_GUARDED_BY(mutex_);  // successes are forgotten
+  Ticket next_ticket_ GEMINI_GUARDED_BY(mutex_) = 1;
+  bool closed_ GEMINI_GUARDED_BY(mutex_) = false;
+  bool stopping_ GEMINI_GUARDED_BY(mutex_) = false;
+  QueueStats stats_ GEMINI_GUARDED_BY(mutex_);
   std::atomic<int64_t> num_waiting_{0};
 };
 

@@ -11,6 +11,23 @@
 #include "common/worker_thread.h"
 
 namespace gemini {
+namespace {
+
+// One system call. Returns the bytes it moved or a negated errno.
+int64_t transfer(int fd, const std::vector<iovec>& areas, int64_t offset, bool is_write) {
+  const int count = static_cast<int>(areas.size());
+  ssize_t result = 0;
+  if (count == 1) {
+    result = is_write ? ::pwrite(fd, areas[0].iov_base, areas[0].iov_len, offset)
+                      : ::pread(fd, areas[0].iov_base, areas[0].iov_len, offset);
+  } else {
+    result = is_write ? ::pwritev(fd, areas.data(), count, offset)
+                      : ::preadv(fd, areas.data(), count, offset);
+  }
+  return result < 0 ? -errno : result;
+}
+
+}  // namespace
 
 ThreadBackend::ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth,
                              bool one_writer)
@@ -27,7 +44,7 @@ ThreadBackend::ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, 
 }
 
 void ThreadBackend::join() noexcept {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
@@ -45,30 +62,21 @@ void ThreadBackend::work() {
   ended_cpu_seconds_ += own_cpu_seconds();
 }
 
-// One system call. Returns the bytes it moved or a negated errno.
+// One attempt at the rest of a piece. Returns the bytes it moved or a negated errno.
 int64_t ThreadBackend::execute(const IoPiece& piece) {
   const int64_t allowed = queue_.allowed(piece);
   if (allowed < 0) return allowed;
   const int fd = descriptors_[static_cast<size_t>(piece.file)];
   const std::vector<iovec> areas = piece.rest(allowed);
   const int64_t offset = piece.offset + piece.done_bytes;
-  const int count = static_cast<int>(areas.size());
-  std::unique_lock<std::mutex> turn;
-  if (one_writer_ && piece.is_write) turn = std::unique_lock(write_turn_);
   ++system_calls_;
-  ssize_t result = 0;
-  if (count == 1) {
-    result = piece.is_write ? ::pwrite(fd, areas[0].iov_base, areas[0].iov_len, offset)
-                            : ::pread(fd, areas[0].iov_base, areas[0].iov_len, offset);
-  } else {
-    result = piece.is_write ? ::pwritev(fd, areas.data(), count, offset)
-                            : ::preadv(fd, areas.data(), count, offset);
-  }
-  return result < 0 ? -errno : result;
+  if (!one_writer_ || !piece.is_write) return transfer(fd, areas, offset, piece.is_write);
+  const Lock turn(write_turn_);
+  return transfer(fd, areas, offset, piece.is_write);
 }
 
 BackendStats ThreadBackend::stats() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   double cpu_seconds = ended_cpu_seconds_;
   for (std::thread& thread : threads_) cpu_seconds += cpu_seconds_of(thread);
   return {system_calls_.load(), system_calls_.load(), depth_.mean(), cpu_seconds};

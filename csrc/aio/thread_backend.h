@@ -2,12 +2,12 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "aio/io_backend.h"
 #include "aio/io_piece.h"
+#include "common/mutex.h"
 
 namespace gemini {
 
@@ -32,13 +32,13 @@ class ThreadBackend final : public IoBackend {
   RequestQueue& queue_;
   const std::vector<int> descriptors_;
   const bool one_writer_;
-  std::mutex write_turn_;
+  Mutex write_turn_;
   std::atomic<int64_t> system_calls_{0};
   std::atomic<int64_t> executing_{0};
   DepthMeter depth_;
   std::atomic<double> ended_cpu_seconds_{0};
-  mutable std::mutex mutex_;
-  mutable std::vector<std::thread> threads_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  mutable std::vector<std::thread> threads_ GEMINI_GUARDED_BY(mutex_);
 };
 
 }  // namespace gemini

@@ -15,7 +15,6 @@
 #include <cerrno>
 #include <chrono>
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -23,6 +22,7 @@
 
 #include "aio/io_piece.h"
 #include "aio/request_queue.h"
+#include "common/mutex.h"
 #include "common/thread_cpu.h"
 #include "common/unique_fd.h"
 #include "common/worker_thread.h"
@@ -77,9 +77,9 @@ class UringBackend final : public IoBackend {
   }
 
   void join() noexcept override {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (thread_.joinable()) thread_.join();
-    const std::lock_guard pin_lock(pin_mutex_);
+    const Lock pin_lock(pin_mutex_);
     can_pin_ = false;
     pinned_.clear();
     ring_.reset();
@@ -87,7 +87,7 @@ class UringBackend final : public IoBackend {
   }
 
   bool pin(void* address, int64_t nbytes) override {
-    const std::lock_guard lock(pin_mutex_);
+    const Lock lock(pin_mutex_);
     if (!can_pin_ || pinned_.size() == kMaxPinned) return false;
     unsigned index = 0;
     while (index_used(index)) ++index;
@@ -100,7 +100,7 @@ class UringBackend final : public IoBackend {
   }
 
   void forget(void* address) override {
-    const std::lock_guard lock(pin_mutex_);
+    const Lock lock(pin_mutex_);
     for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
       if (pinned->address != address) continue;
       const iovec nothing{nullptr, 0};
@@ -112,7 +112,7 @@ class UringBackend final : public IoBackend {
   }
 
   [[nodiscard]] BackendStats stats() const override {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     return {system_calls_.load(), batches_.load(), depth_.mean(),
             ended_cpu_seconds_ + cpu_seconds_of(thread_)};
   }
@@ -291,7 +291,7 @@ class UringBackend final : public IoBackend {
   [[nodiscard]] size_t num_in_flight() const { return slots_.size() - free_.size(); }
 
   [[nodiscard]] int pinned_index(const iovec& area) {
-    const std::lock_guard lock(pin_mutex_);
+    const Lock lock(pin_mutex_);
     const char* const begin = static_cast<const char*>(area.iov_base);
     for (const Pinned& pinned : pinned_) {
       const bool inside =
@@ -301,7 +301,7 @@ class UringBackend final : public IoBackend {
     return -1;
   }
 
-  [[nodiscard]] bool index_used(unsigned index) const {
+  [[nodiscard]] bool index_used(unsigned index) const GEMINI_REQUIRES(pin_mutex_) {
     for (const Pinned& pinned : pinned_) {
       if (pinned.index == static_cast<int>(index)) return true;
     }
@@ -313,9 +313,9 @@ class UringBackend final : public IoBackend {
   std::optional<Ring> ring_;  // until join
   UniqueFd event_;
   bool fixed_files_ = false;  // the ring knows the descriptors by their index
-  bool can_pin_ = false;
-  std::mutex pin_mutex_;
-  std::vector<Pinned> pinned_;  // guarded by pin_mutex_
+  Mutex pin_mutex_;
+  bool can_pin_ GEMINI_GUARDED_BY(pin_mutex_) = false;
+  std::vector<Pinned> pinned_ GEMINI_GUARDED_BY(pin_mutex_);
 
   // The thread's own.
   std::vector<Slot> slots_;  // never resized: requests under way point into it
@@ -330,8 +330,8 @@ class UringBackend final : public IoBackend {
   std::atomic<int64_t> batches_{0};
   DepthMeter depth_;
   std::atomic<double> ended_cpu_seconds_{0};
-  mutable std::mutex mutex_;
-  mutable std::thread thread_;
+  mutable Mutex mutex_;
+  mutable std::thread thread_ GEMINI_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -281,7 +281,10 @@ void bind_queries(Table& table) {
           [](const ChunkTable& self, ChunkId chunk) { return self.chunk(chunk).dirty(); },
           py::arg("chunk"))
       .def(
-          "pins", [](const ChunkTable& self, ChunkId chunk) { return self.chunk(chunk).pins; },
+          "pins",
+          [](const ChunkTable& self, ChunkId chunk) {
+            return self.chunk(chunk).pins[index(Tier::kDevice)];
+          },
           py::arg("chunk"))
       .def(
           "nbytes", [](const ChunkTable& self, ChunkId chunk) { return self.chunk(chunk).nbytes; },

@@ -32,6 +32,7 @@ py::str printable(const Error& error) {
   return py::reinterpret_steal<py::str>(text);
 }
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): as pybind11 calls it
 void translate(std::exception_ptr thrown) {
   if (!thrown) return;
   try {

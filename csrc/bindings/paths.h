@@ -18,7 +18,9 @@ inline pybind11::str decode_path(const std::string& path) {
 // As os.fsencode, of text, bytes, or a path object.
 inline std::string encode_path(const pybind11::object& path) {
   PyObject* bytes = nullptr;
-  if (PyUnicode_FSConverter(path.ptr(), &bytes) == 0) throw pybind11::error_already_set();
+  if (PyUnicode_FSConverter(path.ptr(), static_cast<void*>(&bytes)) == 0) {
+    throw pybind11::error_already_set();
+  }
   return pybind11::reinterpret_steal<pybind11::bytes>(bytes);
 }
 

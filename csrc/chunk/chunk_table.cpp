@@ -1,6 +1,7 @@
 #include "chunk/chunk_table.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -82,8 +83,7 @@ void ChunkTable::collect_chunks(std::span<const TensorId> tensors) {
 // `wanted_` has no pins on `tier`: memory is written on one tier at a time.
 void ChunkTable::require_unpinned(Tier tier) const {
   for (const ChunkId id : wanted_) {
-    const bool pinned = tier == Tier::kHost ? chunks_[id].host_pins > 0 : chunks_[id].pins > 0;
-    if (!pinned) continue;
+    if (!chunks_[id].pinned_on(tier)) continue;
     throw StateError("chunk " + std::to_string(id) + " is in use on " + name(tier) +
                      ": it cannot be used on another tier meanwhile");
   }
@@ -95,26 +95,14 @@ void ChunkTable::begin_access(std::span<const TensorId> tensors, Tier tier) {
     if (tensor.num_accesses++ == 0) tensor.idle_state = tensor.state;
     tensor.used_on = tier;
     set_state(id, TensorState::kCompute);
-    if (tier == Tier::kHost) {
-      chunks_.pin_on_host(tensor.chunk);
-    } else {
-      chunks_.pin(tensor.chunk);
-    }
-  }
-}
-
-void ChunkTable::unpin(const Tensor& tensor) {
-  if (tensor.used_on == Tier::kHost) {
-    chunks_.unpin_on_host(tensor.chunk);
-  } else {
-    chunks_.unpin(tensor.chunk);
+    chunks_.pin(tensor.chunk, tier);
   }
 }
 
 void ChunkTable::undo_access(std::span<const TensorId> tensors) {
   for (const TensorId id : tensors) {
     Tensor& tensor = mut(id);
-    unpin(tensor);
+    chunks_.unpin(tensor.chunk, tensor.used_on);
     if (--tensor.num_accesses > 0) continue;
     set_state(id, TensorState::kHold);
     if (tensor.idle_state == TensorState::kFree) set_state(id, TensorState::kFree);
@@ -124,7 +112,7 @@ void ChunkTable::undo_access(std::span<const TensorId> tensors) {
 // The second half of a release: its number of accesses has been lowered already.
 void ChunkTable::end_access(TensorId id) {
   const Tensor& tensor = tensor_at(id);
-  unpin(tensor);
+  chunks_.unpin(tensor.chunk, tensor.used_on);
   chunks_.touch(tensor.chunk);
   if (tensor.num_accesses > 0 || tensor.state != TensorState::kCompute) return;
   set_state(id, TensorState::kHold);
@@ -140,8 +128,9 @@ bool ChunkTable::can_access_on_host(std::span<const TensorId> tensors) {
 Actions ChunkTable::access(std::span<const TensorId> tensors, Access how) {
   const auto [tier, traced] = how;
   collect_chunks(tensors);
-  if (tier == Tier::kHost) require_unpinned(Tier::kDevice);
-  if (tier == Tier::kDevice && chunks_.num_pinned_on_host() > 0) require_unpinned(Tier::kHost);
+  for (const Tier other : kTiers) {
+    if (other != tier && !chunks_.pinned(other).empty()) require_unpinned(other);
+  }
   const bool was_diverged = diverged_;
   const bool was_untraced = std::exchange(untraced_, !traced);
   begin_access(tensors, tier);
@@ -172,8 +161,7 @@ Actions ChunkTable::ensure(std::span<const TensorId> tensors) {
 }
 
 bool ChunkTable::usable(const Tensor& tensor) const {
-  const Chunk& chunk = chunks_[tensor.chunk];
-  return tensor.used_on == Tier::kHost ? chunk.usable_on_host() : chunk.resident();
+  return chunks_[tensor.chunk].usable_on(tensor.used_on);
 }
 
 bool ChunkTable::ready(std::span<const TensorId> tensors) const {
@@ -204,11 +192,7 @@ void ChunkTable::claim_releases(std::span<const TensorId> tensors, bool dirty) {
 }
 
 void ChunkTable::mark_dirty(const Tensor& tensor, Actions& actions) {
-  if (tensor.used_on == Tier::kHost) {
-    chunks_.mark_dirty_on_host(tensor.chunk, actions);
-  } else {
-    chunks_.mark_dirty(tensor.chunk, actions);
-  }
+  chunks_.mark_dirty(tensor.chunk, tensor.used_on, actions);
   record_.note_written(tensor.chunk);
 }
 
@@ -354,13 +338,12 @@ void ChunkTable::audit() const {
 
 void ChunkTable::check_invariants() const {
   chunks_.check_invariants();
-  std::vector<int32_t> pins(static_cast<size_t>(num_chunks()), 0);
-  std::vector<int32_t> host_pins(pins);
-  std::vector<int32_t> num_in_use(pins);
+  std::vector<std::array<int32_t, kNumTiers>> pins(static_cast<size_t>(num_chunks()));
+  std::vector<int32_t> num_in_use(pins.size());
   for (TensorId id = 0; id < num_tensors(); ++id) {
     const Tensor& tensor = tensor_at(id);
     const auto c = static_cast<size_t>(tensor.chunk);
-    (tensor.used_on == Tier::kHost ? host_pins : pins)[c] += tensor.num_accesses;
+    pins[c][index(tensor.used_on)] += tensor.num_accesses;
     num_in_use[c] += tensor.state == TensorState::kFree ? 0 : 1;
     if ((tensor.num_accesses > 0) != (tensor.state == TensorState::kCompute)) {
       throw StateError("tensor " + std::to_string(id) + " is " + name(tensor.state) + " with " +
@@ -372,8 +355,7 @@ void ChunkTable::check_invariants() const {
   }
   for (ChunkId id = 0; id < num_chunks(); ++id) {
     const auto c = static_cast<size_t>(id);
-    if (pins[c] != chunks_[id].pins || host_pins[c] != chunks_[id].host_pins ||
-        num_in_use[c] != chunks_[id].num_in_use) {
+    if (pins[c] != chunks_[id].pins || num_in_use[c] != chunks_[id].num_in_use) {
       throw StateError("the pins or tensors in use of chunk " + std::to_string(id) + " are wrong");
     }
   }

@@ -115,7 +115,6 @@ class ChunkTable {
   void require_unpinned(Tier tier) const;
   [[nodiscard]] bool usable(const Tensor& tensor) const;
   void begin_access(std::span<const TensorId> tensors, Tier tier);
-  void unpin(const Tensor& tensor);
   void undo_access(std::span<const TensorId> tensors);
   void claim_releases(std::span<const TensorId> tensors, bool dirty);
   void end_access(TensorId tensor);

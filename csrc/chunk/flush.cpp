@@ -44,7 +44,8 @@ void FlushQueue::start(Residency& chunks, const Schedule& schedule, int64_t mome
   std::erase_if(chunks_, [&](ChunkId id) {
     const Chunk& chunk = chunks[id];
     const bool wanted = chunk.dirty() && (schedule.next(id, moment).flags & kFlush) != 0;
-    if (wanted && (chunk.pins > 0 || chunk.flight.has_value() || slots <= 0)) return false;
+    if (wanted && (chunk.pinned_on(Tier::kDevice) || chunk.flight.has_value() || slots <= 0))
+      return false;
     if (wanted) {
       const std::optional<Tier> below = place_below(chunks, chunk);
       if (!below.has_value()) return false;

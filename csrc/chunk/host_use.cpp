@@ -71,7 +71,7 @@ bool fits_on_host(const Residency& chunks, std::span<const ChunkId> wanted) {
     const bool comes_to_host = chunk.flight.has_value() && chunk.flight->to == Tier::kHost;
     const bool there = chunk.valid.has(Tier::kHost) || (comes_to_host && !chunk.flight->stale);
     const bool goes_to_disk = chunk.flight.has_value() && chunk.flight->to == Tier::kDisk;
-    if (chunk.pins > 0 || goes_to_disk) return false;
+    if (chunk.pinned_on(Tier::kDevice) || goes_to_disk) return false;
     if (!there && chunk.has_content() && !chunk.resident()) return false;  // on DISK alone
     if (!there && !comes_to_host) need += chunk.nbytes;
   }
@@ -95,8 +95,8 @@ void evict_ahead(Residency& chunks, const Schedule& schedule, int64_t moment, Ac
       if (seen[static_cast<size_t>(id)]) continue;
       seen[static_cast<size_t>(id)] = true;
       const Chunk& chunk = chunks[id];
-      const bool leaves =
-          schedule.on_host(at) && chunk.dirty() && chunk.pins == 0 && !chunk.flight.has_value();
+      const bool leaves = schedule.on_host(at) && chunk.dirty() &&
+                          !chunk.pinned_on(Tier::kDevice) && !chunk.flight.has_value();
       if (!leaves || slots <= 0) continue;
       if (chunk.nbytes > chunks.ledger().free_bytes(Tier::kHost)) return;
       actions.push_back(chunks.start(id, ActionKind::kEvict, Tier::kDevice, Tier::kHost));

@@ -82,7 +82,6 @@ class TierLedger {
 
  private:
   friend class Reservation;
-  static size_t index(Tier tier) { return static_cast<size_t>(tier); }
 
   Bytes budgets_;
   Bytes usage_{};
@@ -90,7 +89,7 @@ class TierLedger {
 };
 
 inline Reservation::~Reservation() {
-  if (ledger_ != nullptr) ledger_->usage_[TierLedger::index(tier_)] -= nbytes_;
+  if (ledger_ != nullptr) ledger_->usage_[index(tier_)] -= nbytes_;
 }
 
 }  // namespace gemini

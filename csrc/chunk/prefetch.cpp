@@ -75,7 +75,7 @@ class Prefetcher {
       ++incoming_;
       incoming_bytes_ += chunks[id].nbytes;
     }
-    for (const ChunkId id : chunks.pinned()) {
+    for (const ChunkId id : chunks.pinned(Tier::kDevice)) {
       if (!chunks[id].resident() && !chunks[id].arriving()) claimed_ += chunks[id].nbytes;
     }
   }
@@ -108,9 +108,9 @@ class Prefetcher {
     if (seen_[static_cast<size_t>(id)]) return true;
     seen_[static_cast<size_t>(id)] = true;
     const Chunk& chunk = chunks_[id];
-    if (chunk.host_pins > 0) return true;  // is being written there
-    if (chunk.resident() || chunk.flight.has_value() || chunk.pins > 0) {
-      if (chunk.pins == 0 && !kept) reserved_.take(chunk.nbytes, moment);
+    if (chunk.pinned_on(Tier::kHost)) return true;  // is being written there
+    if (chunk.resident() || chunk.flight.has_value() || chunk.pinned_on(Tier::kDevice)) {
+      if (!chunk.pinned_on(Tier::kDevice) && !kept) reserved_.take(chunk.nbytes, moment);
       return true;
     }
     if (!chunk.has_content()) {  // it will be allocated by its own operator

@@ -38,28 +38,20 @@ class Residency::Tally {
   bool was_resident_;
 };
 
-void Residency::pin(ChunkId id) {
+void Residency::pin(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
-  if (chunk.pins == 0) {
-    pinned_.push_back(id);
-    pinned_bytes_ += chunk.nbytes;
-  }
-  ++chunk.pins;
+  if (chunk.pins[index(tier)]++ > 0) return;
+  Pinned& pinned = pinned_[index(tier)];
+  pinned.chunks.push_back(id);
+  pinned.nbytes += chunk.nbytes;
 }
 
-void Residency::unpin(ChunkId id) {
+void Residency::unpin(ChunkId id, Tier tier) {
   Chunk& chunk = mut(id);
-  if (--chunk.pins > 0) return;
-  remove(pinned_, id);
-  pinned_bytes_ -= chunk.nbytes;
-}
-
-void Residency::pin_on_host(ChunkId id) {
-  if (mut(id).host_pins++ == 0) ++num_pinned_on_host_;
-}
-
-void Residency::unpin_on_host(ChunkId id) {
-  if (--mut(id).host_pins == 0) --num_pinned_on_host_;
+  if (--chunk.pins[index(tier)] > 0) return;
+  Pinned& pinned = pinned_[index(tier)];
+  remove(pinned.chunks, id);
+  pinned.nbytes -= chunk.nbytes;
 }
 
 Residency::Residency(const Residency& other)
@@ -67,9 +59,7 @@ Residency::Residency(const Residency& other)
       in_flight_(other.in_flight_),
       pinned_(other.pinned_),
       resident_(other.resident_),
-      pinned_bytes_(other.pinned_bytes_),
       num_absent_(other.num_absent_),
-      num_pinned_on_host_(other.num_pinned_on_host_),
       last_id_(other.last_id_),
       clock_(other.clock_) {
   chunks_.reserve(other.chunks_.size());
@@ -79,7 +69,6 @@ Residency::Residency(const Residency& other)
     copy.valid = chunk.valid;
     copy.flight = chunk.flight;
     copy.pins = chunk.pins;
-    copy.host_pins = chunk.host_pins;
     copy.num_in_use = chunk.num_in_use;
     copy.last_use = chunk.last_use;
     for (size_t t = 0; t < kNumTiers; ++t) copy.held[t] = chunk.held[t].in_copy(ledger_);
@@ -93,7 +82,7 @@ ChunkId Residency::add(int64_t nbytes) {
   chunks_.emplace_back().nbytes = nbytes;
   // What changes them must not fail.
   resident_.reserve(chunks_.capacity());
-  pinned_.reserve(chunks_.capacity());
+  for (Pinned& pinned : pinned_) pinned.chunks.reserve(chunks_.capacity());
   return size() - 1;
 }
 
@@ -164,7 +153,7 @@ Completion Residency::complete(ActionId id) {
     return {.destination_freed = true};
   }
   chunk.valid.insert(flight.to);
-  const bool recalled = flight.from == Tier::kDevice && chunk.pins > 0;
+  const bool recalled = flight.from == Tier::kDevice && chunk.pinned_on(Tier::kDevice);
   if (recalled || flight.flush) return {};
   chunk.valid.erase(flight.from);
   held(chunk, flight.from).release();
@@ -183,16 +172,12 @@ Completion Residency::abort(ActionId id) {
   return {.destination_freed = true};
 }
 
-void Residency::mark_dirty(ChunkId id, Actions& actions) {
-  if (mut(id).valid.has(Tier::kHost)) actions.push_back(drop(id, Tier::kHost));
+void Residency::mark_dirty(ChunkId id, Tier tier, Actions& actions) {
+  const Tier other = tier == Tier::kDevice ? Tier::kHost : Tier::kDevice;
+  if (mut(id).valid.has(other)) actions.push_back(drop(id, other));
   Chunk& chunk = mut(id);
   chunk.valid.erase(Tier::kDisk);
   if (chunk.flight.has_value()) chunk.flight->stale = true;
-}
-
-void Residency::mark_dirty_on_host(ChunkId id, Actions& actions) {
-  if (mut(id).resident()) actions.push_back(drop(id, Tier::kDevice));
-  mut(id).valid.erase(Tier::kDisk);
 }
 
 void Residency::discard(ChunkId id, Actions& actions) {
@@ -220,7 +205,7 @@ int64_t Residency::coming_free() const {
     const bool leaves = flight.doomed
                             ? flight.touches(Tier::kDevice)
                             : flight.from == Tier::kDevice && !flight.stale && !flight.flush;
-    if (leaves && (flight.doomed || chunk.pins == 0)) nbytes += chunk.nbytes;
+    if (leaves && (flight.doomed || !chunk.pinned_on(Tier::kDevice))) nbytes += chunk.nbytes;
   }
   return nbytes;
 }

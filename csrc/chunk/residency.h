@@ -32,15 +32,15 @@ struct Chunk {
   TierSet valid;                            // empty: no content
   std::array<Reservation, kNumTiers> held;  // bytes of valid copies, destinations, DISK extents
   std::optional<Flight> flight;
-  int32_t pins = 0;        // on DEVICE
-  int32_t host_pins = 0;   // never both
-  int32_t num_in_use = 0;  // tensors that are not FREE
+  std::array<int32_t, kNumTiers> pins{};  // on DEVICE or on HOST, never both
+  int32_t num_in_use = 0;                 // tensors that are not FREE
   uint64_t last_use = 0;
 
   [[nodiscard]] bool resident() const { return valid.has(Tier::kDevice); }
   [[nodiscard]] bool dirty() const { return valid.is_only(Tier::kDevice); }
   [[nodiscard]] bool has_content() const { return !valid.empty(); }
-  [[nodiscard]] bool holds(Tier tier) const { return bool{held[static_cast<size_t>(tier)]}; }
+  [[nodiscard]] bool holds(Tier tier) const { return bool{held[index(tier)]}; }
+  [[nodiscard]] bool pinned_on(Tier tier) const { return pins[index(tier)] > 0; }
   [[nodiscard]] bool arriving() const {
     return flight.has_value() && !flight->doomed && flight->to == Tier::kDevice;
   }
@@ -51,7 +51,7 @@ struct Chunk {
   // A HOST copy that may be dropped, because another tier has the same bytes.
   [[nodiscard]] bool has_host_duplicate() const {
     return valid.has(Tier::kHost) && !valid.is_only(Tier::kHost) && !flight.has_value() &&
-           host_pins == 0;
+           !pinned_on(Tier::kHost);
   }
   // A place on DISK that may be given up: what it holds is void, or another tier has it too, and no
   // transfer reads or writes it.
@@ -59,9 +59,9 @@ struct Chunk {
     const bool in_use = flight.has_value() && (flight->doomed || flight->touches(Tier::kDisk));
     return holds(Tier::kDisk) && !valid.is_only(Tier::kDisk) && !in_use;
   }
-  // Its HOST copy may be read and written by those that have pinned it there.
-  [[nodiscard]] bool usable_on_host() const {
-    return valid.has(Tier::kHost) && !flight.has_value();
+  // May be read and written by those that have pinned it there; on HOST not while it is copied.
+  [[nodiscard]] bool usable_on(Tier tier) const {
+    return valid.has(tier) && (tier == Tier::kDevice || !flight.has_value());
   }
 };
 
@@ -78,11 +78,9 @@ class Residency {
     return chunks_[static_cast<size_t>(chunk)];
   }
 
-  void pin(ChunkId chunk);
-  void unpin(ChunkId chunk);
-  // For use where it lies on HOST.
-  void pin_on_host(ChunkId chunk);
-  void unpin_on_host(ChunkId chunk);
+  // For use on `tier`.
+  void pin(ChunkId chunk, Tier tier);
+  void unpin(ChunkId chunk, Tier tier);
   void touch(ChunkId chunk) { mut(chunk).last_use = ++clock_; }
   void count_in_use(ChunkId chunk, int32_t change) { mut(chunk).num_in_use += change; }
 
@@ -103,20 +101,20 @@ class Residency {
   Completion complete(ActionId id);
   Completion abort(ActionId id);
 
-  // DEVICE was written: it becomes the only valid copy. Appends the DROPs.
-  void mark_dirty(ChunkId chunk, Actions& actions);
-  // The same of HOST, with no transfer under way.
-  void mark_dirty_on_host(ChunkId chunk, Actions& actions);
+  // `tier`, DEVICE or HOST, was written: it becomes the only valid copy. Appends the DROPs. Of HOST
+  // with no transfer under way.
+  void mark_dirty(ChunkId chunk, Tier tier, Actions& actions);
   // The content is gone; a transfer under way becomes doomed. Appends the DROPs.
   void discard(ChunkId chunk, Actions& actions);
 
   [[nodiscard]] TierLedger& ledger() { return ledger_; }
   [[nodiscard]] const TierLedger& ledger() const { return ledger_; }
-  [[nodiscard]] int64_t pinned_bytes() const { return pinned_bytes_; }
+  [[nodiscard]] int64_t pinned_bytes(Tier tier) const { return pinned_[index(tier)].nbytes; }
   [[nodiscard]] int32_t num_absent() const { return num_absent_; }
-  [[nodiscard]] int32_t num_pinned_on_host() const { return num_pinned_on_host_; }
   // In no order.
-  [[nodiscard]] std::span<const ChunkId> pinned() const { return pinned_; }
+  [[nodiscard]] std::span<const ChunkId> pinned(Tier tier) const {
+    return pinned_[index(tier)].chunks;
+  }
   [[nodiscard]] std::span<const ChunkId> resident() const { return resident_; }
   [[nodiscard]] std::span<const ChunkId> in_flight() const { return in_flight_; }
   [[nodiscard]] int32_t num_incoming() const;
@@ -129,11 +127,13 @@ class Residency {
 
  private:
   class Tally;  // keeps num_absent_ and resident_ true across one change
+  struct Pinned {
+    std::vector<ChunkId> chunks;
+    int64_t nbytes = 0;
+  };
 
   Chunk& mut(ChunkId chunk) { return chunks_[static_cast<size_t>(chunk)]; }
-  static Reservation& held(Chunk& chunk, Tier tier) {
-    return chunk.held[static_cast<size_t>(tier)];
-  }
+  static Reservation& held(Chunk& chunk, Tier tier) { return chunk.held[index(tier)]; }
   [[nodiscard]] ChunkId owner_of(ActionId id) const;
   Flight land(ChunkId chunk);
   static Completion bury(Chunk& chunk, const Flight& flight);
@@ -141,11 +141,9 @@ class Residency {
   TierLedger ledger_;
   std::vector<Chunk> chunks_;  // destroyed before ledger_: reservations point to it
   std::vector<ChunkId> in_flight_;
-  std::vector<ChunkId> pinned_;
+  std::array<Pinned, kNumTiers> pinned_;
   std::vector<ChunkId> resident_;
-  int64_t pinned_bytes_ = 0;
   int32_t num_absent_ = 0;
-  int32_t num_pinned_on_host_ = 0;
   ActionId last_id_ = 0;
   uint64_t clock_ = 0;
 };

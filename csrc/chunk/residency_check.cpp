@@ -1,4 +1,6 @@
 // Residency::check_invariants: every total again, from the chunks alone.
+#include <algorithm>
+#include <array>
 #include <string>
 
 #include "chunk/residency.h"
@@ -21,12 +23,12 @@ void check_chunk(ChunkId id, const Chunk& chunk) {
     const bool justified = chunk.valid.has(tier) || in_use || tier == Tier::kDisk;
     require(!chunk.holds(tier) || justified, id, "bytes are held for nothing");
   }
-  require(chunk.pins >= 0, id, "pins are negative");
-  require(chunk.host_pins >= 0, id, "pins on HOST are negative");
-  require(chunk.pins == 0 || chunk.host_pins == 0, id, "it is pinned on DEVICE and on HOST");
+  for (const int32_t pins : chunk.pins) require(pins >= 0, id, "pins are negative");
+  const auto num_pinned = std::ranges::count_if(chunk.pins, [](int32_t pins) { return pins > 0; });
+  require(num_pinned <= 1, id, "it is pinned on two tiers");
+  require(!chunk.pinned_on(Tier::kDisk), id, "it is pinned on DISK");
   require(chunk.num_in_use >= 0, id, "the number of tensors in use is negative");
-  require(chunk.pins + chunk.host_pins == 0 || chunk.num_in_use > 0, id,
-          "it is pinned but all tensors are FREE");
+  require(num_pinned == 0 || chunk.num_in_use > 0, id, "it is pinned but all tensors are FREE");
   require(!chunk.has_content() || chunk.num_in_use > 0, id, "content without a tensor in use");
   require(chunk.has_content() || doomed || !chunk.holds(Tier::kDisk), id,
           "no content but a DISK extent");
@@ -41,27 +43,25 @@ void check_chunk(ChunkId id, const Chunk& chunk) {
 
 void Residency::check_invariants() const {
   TierLedger::Bytes usage{};
-  int64_t pinned_bytes = 0;
+  std::array<Pinned, kNumTiers> pinned;
   int32_t num_absent = 0;
-  int32_t num_pinned_on_host = 0;
-  size_t num_pinned = 0;
   size_t num_resident = 0;
   size_t num_flights = 0;
   for (ChunkId id = 0; id < size(); ++id) {
     const Chunk& chunk = (*this)[id];
     check_chunk(id, chunk);
     for (const Tier tier : kTiers) {
-      if (chunk.holds(tier)) usage[static_cast<size_t>(tier)] += chunk.nbytes;
+      if (chunk.holds(tier)) usage[index(tier)] += chunk.nbytes;
+      if (!chunk.pinned_on(tier)) continue;
+      pinned[index(tier)].chunks.push_back(id);
+      pinned[index(tier)].nbytes += chunk.nbytes;
     }
-    pinned_bytes += chunk.pins > 0 ? chunk.nbytes : 0;
     num_absent += chunk.absent() ? 1 : 0;
-    num_pinned += chunk.pins > 0 ? 1 : 0;
-    num_pinned_on_host += chunk.host_pins > 0 ? 1 : 0;
     num_resident += chunk.resident() ? 1 : 0;
     num_flights += chunk.flight.has_value() ? 1 : 0;
   }
   for (const Tier tier : kTiers) {
-    const int64_t counted = usage[static_cast<size_t>(tier)];
+    const int64_t counted = usage[index(tier)];
     if (counted != ledger_.usage(tier) || counted > ledger_.budget(tier) ||
         counted > ledger_.peak(tier)) {
       throw StateError(std::string(name(tier)) + " holds " + std::to_string(counted) +
@@ -69,15 +69,21 @@ void Residency::check_invariants() const {
                        std::to_string(ledger_.budget(tier)) + ", peak " +
                        std::to_string(ledger_.peak(tier)));
     }
+    const Pinned& listed = pinned_[index(tier)];
+    for (const ChunkId id : listed.chunks) {
+      require((*this)[id].pinned_on(tier), id, "not pinned");
+    }
+    if (listed.chunks.size() != pinned[index(tier)].chunks.size() ||
+        listed.nbytes != pinned[index(tier)].nbytes) {
+      throw StateError(std::string("the list of chunks pinned on ") + name(tier) + " is wrong");
+    }
   }
   for (const ChunkId id : in_flight_) require((*this)[id].flight.has_value(), id, "not in flight");
-  for (const ChunkId id : pinned_) require((*this)[id].pins > 0, id, "not pinned");
   for (const ChunkId id : resident_) require((*this)[id].resident(), id, "not on DEVICE");
-  if (num_pinned != pinned_.size() || num_resident != resident_.size()) {
-    throw StateError("the lists of pinned chunks or of those on DEVICE are wrong");
+  if (num_resident != resident_.size()) {
+    throw StateError("the list of chunks on DEVICE is wrong");
   }
-  if (pinned_bytes != pinned_bytes_ || num_absent != num_absent_ ||
-      num_pinned_on_host != num_pinned_on_host_ || num_flights != in_flight_.size()) {
+  if (num_absent != num_absent_ || num_flights != in_flight_.size()) {
     throw StateError("the totals of pinned bytes, absent chunks or transfers are wrong");
   }
 }

@@ -81,7 +81,7 @@ std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& pol
   for (const ChunkId id : chunks.resident()) {
     const Chunk& chunk = chunks[id];
     const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
-    const bool used = chunk.pins > 0 || chunk.host_pins > 0;
+    const bool used = chunk.pinned_on(Tier::kDevice) || chunk.pinned_on(Tier::kHost);
     if (used || (chunk.flight.has_value() && !flushing)) continue;
     const bool has_place = !chunk.dirty() || flushing || chunk.nbytes <= free_on_host;
     if (!has_place && !fits_on_disk(chunks, chunk)) {
@@ -99,7 +99,7 @@ OutOfBudget operator_too_large(const Residency& chunks, std::span<const ChunkId>
   for (const ChunkId id : wanted) largest = std::max(largest, chunks[id].nbytes);
   const TierLedger& ledger = chunks.ledger();
   return OutOfBudget(
-      "this operator needs " + std::to_string(chunks.pinned_bytes()) +
+      "this operator needs " + std::to_string(chunks.pinned_bytes(Tier::kDevice)) +
       " bytes on DEVICE at once but the budget is " + std::to_string(ledger.budget(Tier::kDevice)) +
       "; raise device_bytes or use smaller chunks (largest chunk here: " + std::to_string(largest) +
       " bytes; " + usage_text(ledger) + ")");
@@ -111,7 +111,7 @@ OutOfBudget nowhere_to_go(const Residency& chunks, int64_t need) {
     return std::string(name(tier)) + (ledger.budget(tier) == 0 ? " is absent" : " is full");
   };
   return OutOfBudget("this operator needs " + std::to_string(need) + " more bytes on DEVICE (" +
-                     std::to_string(chunks.pinned_bytes()) +
+                     std::to_string(chunks.pinned_bytes(Tier::kDevice)) +
                      " bytes at once) but other chunks cannot leave it: " + how_full(Tier::kHost) +
                      ", " + how_full(Tier::kDisk) +
                      "; raise device_bytes or host_bytes, or set disk_dir and disk_bytes (" +
@@ -201,7 +201,8 @@ Actions admit(Residency& chunks, const Policy& policy, std::span<const ChunkId> 
   const int64_t need = missing_bytes(chunks, wanted);
   TierLedger& ledger = chunks.ledger();
   const int64_t budget = ledger.budget(Tier::kDevice);
-  if (need > 0 && chunks.pinned_bytes() > budget) throw operator_too_large(chunks, wanted);
+  if (need > 0 && chunks.pinned_bytes(Tier::kDevice) > budget)
+    throw operator_too_large(chunks, wanted);
   const bool may_wait = !chunks.in_flight().empty();
   const TierLedger::Bytes peaks = ledger.peaks();
   const auto expected = [&] { return ledger.usage(Tier::kDevice) + need - chunks.coming_free(); };

@@ -16,6 +16,8 @@ enum class Tier : uint8_t { kDevice, kHost, kDisk };
 inline constexpr std::array kTiers{Tier::kDevice, Tier::kHost, Tier::kDisk};
 inline constexpr size_t kNumTiers = kTiers.size();
 
+[[nodiscard]] constexpr size_t index(Tier tier) { return static_cast<size_t>(tier); }
+
 enum class TensorState : uint8_t { kFree, kHold, kCompute };
 
 enum class ActionKind : uint8_t {

@@ -8,7 +8,7 @@ namespace gemini {
 inline int debug_level() {
   static const int level = [] {
     const char* text = std::getenv("GEMINI_DEBUG");
-    return text == nullptr ? 0 : std::atoi(text);
+    return text == nullptr ? 0 : static_cast<int>(std::strtol(text, nullptr, 10));
   }();
   return level;
 }

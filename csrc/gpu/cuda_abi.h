@@ -86,6 +86,7 @@ inline constexpr unsigned kHostRegisterPortable = 1;
   X(fill, "cuMemsetD8Async", (DevicePtr, unsigned char, size_t, Stream))
 
 struct Calls {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a list of parameters brings its own
 #define GEMINI_CUDA_MEMBER(member, symbol, parameters) Result(*member) parameters = nullptr;
   GEMINI_CUDA_CALLS(GEMINI_CUDA_MEMBER)
 #undef GEMINI_CUDA_MEMBER

@@ -22,11 +22,13 @@ Calls load_calls() {
     throw Error(std::string("no NVIDIA driver here: ") + ::dlerror());
   }
   Calls calls;
+// NOLINTBEGIN(bugprone-macro-parentheses): a list of parameters brings its own
 #define GEMINI_CUDA_LOAD(member, symbol, parameters)                                             \
   calls.member = reinterpret_cast<Result(*) parameters>(::dlsym(library, symbol));               \
   if (calls.member == nullptr) {                                                                 \
     throw Error(std::string("the NVIDIA driver is too old: ") + kLibrary + " has no " + symbol); \
   }
+  // NOLINTEND(bugprone-macro-parentheses)
   GEMINI_CUDA_CALLS(GEMINI_CUDA_LOAD)
 #undef GEMINI_CUDA_LOAD
   return calls;
@@ -71,6 +73,7 @@ class CudaDriver : public GpuDriver {
       throw;
     }
   }
+  // NOLINTNEXTLINE(bugprone-exception-escape): calls() throws in the constructor, or never
   ~CudaDriver() override { calls().release_context(device_); }
 
   [[nodiscard]] int64_t granularity() const override { return granularity_; }
@@ -196,7 +199,7 @@ class CudaDriver : public GpuDriver {
     explicit Entered(const CudaDriver& driver) {
       check(calls().push(driver.context_), "enter the device's context");
     }
-    ~Entered() {
+    ~Entered() {  // NOLINT(bugprone-exception-escape): calls() is made
       Context left = nullptr;
       calls().pop(&left);
     }
@@ -206,7 +209,7 @@ class CudaDriver : public GpuDriver {
 
   // For what gives something back, where nothing could be done about a failure.
   template <class Call>
-  void quietly(Call&& call) noexcept {
+  void quietly(const Call& call) noexcept {  // NOLINT(bugprone-exception-escape): calls() is made
     if (calls().push(context_) != kSuccess) return;
     call();
     Context left = nullptr;

@@ -1,7 +1,6 @@
 #include "gpu/gpu_engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -18,12 +17,11 @@ size_t index(Link link) { return link == Link::kDeviceToHost || link == Link::kD
 
 }  // namespace
 
-GpuEngine::GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file)
-    : lanes_(std::move(lanes)), file_(file) {
+GpuEngine::GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file) : lanes_(std::move(lanes)) {
   if (file == nullptr) return;
   const auto report = [this](Link link) {
     return [this, link](const StagedJob& job, TransferResult result) {
-      const std::lock_guard lock(staged_.mutex);
+      const Lock lock(staged_.mutex);
       LinkStats& stats = staged_.stats[index(link)];
       stats.bytes += result.ok ? job.nbytes : 0;
       stats.seconds += result.end_s - result.begin_s;
@@ -110,7 +108,7 @@ GpuEngine::Ticket GpuEngine::start_staged(std::unique_ptr<StagedLink>& link, Sta
   if (!link) throw StateError("this GpuEngine was made without a file: there is no DISK tier");
   const Ticket ticket = job.ticket;
   {
-    const std::lock_guard lock(staged_.mutex);
+    const Lock lock(staged_.mutex);
     ++staged_.num_in_flight;
   }
   link->submit(std::move(job));
@@ -150,7 +148,7 @@ std::vector<TransferResult> GpuEngine::poll() {
   process_.require("this GpuEngine");
   report_ended();
   std::vector<TransferResult> results = std::exchange(results_, {});
-  const std::lock_guard lock(staged_.mutex);
+  const Lock lock(staged_.mutex);
   std::move(staged_.results.begin(), staged_.results.end(), std::back_inserter(results));
   staged_.results.clear();
   return results;
@@ -183,14 +181,10 @@ bool GpuEngine::wait_any(double timeout_s) {
     results_.push_back({next->ticket, true, 0, "", 0, "", next->submitted_s, now_seconds()});
     return true;
   }
-  std::unique_lock lock(staged_.mutex);
-  const auto settled = [&] { return !staged_.results.empty() || staged_.num_in_flight == 0; };
-  if (timeout_s < 0) {
-    staged_.progress.wait(lock, settled);
-  } else {
-    // Longer waits overflow the clock; a day is for ever here.
-    const std::chrono::duration<double> timeout(std::min(timeout_s, 86400.0));
-    staged_.progress.wait_for(lock, timeout, settled);
+  const Lock lock(staged_.mutex);
+  const auto end = Condition::end_of(timeout_s);
+  while (staged_.results.empty() && staged_.num_in_flight > 0) {
+    if (!staged_.progress.wait_until(staged_.mutex, end)) break;
   }
   return !staged_.results.empty();
 }
@@ -199,8 +193,8 @@ void GpuEngine::drain() {
   process_.require("this GpuEngine");
   for (const Copy& copy : copies_) lanes_->await(copy.end);
   report_ended();
-  std::unique_lock lock(staged_.mutex);
-  staged_.progress.wait(lock, [&] { return staged_.num_in_flight == 0; });
+  const Lock lock(staged_.mutex);
+  while (staged_.num_in_flight > 0) staged_.progress.wait(staged_.mutex);
 }
 
 void GpuEngine::close() {
@@ -214,7 +208,7 @@ void GpuEngine::close() {
 
 int64_t GpuEngine::num_in_flight() const {
   process_.require("this GpuEngine");
-  const std::lock_guard lock(staged_.mutex);
+  const Lock lock(staged_.mutex);
   return num_unreported_copies_ + staged_.num_in_flight;
 }
 
@@ -222,7 +216,7 @@ LinkStats GpuEngine::stats(Link link) {
   process_.require("this GpuEngine");
   report_ended();
   if (link == Link::kHostToDevice || link == Link::kDeviceToHost) return copy_stats_[index(link)];
-  const std::lock_guard lock(staged_.mutex);
+  const Lock lock(staged_.mutex);
   return staged_.stats[index(link)];
 }
 

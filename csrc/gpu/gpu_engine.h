@@ -2,14 +2,13 @@
 #pragma once
 
 #include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "aio/async_file.h"
+#include "common/mutex.h"
 #include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 #include "gpu/gpu_windows.h"
@@ -87,7 +86,6 @@ class GpuEngine {
 
   ProcessGuard process_;
   const std::shared_ptr<GpuLanes> lanes_;
-  AsyncFile* const file_;  // not owned, may be null
   Ticket next_ticket_ = 1;
   bool closed_ = false;
   std::deque<Copy> copies_;   // not ended yet, in the order of submission
@@ -97,11 +95,11 @@ class GpuEngine {
   std::array<LinkStats, 2> copy_stats_;  // of h2d, d2h
 
   struct Staged {
-    std::mutex mutex;
-    std::condition_variable progress;
-    std::vector<TransferResult> results;  // guarded by mutex; not polled yet
-    std::array<LinkStats, 2> stats;       // guarded by mutex; of reads, writes
-    int64_t num_in_flight = 0;            // guarded by mutex
+    Mutex mutex;
+    Condition progress;
+    std::vector<TransferResult> results GEMINI_GUARDED_BY(mutex);  // not polled yet
+    std::array<LinkStats, 2> stats GEMINI_GUARDED_BY(mutex);       // of reads, writes
+    int64_t num_in_flight GEMINI_GUARDED_BY(mutex) = 0;
   };
   mutable Staged staged_;
   std::vector<TransferResult> results_;  // of copies, not polled yet

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "common/mutex.h"
+
 namespace gemini {
 namespace {
 
@@ -41,7 +43,7 @@ struct GpuLanes::EventPool {
 
   GpuDriver::Event take() {
     {
-      const std::lock_guard lock(mutex);
+      const Lock lock(mutex);
       if (!idle.empty()) {
         const GpuDriver::Event event = idle.back();
         idle.pop_back();
@@ -52,7 +54,7 @@ struct GpuLanes::EventPool {
   }
   void give_back(GpuDriver::Event event) noexcept {
     try {
-      const std::lock_guard lock(mutex);
+      const Lock lock(mutex);
       idle.push_back(event);
     } catch (...) {
       driver->destroy_event(event);
@@ -60,8 +62,8 @@ struct GpuLanes::EventPool {
   }
 
   const std::shared_ptr<GpuDriver> driver;
-  std::mutex mutex;
-  std::vector<GpuDriver::Event> idle;  // guarded by mutex
+  Mutex mutex;
+  std::vector<GpuDriver::Event> idle GEMINI_GUARDED_BY(mutex);
 };
 
 GpuLanes::GpuLanes(std::shared_ptr<GpuDriver> driver)

@@ -7,11 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -19,6 +17,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/mutex.h"
 #include "common/unique_fd.h"
 #include "common/worker_thread.h"
 
@@ -53,27 +52,27 @@ struct SimulatedGpu::State {
     bool allowed = false;
   };
 
-  // Throw Error for what does not exist; the caller holds the mutex.
-  [[nodiscard]] Worker& worker(Stream stream);
-  [[nodiscard]] PointRef& point(Event event);
+  // Throw Error for what does not exist.
+  [[nodiscard]] Worker& worker(Stream stream) GEMINI_REQUIRES(mutex);
+  [[nodiscard]] PointRef& point(Event event) GEMINI_REQUIRES(mutex);
 
   explicit State(int64_t nbytes) : file(::memfd_create("gemini-simulated-gpu", MFD_CLOEXEC)) {
     if (file.get() < 0 || ::ftruncate(file.get(), nbytes) != 0) fail("make its memory");
     holes[0] = nbytes;
   }
 
-  std::mutex mutex;
-  std::condition_variable passed;  // a point was
+  Mutex mutex;
+  Condition passed;  // a point was
   UniqueFd file;
-  std::map<Block, int64_t> blocks;                    // guarded by mutex: size
-  std::map<int64_t, int64_t> holes;                   // guarded by mutex: free, by offset
-  std::map<GpuAddress, Mapping> mappings;             // guarded by mutex
-  std::map<Stream, std::unique_ptr<Worker>> workers;  // guarded by mutex
-  std::map<Event, PointRef> events;                   // guarded by mutex
-  uint64_t next_number = 1;                           // guarded by mutex
-  int64_t used_bytes = 0;                             // guarded by mutex
-  int64_t num_maps = 0;                               // guarded by mutex
-  std::minstd_rand random;                            // guarded by mutex
+  std::map<Block, int64_t> blocks GEMINI_GUARDED_BY(mutex);   // size
+  std::map<int64_t, int64_t> holes GEMINI_GUARDED_BY(mutex);  // free, by offset
+  std::map<GpuAddress, Mapping> mappings GEMINI_GUARDED_BY(mutex);
+  std::map<Stream, std::unique_ptr<Worker>> workers GEMINI_GUARDED_BY(mutex);
+  std::map<Event, PointRef> events GEMINI_GUARDED_BY(mutex);
+  uint64_t next_number GEMINI_GUARDED_BY(mutex) = 1;
+  int64_t used_bytes GEMINI_GUARDED_BY(mutex) = 0;
+  int64_t num_maps GEMINI_GUARDED_BY(mutex) = 0;
+  std::minstd_rand random GEMINI_GUARDED_BY(mutex);
 };
 
 // A stream: work in order, on a thread of its own.
@@ -91,16 +90,19 @@ class SimulatedGpu::Worker {
       : state_(state), thread_(start_worker("a stream of the simulated GPU", [this] { loop(); })) {}
   ~Worker() { thread_.join(); }
 
-  // The caller holds the mutex.
+  // The caller holds the state's mutex.
   void give(Work work) {
+    state_.mutex.is_held();
     queue_.push_back(std::move(work));
     given_.notify_one();
   }
   void end() {
+    state_.mutex.is_held();
     ending_ = true;
     given_.notify_one();
   }
   [[nodiscard]] bool uses(const GpuRange& range) const {
+    state_.mutex.is_held();
     return std::any_of(queue_.begin(), queue_.end(), [&](const Work& work) {
       return std::any_of(work.ranges.begin(), work.ranges.end(),
                          [&](const GpuRange& own) { return overlap(own, range); });
@@ -109,31 +111,35 @@ class SimulatedGpu::Worker {
 
  private:
   void loop() {
-    std::unique_lock lock(state_.mutex);
-    for (;;) {
-      given_.wait(lock, [&] { return ending_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      Work& work = queue_.front();  // stays there, in use, until it is done
-      if (work.before) state_.passed.wait(lock, [&] { return work.before->passed; });
-      if (work.run) {
-        lock.unlock();
-        std::this_thread::sleep_for(work.delay);
-        work.run();
-        lock.lock();
+    while (Work* const work = next()) {
+      if (work->run) {
+        std::this_thread::sleep_for(work->delay);
+        work->run();
       }
-      if (work.after) {
-        *work.after = {true, Clock::now()};
+      const Lock lock(state_.mutex);
+      if (work->after) {
+        *work->after = {true, Clock::now()};
         state_.passed.notify_all();
       }
       queue_.pop_front();
     }
   }
+  // The first work, once it may begin; it stays in the queue, in use, until it is done. Null when
+  // the stream has ended.
+  [[nodiscard]] Work* next() {
+    const Lock lock(state_.mutex);
+    while (!ending_ && queue_.empty()) given_.wait(state_.mutex);
+    if (queue_.empty()) return nullptr;
+    Work& work = queue_.front();
+    while (work.before && !work.before->passed) state_.passed.wait(state_.mutex);
+    return &work;
+  }
 
   State& state_;
-  std::condition_variable given_;  // work was, or the stream ends
-  std::deque<Work> queue_;  // guarded by the state's mutex; references to its elements stay valid
-  bool ending_ = false;     // guarded by the state's mutex
-  std::thread thread_;      // last: it uses the others
+  Condition given_;                                         // work was, or the stream ends
+  std::deque<Work> queue_ GEMINI_GUARDED_BY(state_.mutex);  // references to its elements stay valid
+  bool ending_ GEMINI_GUARDED_BY(state_.mutex) = false;
+  std::thread thread_;  // last: it uses the others
 };
 
 SimulatedGpu::Worker& SimulatedGpu::State::worker(Stream stream) {
@@ -149,15 +155,15 @@ PointRef& SimulatedGpu::State::point(Event event) {
 }
 
 SimulatedGpu::SimulatedGpu(SimulatedGpuOptions options)
-    : options_(options),
-      state_(std::make_unique<State>(round_up(options.total_bytes, options.granularity))) {
+    : options_(std::move(options)),
+      state_(std::make_unique<State>(round_up(options_.total_bytes, options_.granularity))) {
   state_->random.seed(options_.seed);
 }
 
 SimulatedGpu::~SimulatedGpu() {
   std::map<Stream, std::unique_ptr<Worker>> workers;
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     for (const auto& [stream, worker] : state_->workers) worker->end();
     workers.swap(state_->workers);
   }
@@ -169,26 +175,26 @@ SimulatedGpu::~SimulatedGpu() {
 
 void SimulatedGpu::launch(Stream stream, std::vector<GpuRange> ranges, std::function<void()> work) {
   if (stream == 0) return work();
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   std::uniform_int_distribution<int64_t> delays(0, options_.max_delay_us);
   state_->worker(stream).give({std::move(ranges), std::move(work), nullptr, nullptr,
                                std::chrono::microseconds(delays(state_->random))});
 }
 
 int64_t SimulatedGpu::used_bytes() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->used_bytes;
 }
 
 int64_t SimulatedGpu::num_maps() const {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->num_maps;
 }
 
 int64_t SimulatedGpu::granularity() const { return options_.granularity; }
 
 GpuDriver::Memory SimulatedGpu::memory() {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return {options_.total_bytes - state_->used_bytes, options_.total_bytes};
 }
 
@@ -205,7 +211,7 @@ void SimulatedGpu::release(GpuAddress address, int64_t nbytes) noexcept {
 
 // First fit. A block's number is its offset in the file, plus one.
 GpuDriver::Block SimulatedGpu::create_block(int64_t nbytes) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   auto& holes = state_->holes;
   const auto hole = std::find_if(holes.begin(), holes.end(),
                                  [&](const auto& each) { return each.second >= nbytes; });
@@ -222,7 +228,7 @@ GpuDriver::Block SimulatedGpu::create_block(int64_t nbytes) {
 }
 
 void SimulatedGpu::destroy_block(Block block) noexcept {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const auto found = state_->blocks.find(block);
   if (found == state_->blocks.end()) return;
   const auto offset = static_cast<int64_t>(block - 1);
@@ -246,7 +252,7 @@ void SimulatedGpu::destroy_block(Block block) noexcept {
 }
 
 void SimulatedGpu::map(GpuAddress address, int64_t nbytes, Block block) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   if (state_->mappings.contains(address)) throw Error("the address is mapped already");
   if (!state_->blocks.contains(block)) throw Error("there is no such block");
   void* const mapped =
@@ -258,7 +264,7 @@ void SimulatedGpu::map(GpuAddress address, int64_t nbytes, Block block) {
 }
 
 void SimulatedGpu::allow(GpuAddress address, int64_t nbytes) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const GpuAddress end = address + static_cast<uint64_t>(nbytes);
   const auto first = state_->mappings.find(address);
   auto behind = first;
@@ -276,7 +282,7 @@ void SimulatedGpu::allow(GpuAddress address, int64_t nbytes) {
 }
 
 void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const auto found = state_->mappings.find(address);
   if (found == state_->mappings.end()) throw Error("the address is not mapped");
   for (const auto& [stream, worker] : state_->workers) {
@@ -296,7 +302,7 @@ void SimulatedGpu::unpin(char*) noexcept {}
 
 GpuDriver::Stream SimulatedGpu::create_stream() {
   auto worker = std::make_unique<Worker>(*state_);
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const Stream stream = state_->next_number++;
   state_->workers[stream] = std::move(worker);
   return stream;
@@ -305,7 +311,7 @@ GpuDriver::Stream SimulatedGpu::create_stream() {
 void SimulatedGpu::destroy_stream(Stream stream) noexcept {
   std::unique_ptr<Worker> ended;
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     const auto found = state_->workers.find(stream);
     if (found == state_->workers.end()) return;
     found->second->end();
@@ -315,19 +321,19 @@ void SimulatedGpu::destroy_stream(Stream stream) noexcept {
 }
 
 GpuDriver::Event SimulatedGpu::create_event(bool) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const Event event = state_->next_number++;
   state_->events[event] = std::make_shared<Point>(Point{true, Clock::now()});
   return event;
 }
 
 void SimulatedGpu::destroy_event(Event event) noexcept {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   state_->events.erase(event);
 }
 
 void SimulatedGpu::record(Event event, Stream stream) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   auto point = std::make_shared<Point>();
   if (stream == 0) {
     *point = {true, Clock::now()};
@@ -338,10 +344,10 @@ void SimulatedGpu::record(Event event, Stream stream) {
 }
 
 void SimulatedGpu::wait(Stream stream, Event event) {
-  std::unique_lock lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const PointRef point = state_->point(event);
   if (stream == 0) {
-    state_->passed.wait(lock, [&] { return point->passed; });
+    while (!point->passed) state_->passed.wait(state_->mutex);
   } else {
     state_->worker(stream).give({{}, nullptr, point, nullptr});
   }
@@ -350,12 +356,12 @@ void SimulatedGpu::wait(Stream stream, Event event) {
 void SimulatedGpu::await(Event event) { wait(0, event); }
 
 bool SimulatedGpu::passed(Event event) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->point(event)->passed;
 }
 
 double SimulatedGpu::seconds(Event from, Event to) {
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   const Point& begin = *state_->point(from);
   const Point& end = *state_->point(to);
   if (!begin.passed || !end.passed) throw Error("an event to be timed has not passed");

@@ -17,9 +17,8 @@ GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(add
 }  // namespace
 
 struct StagedLink::Piece {
-  explicit Piece(const std::shared_ptr<GpuLanes>& lanes) : buffer(lanes, kPieceBytes) {
-    copied = lanes->driver().create_event(true);
-  }
+  explicit Piece(const std::shared_ptr<GpuLanes>& lanes)
+      : buffer(lanes, kPieceBytes), copied(lanes->driver().create_event(true)) {}
 
   PinnedBlock buffer;
   GpuDriver::Event copied;       // the end of its last copy from or to the GPU
@@ -36,7 +35,7 @@ StagedLink::StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link li
 
 StagedLink::~StagedLink() {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     jobs_.clear();
   }
   close();
@@ -45,7 +44,7 @@ StagedLink::~StagedLink() {
 
 void StagedLink::submit(StagedJob job) {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     jobs_.push_back(std::move(job));
   }
   ready_.notify_one();
@@ -53,22 +52,27 @@ void StagedLink::submit(StagedJob job) {
 
 void StagedLink::close() {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     closing_ = true;
   }
   ready_.notify_one();
   if (thread_.joinable()) thread_.join();
 }
 
+// None once it closes and all is done.
+std::optional<StagedJob> StagedLink::next_job() {
+  const Lock lock(mutex_);
+  while (!closing_ && jobs_.empty()) ready_.wait(mutex_);
+  if (jobs_.empty()) return std::nullopt;
+  std::optional<StagedJob> job(std::move(jobs_.front()));
+  jobs_.pop_front();
+  return job;
+}
+
 void StagedLink::work() {
   const KeepsTo near(lanes_->driver().processors());
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    ready_.wait(lock, [&] { return closing_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    const StagedJob job = std::move(jobs_.front());
-    jobs_.pop_front();
-    lock.unlock();
+  while (const std::optional<StagedJob> next = next_job()) {
+    const StagedJob& job = *next;
     TransferResult result{job.ticket, true, 0, "", 0, ""};
     result.begin_s = now_seconds();
     try {
@@ -81,7 +85,6 @@ void StagedLink::work() {
     }
     result.end_s = now_seconds();
     report_(job, std::move(result));
-    lock.lock();
   }
 }
 

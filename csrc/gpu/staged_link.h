@@ -1,16 +1,16 @@
 // One disk link of a GPU: between the file and GPU memory through a few page-locked buffers.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "aio/async_file.h"
+#include "common/mutex.h"
 #include "gpu/gpu_lanes.h"
 #include "gpu/gpu_stream.h"
 #include "gpu/pinned_arena.h"
@@ -54,6 +54,7 @@ class StagedLink {
   struct Piece;  // a buffer, and what last used it
 
   void work();
+  [[nodiscard]] std::optional<StagedJob> next_job();
   void transfer(const StagedJob& job);
   void read_pieces(const StagedJob& job);
   void write_pieces(const StagedJob& job);
@@ -66,11 +67,11 @@ class StagedLink {
   const Report report_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // the thread's; made by the first transfer
   const GpuStream stream_;
-  std::mutex mutex_;
-  std::condition_variable ready_;  // a job was submitted, or closing
-  std::deque<StagedJob> jobs_;     // guarded by mutex_
-  bool closing_ = false;           // guarded by mutex_
-  std::thread thread_;             // last: it uses the others
+  Mutex mutex_;
+  Condition ready_;  // a job was submitted, or closing
+  std::deque<StagedJob> jobs_ GEMINI_GUARDED_BY(mutex_);
+  bool closing_ GEMINI_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the others
 };
 
 }  // namespace gemini

@@ -41,7 +41,7 @@ Arena::~Arena() {
 
 void Arena::map(Window& window, bool zero) {
   process_.require("this Arena");
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (window.mapped()) throw StateError("the window is mapped already");
   const int64_t nbytes = window.span_bytes();
   if (nbytes > capacity() - mapped_bytes()) {
@@ -82,7 +82,7 @@ void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
 
 void Arena::unmap(Window& window, bool park) {
   process_.require("this Arena");
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!window.mapped()) throw StateError("the window is not mapped");
   if (window.ledger_ != ledger_) throw StateError("the window was mapped by another arena");
   if (park && try_park(window)) return;
@@ -119,7 +119,7 @@ bool Arena::try_park(Window& window) {
 
 void Arena::trim(int64_t parked_limit_bytes) {
   process_.require("this Arena");
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   while (parked_bytes() > std::max<int64_t>(parked_limit_bytes, 0)) parked_.drop_oldest();
 }
 

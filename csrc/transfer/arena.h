@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 
+#include "common/mutex.h"
 #include "common/process_guard.h"
 #include "transfer/arena_ledger.h"
 #include "transfer/pages.h"
@@ -51,14 +51,14 @@ class Arena {
   [[nodiscard]] static int64_t process_bytes() noexcept { return ArenaLedger::process_bytes(); }
 
  private:
-  void map_pieces(Window& window, std::vector<Piece>& pieces);
-  [[nodiscard]] bool try_park(Window& window);
+  void map_pieces(Window& window, std::vector<Piece>& pieces) GEMINI_REQUIRES(mutex_);
+  [[nodiscard]] bool try_park(Window& window) GEMINI_REQUIRES(mutex_);
 
   ProcessGuard process_;
   const pages::Mover mover_;
   std::shared_ptr<ArenaLedger> ledger_;
-  std::mutex mutex_;
-  ParkedBlocks parked_;  // guarded by mutex_
+  Mutex mutex_;
+  ParkedBlocks parked_ GEMINI_GUARDED_BY(mutex_);
 };
 
 }  // namespace gemini

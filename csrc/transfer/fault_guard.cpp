@@ -7,11 +7,11 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include "common/error.h"
+#include "common/mutex.h"
 
 namespace gemini {
 namespace {
@@ -31,11 +31,12 @@ struct Slot {
 };
 
 constinit std::array<Slot, kMaxFaultTargets> slots{};
-constinit std::mutex registry_mutex;
+constinit Mutex registry_mutex;
 constinit std::atomic<uint64_t> num_strays{0};
 constinit std::atomic<uintptr_t> first_stray{0};
 constinit std::atomic<bool> chaining{false};
-struct sigaction previous_segv;  // guarded by registry_mutex, stable once the handler is installed
+// Written under `registry_mutex`, stable once the handler is installed, which reads it.
+struct sigaction previous_segv;
 struct sigaction previous_bus;
 
 // Repeated faults at one mapped address mean that something else took its access rights away. A
@@ -105,8 +106,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   errno = saved_errno;
 }
 
-// The caller holds registry_mutex.
-void install(int signal, struct sigaction& previous) {
+void install(int signal, struct sigaction& previous) GEMINI_REQUIRES(registry_mutex) {
   struct sigaction current;
   if (::sigaction(signal, nullptr, &current) != 0) {
     throw Error(std::string("cannot read a signal handler: ") + std::strerror(errno));
@@ -124,14 +124,14 @@ void install(int signal, struct sigaction& previous) {
   }
 }
 
-void before_fork() {
+void before_fork() GEMINI_ACQUIRES(registry_mutex) {
   registry_mutex.lock();
   for (Slot& slot : slots) {
     if (slot.begin.load() != 0) slot.target.load()->before_fork();
   }
 }
 
-void after_fork(bool in_child) {
+void after_fork(bool in_child) GEMINI_RELEASES(registry_mutex) {
   for (Slot& slot : slots) {
     if (in_child) slot.answering = 0;  // by threads that are not here
     if (slot.begin.load() != 0) slot.target.load()->after_fork(in_child);
@@ -142,10 +142,11 @@ void after_fork(bool in_child) {
 }  // namespace
 
 void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
-  static const int fork_handlers =
-      ::pthread_atfork(before_fork, [] { after_fork(false); }, [] { after_fork(true); });
+  static const int fork_handlers = ::pthread_atfork(
+      before_fork, []() GEMINI_RELEASES(registry_mutex) { after_fork(false); },
+      []() GEMINI_RELEASES(registry_mutex) { after_fork(true); });
   if (fork_handlers != 0) throw Error("cannot register fork handlers");
-  const std::lock_guard lock(registry_mutex);
+  const Lock lock(registry_mutex);
   install(SIGSEGV, previous_segv);
   install(SIGBUS, previous_bus);
   for (Slot& slot : slots) {
@@ -160,7 +161,7 @@ void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
 }
 
 void unguard_faults(FaultTarget& target) noexcept {
-  const std::lock_guard lock(registry_mutex);
+  const Lock lock(registry_mutex);
   for (Slot& slot : slots) {
     if (slot.target.load() != &target) continue;
     slot.begin = 0;

@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "common/error.h"
+#include "common/mutex.h"
 #include "common/steady_clock.h"
 #include "common/worker_thread.h"
 
@@ -35,43 +34,48 @@ bool is_disk(Link link) { return link == Link::kDiskRead || link == Link::kDiskW
 }  // namespace
 
 struct TransferEngine::Job {
-  Ticket ticket;
-  Link link;
-  char* dst;        // null when writing to the file
-  const char* src;  // null when reading from the file
-  int64_t nbytes;
-  int64_t offset;                        // in the file
+  Ticket ticket = 0;
+  Link link = Link::kHostToDevice;
+  char* dst = nullptr;        // null when writing to the file
+  const char* src = nullptr;  // null when reading from the file
+  int64_t nbytes = 0;
+  int64_t offset = 0;                    // in the file
   AsyncFile::Ticket file_ticket = 0;     // of disk links, once started
   std::exception_ptr refusal = nullptr;  // why it could not be started
   Clock::time_point begin = {};          // once started
 };
 
 struct TransferEngine::Queue {
-  std::condition_variable ready;  // a job was queued, or stopping
-  std::deque<Job> jobs;           // guarded by State::mutex
-  std::deque<Job> started;        // guarded by State::mutex; of disk links, at the file
-  int64_t started_bytes = 0;      // guarded by State::mutex
-  LinkStats stats;                // guarded by State::mutex
-  std::thread thread;             // constructor, close and destructor only
+  std::deque<Job> jobs;
+  std::deque<Job> started;  // of disk links, at the file
+  int64_t started_bytes = 0;
+  LinkStats stats;
+};
+
+struct TransferEngine::Worker {
+  Condition ready;     // a job was queued, or stopping
+  std::thread thread;  // constructor, close and destructor only
 };
 
 struct TransferEngine::State {
-  std::mutex mutex;
-  std::condition_variable progress;  // a transfer finished
-  std::array<Queue, kNumLinks> queues;
-  std::vector<TransferResult> completions;  // guarded by mutex; not polled yet
-  int64_t num_in_flight = 0;                // guarded by mutex
-  Ticket next_ticket = 1;                   // guarded by mutex
-  Clock::time_point shared_until = {};      // guarded by mutex; sharing is counted up to here
-  bool closed = false;                      // guarded by mutex
-  bool stopping = false;                    // guarded by mutex: leave when the queue is empty
-  std::atomic<bool> abandoned{false};       // destructor: nobody will see the copy's result
+  std::array<Worker, kNumLinks> workers;
+  Mutex mutex;
+  Condition progress;  // a transfer finished
+  std::array<Queue, kNumLinks> queues GEMINI_GUARDED_BY(mutex);
+  std::vector<TransferResult> completions GEMINI_GUARDED_BY(mutex);  // not polled yet
+  int64_t num_in_flight GEMINI_GUARDED_BY(mutex) = 0;
+  Ticket next_ticket GEMINI_GUARDED_BY(mutex) = 1;
+  Clock::time_point shared_until GEMINI_GUARDED_BY(mutex) = {};  // sharing is counted up to here
+  bool closed GEMINI_GUARDED_BY(mutex) = false;
+  bool stopping GEMINI_GUARDED_BY(mutex) = false;  // leave when the queue is empty
+  std::atomic<bool> abandoned{false};              // destructor: nobody will see the copy's result
 
-  Queue& queue(Link link) { return queues[static_cast<size_t>(link)]; }
+  Worker& worker(Link link) { return workers[static_cast<size_t>(link)]; }
+  Queue& queue(Link link) GEMINI_REQUIRES(mutex) { return queues[static_cast<size_t>(link)]; }
 
-  // Counts the time in which both disk links had something at the file. Called with the mutex held
-  // before `started` of a disk link changes.
-  void count_sharing() {
+  // Counts the time in which both disk links had something at the file. Called before `started` of
+  // a disk link changes.
+  void count_sharing() GEMINI_REQUIRES(mutex) {
     const Clock::time_point now = Clock::now();
     Queue& reads = queue(Link::kDiskRead);
     Queue& writes = queue(Link::kDiskWrite);
@@ -83,11 +87,32 @@ struct TransferEngine::State {
     shared_until = now;
   }
 
-  // Counts and publishes an outcome; the caller holds the mutex.
-  void report(Queue& queue, const Job& job, TransferResult&& result, double busy_seconds) {
-    queue.stats.bytes += result.ok ? job.nbytes : 0;
-    queue.stats.seconds += busy_seconds;
-    ++queue.stats.transfers;
+  // Hands jobs of a disk link to the file, which works on several at once.
+  void start_ready(Link link, AsyncFile& file) GEMINI_REQUIRES(mutex) {
+    Queue& queue = this->queue(link);
+    while (!queue.jobs.empty()) {
+      Job& job = queue.jobs.front();
+      if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
+      job.begin = Clock::now();
+      try {
+        job.file_ticket = link == Link::kDiskRead ? file.read(job.dst, job.nbytes, job.offset)
+                                                  : file.write(job.src, job.nbytes, job.offset);
+      } catch (...) {
+        job.refusal = std::current_exception();
+      }
+      count_sharing();
+      queue.started_bytes += job.nbytes;
+      queue.started.push_back(std::move(job));
+      queue.jobs.pop_front();
+    }
+  }
+
+  // Counts and publishes an outcome.
+  void report(const Job& job, TransferResult&& result, double busy_seconds) GEMINI_REQUIRES(mutex) {
+    LinkStats& stats = queue(job.link).stats;
+    stats.bytes += result.ok ? job.nbytes : 0;
+    stats.seconds += busy_seconds;
+    ++stats.transfers;
     --num_in_flight;
     completions.push_back(std::move(result));
     progress.notify_all();
@@ -111,9 +136,8 @@ const char* link_name(Link link) noexcept {
 TransferEngine::TransferEngine(AsyncFile* file) : file_(file), state_(std::make_unique<State>()) {
   try {
     for (const Link link : kLinks) {
-      Queue& queue = state_->queue(link);
-      queue.thread = start_worker("transfers between tiers", [this, link, &queue] {
-        is_disk(link) ? work_disk(queue) : work(queue);
+      state_->worker(link).thread = start_worker("transfers between tiers", [this, link] {
+        is_disk(link) ? work_disk(link) : work(link);
       });
     }
   } catch (...) {
@@ -129,7 +153,7 @@ TransferEngine::~TransferEngine() {
   }
   state_->abandoned = true;
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     for (Queue& queue : state_->queues) queue.jobs.clear();
   }
   stop_threads();
@@ -137,20 +161,20 @@ TransferEngine::~TransferEngine() {
 
 void TransferEngine::stop_threads() noexcept {
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     state_->closed = true;
     state_->stopping = true;
   }
-  for (Queue& queue : state_->queues) {
-    queue.ready.notify_all();
-    if (queue.thread.joinable()) queue.thread.join();
+  for (Worker& worker : state_->workers) {
+    worker.ready.notify_all();
+    if (worker.thread.joinable()) worker.thread.join();
   }
 }
 
 void TransferEngine::close() {
   process_.require("this TransferEngine");
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     if (state_->closed) return;
     state_->closed = true;
   }
@@ -187,75 +211,62 @@ TransferEngine::Ticket TransferEngine::submit(Job job) {
   if (job.nbytes < 0) {
     throw StateError("cannot transfer " + std::to_string(job.nbytes) + " bytes");
   }
-  Queue& queue = state_->queue(job.link);
   {
-    const std::lock_guard lock(state_->mutex);
+    const Lock lock(state_->mutex);
     if (state_->closed) throw StateError("this TransferEngine is closed");
     job.ticket = state_->next_ticket;
-    queue.jobs.push_back(job);
+    state_->queue(job.link).jobs.push_back(job);
     ++state_->next_ticket;
     ++state_->num_in_flight;
-    if (is_disk(job.link)) start_ready(queue);
+    if (is_disk(job.link)) state_->start_ready(job.link, *file_);
   }
-  queue.ready.notify_one();
+  state_->worker(job.link).ready.notify_one();
   return job.ticket;
 }
 
-void TransferEngine::work(Queue& queue) {
+void TransferEngine::work(Link link) {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
   for (;;) {
-    queue.ready.wait(lock, [&] { return state.stopping || !queue.jobs.empty(); });
-    if (queue.jobs.empty()) return;
-    Job job = queue.jobs.front();
-    queue.jobs.pop_front();
-    lock.unlock();
+    Job job;
+    {
+      const Lock lock(state.mutex);
+      Queue& queue = state.queue(link);
+      while (!state.stopping && queue.jobs.empty()) state.worker(link).ready.wait(state.mutex);
+      if (queue.jobs.empty()) return;
+      job = queue.jobs.front();
+      queue.jobs.pop_front();
+    }
     job.begin = Clock::now();
     TransferResult completion = execute(job);
-    lock.lock();
-    state.report(queue, job, std::move(completion), completion.end_s - completion.begin_s);
+    const double busy_s = completion.end_s - completion.begin_s;
+    const Lock lock(state.mutex);
+    state.report(job, std::move(completion), busy_s);
   }
 }
 
 // Reports transfers of a disk link in their order, while the file works on those behind.
-void TransferEngine::work_disk(Queue& queue) {
+void TransferEngine::work_disk(Link link) {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
   double last_s = 0;  // the link has been busy since then, or since its first transfer began
   for (;;) {
-    queue.ready.wait(lock, [&] { return state.stopping || !queue.started.empty(); });
-    if (queue.started.empty()) return;
-    const Job job = queue.started.front();
-    lock.unlock();
+    Job job;
+    {
+      const Lock lock(state.mutex);
+      Queue& queue = state.queue(link);
+      while (!state.stopping && queue.started.empty()) state.worker(link).ready.wait(state.mutex);
+      if (queue.started.empty()) return;
+      job = queue.started.front();
+    }
     TransferResult completion = execute(job);
     const double busy_s = completion.end_s - std::max(last_s, completion.begin_s);
     last_s = completion.end_s;
-    lock.lock();
+    const Lock lock(state.mutex);
+    Queue& queue = state.queue(link);
     state.count_sharing();
     queue.started.pop_front();
     queue.started_bytes -= job.nbytes;
-    start_ready(queue);
-    state.report(queue, job, std::move(completion), busy_s);
-  }
-}
-
-// Hands jobs of a disk link to the file, which works on several at once. The caller holds the
-// mutex.
-void TransferEngine::start_ready(Queue& queue) {
-  while (!queue.jobs.empty()) {
-    Job& job = queue.jobs.front();
-    if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
-    job.begin = Clock::now();
-    try {
-      job.file_ticket = job.link == Link::kDiskRead ? file_->read(job.dst, job.nbytes, job.offset)
-                                                    : file_->write(job.src, job.nbytes, job.offset);
-    } catch (...) {
-      job.refusal = std::current_exception();
-    }
-    state_->count_sharing();
-    queue.started_bytes += job.nbytes;
-    queue.started.push_back(std::move(job));
-    queue.jobs.pop_front();
+    state.start_ready(link, *file_);
+    state.report(job, std::move(completion), busy_s);
   }
 }
 
@@ -291,39 +302,35 @@ void TransferEngine::transfer(const Job& job) {
 
 std::vector<TransferResult> TransferEngine::poll() {
   process_.require("this TransferEngine");
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return std::exchange(state_->completions, {});
 }
 
 bool TransferEngine::wait_any(double timeout_s) {
   process_.require("this TransferEngine");
-  std::unique_lock lock(state_->mutex);
-  const auto settled = [&] { return !state_->completions.empty() || state_->num_in_flight == 0; };
-  if (timeout_s < 0) {
-    state_->progress.wait(lock, settled);
-  } else {
-    // Longer waits overflow the clock; a day is for ever here.
-    const std::chrono::duration<double> timeout(std::min(timeout_s, 86400.0));
-    state_->progress.wait_for(lock, timeout, settled);
+  const auto end = Condition::end_of(timeout_s);
+  const Lock lock(state_->mutex);
+  while (state_->completions.empty() && state_->num_in_flight > 0) {
+    if (!state_->progress.wait_until(state_->mutex, end)) break;
   }
   return !state_->completions.empty();
 }
 
 void TransferEngine::drain() {
   process_.require("this TransferEngine");
-  std::unique_lock lock(state_->mutex);
-  state_->progress.wait(lock, [&] { return state_->num_in_flight == 0; });
+  const Lock lock(state_->mutex);
+  while (state_->num_in_flight > 0) state_->progress.wait(state_->mutex);
 }
 
 int64_t TransferEngine::num_in_flight() const {
   process_.require("this TransferEngine");
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->num_in_flight;
 }
 
 LinkStats TransferEngine::stats(Link link) const {
   process_.require("this TransferEngine");
-  const std::lock_guard lock(state_->mutex);
+  const Lock lock(state_->mutex);
   return state_->queue(link).stats;
 }
 

@@ -81,13 +81,13 @@ class TransferEngine {
  private:
   struct Job;
   struct Queue;
+  struct Worker;
   struct State;
 
   [[nodiscard]] Ticket submit(Job job);
   void stop_threads() noexcept;
-  void work(Queue& queue);
-  void work_disk(Queue& queue);
-  void start_ready(Queue& queue);
+  void work(Link link);
+  void work_disk(Link link);
   [[nodiscard]] TransferResult execute(const Job& job);
   [[nodiscard]] TransferResult outcome(const Job& job);
   void transfer(const Job& job);

@@ -1,13 +1,11 @@
 #include "transfer/window.h"
 
-#include <mutex>
-
 namespace gemini {
 
 void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
   sizes_.clear();
   sizes_.reserve(pieces.size() + 1);
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   int64_t at = 0;
   try {
     for (Piece& piece : pieces) {
@@ -32,7 +30,7 @@ void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
 }
 
 bool Window::unmap_to(char* slot, pages::Mover mover) {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   // The source is kept, then replaced: leaving a hole for an instant would let another thread's
   // mmap take these addresses.
   int64_t at = 0;
@@ -46,7 +44,7 @@ bool Window::unmap_to(char* slot, pages::Mover mover) {
 }
 
 void Window::unmap() {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   pages::reserve_at(address_, span_bytes_);
   mapped_ = false;
 }

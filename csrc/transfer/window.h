@@ -50,10 +50,10 @@ class Window {
   char* const address_;
   const int64_t nbytes_;
   const int64_t span_bytes_;
-  SpinLock& lock_;                   // the space's
-  std::atomic<bool> mapped_{false};  // written under lock_
-  bool poisoned_ = false;            // guarded by lock_: poison pages lie in the unmapped window
-  std::vector<int64_t> sizes_;       // of the pieces that are mapped; guarded by the arena
+  SpinLock& lock_;                                  // the space's
+  std::atomic<bool> mapped_{false};                 // written under lock_
+  bool poisoned_ GEMINI_GUARDED_BY(lock_) = false;  // poison pages lie in the unmapped window
+  std::vector<int64_t> sizes_;           // of the pieces that are mapped; guarded by the arena
   std::shared_ptr<ArenaLedger> ledger_;  // whose memory it is; written by Arena
 };
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -58,7 +57,7 @@ Window* WindowSpace::create(int64_t nbytes) {
   if (nbytes <= 0) {
     throw StateError("a window needs a positive size, got " + std::to_string(nbytes));
   }
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
   const int64_t start = round_up(used_bytes_, alignment);
   if (nbytes > reserved_bytes_ - start) {
@@ -74,7 +73,7 @@ Window* WindowSpace::create(int64_t nbytes) {
 }
 
 int64_t WindowSpace::find(uintptr_t address) const {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   return locate(address);
 }
 
@@ -90,14 +89,15 @@ int64_t WindowSpace::locate(uintptr_t address) const noexcept {
 }
 
 int64_t WindowSpace::num_windows() const {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   return static_cast<int64_t>(windows_.size());
 }
 
 int64_t WindowSpace::heal() {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   int64_t num_healed = 0;
   for (const auto& window : windows_) {
+    window->lock_.is_held();
     if (!window->poisoned_) continue;
     pages::reserve_at(window->address(), window->span_bytes());
     window->poisoned_ = false;
@@ -107,7 +107,7 @@ int64_t WindowSpace::heal() {
 }
 
 FaultAnswer WindowSpace::absorb(uintptr_t address, bool bus_error) noexcept {
-  const std::lock_guard lock(lock_);
+  const Lock lock(lock_);
   const int64_t index = locate(address);
   if (index < 0) return FaultAnswer::kForeign;  // padding: an access out of bounds
   Window& window = *windows_[static_cast<size_t>(index)];
@@ -122,6 +122,7 @@ FaultAnswer WindowSpace::absorb(uintptr_t address, bool bus_error) noexcept {
       ::mmap(reinterpret_cast<void*>(from), nbytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
   if (poison == MAP_FAILED) return FaultAnswer::kForeign;
   std::memset(poison, kPoison, nbytes);
+  window.lock_.is_held();
   window.poisoned_ = true;
   return FaultAnswer::kPoisoned;
 }
@@ -135,6 +136,7 @@ void WindowSpace::after_fork(bool in_child) noexcept {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
     (void)::mmap(begin_, static_cast<size_t>(reserved_bytes_), PROT_NONE, kFlags, -1, 0);
     for (const auto& window : windows_) {
+      window->lock_.is_held();
       window->mapped_ = false;
       window->poisoned_ = false;
     }

@@ -41,16 +41,16 @@ class WindowSpace : private FaultTarget {
 
  private:
   FaultAnswer absorb(uintptr_t address, bool bus_error) noexcept override;
-  void before_fork() noexcept override;
-  void after_fork(bool in_child) noexcept override;
-  [[nodiscard]] int64_t locate(uintptr_t address) const noexcept;  // the caller holds lock_
+  void before_fork() noexcept override GEMINI_ACQUIRES(lock_);
+  void after_fork(bool in_child) noexcept override GEMINI_RELEASES(lock_);
+  [[nodiscard]] int64_t locate(uintptr_t address) const noexcept GEMINI_REQUIRES(lock_);
 
   ProcessGuard process_;
   int64_t reserved_bytes_;
   char* begin_;
   mutable SpinLock lock_;
-  int64_t used_bytes_ = 0;                        // guarded by lock_
-  std::vector<std::unique_ptr<Window>> windows_;  // guarded by lock_; ascending addresses
+  int64_t used_bytes_ GEMINI_GUARDED_BY(lock_) = 0;
+  std::vector<std::unique_ptr<Window>> windows_ GEMINI_GUARDED_BY(lock_);  // ascending addresses
 };
 
 }  // namespace gemini

@@ -43,19 +43,19 @@ TEST(States, NestedAccessesAreCounted) {
   World world({100, 0, 0}, {40});
   world.access({0, 0});
   world.access({0});
-  EXPECT_EQ(world.table.chunk(0).pins, 3);
+  EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 3);
   world.release({0, 0});
   EXPECT_EQ(world.table.tensor_state(0), kCompute);
   world.release({0});
   EXPECT_EQ(world.table.tensor_state(0), kHold);
-  EXPECT_EQ(world.table.chunk(0).pins, 0);
+  EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 0);
 }
 
 TEST(States, ReleasingTooOftenChangesNothing) {
   World world({100, 0, 0}, {40, 40});
   world.access({0, 1});
   EXPECT_THROW(world.release({0, 1, 1}), StateError);
-  EXPECT_EQ(world.table.chunk(0).pins, 1);
+  EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 1);
   EXPECT_EQ(world.table.tensor_state(1), kCompute);
   world.release({0, 1});
   EXPECT_THROW(world.release({0}), StateError);
@@ -118,7 +118,7 @@ TEST(States, WritingWhatIsNotOnDeviceIsRefused) {
   world.empty_device();
   world.access({0});
   EXPECT_THROW(world.release({0}, true), StateError);
-  EXPECT_EQ(world.table.chunk(0).pins, 1);
+  EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 1);
   world.release({0});
   world.complete_all();
   EXPECT_EQ(world.valid(0), "DEVICE+HOST");
@@ -173,7 +173,7 @@ TEST(States, ReleaseAllAsWrittenKeepsWhatWasWritten) {
   world.wait_ready({0});
   EXPECT_EQ(text(world.table.release_all(true)), "DROP 0 HOST");
   EXPECT_EQ(world.table.tensor_state(0), kHold);
-  EXPECT_EQ(world.table.chunk(0).pins, 0);
+  EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 0);
   world.table.check_invariants();
 }
 

@@ -20,7 +20,8 @@ long double value_of(const ExactSquares& squares) {
     long double bin = 0;
     for (int limb = kSquareLimbs - 1; limb >= 0; --limb) {
       bin = std::ldexp(bin, kSquareLimbBits) +
-            static_cast<long double>(squares[static_cast<size_t>(exponent * kSquareLimbs + limb)]);
+            static_cast<long double>(
+                squares[static_cast<size_t>(exponent) * kSquareLimbs + static_cast<size_t>(limb)]);
     }
     sum += std::ldexp(bin, 2 * (std::max(exponent, 1) - 150));
   }

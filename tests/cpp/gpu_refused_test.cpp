@@ -47,7 +47,8 @@ int make_a_link_without_a_thread() {
   const auto lanes = std::make_shared<GpuLanes>(gpu);
   EXPECT_EQ(gpu->num_streams, 2);
   try {
-    const StagedLink link(lanes, file, Link::kDiskRead, [](const StagedJob&, TransferResult) {});
+    const StagedLink link(lanes, file, Link::kDiskRead,
+                          [](const StagedJob&, const TransferResult&) {});
     if (gpu->possible) ADD_FAILURE() << "the link has a thread";
   } catch (const ThreadError& error) {
     EXPECT_EQ(error.code(), EAGAIN);
