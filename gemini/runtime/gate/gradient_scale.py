@@ -18,8 +18,8 @@ _KEY = "gemini: the scaled losses of the backward pass under way"
 
 
 def _stash(key: str, value: object) -> None:
-    """Put ``value`` where autograd takes it along to its threads. torch 2.8 keeps it without a reference of its
-    own, but gives one back."""
+    """Put ``value`` where autograd takes it along to its threads. torch 2.8 keeps it without a reference of
+    its own, but gives one back."""
     if _takes_references():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
