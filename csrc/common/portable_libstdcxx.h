@@ -4,8 +4,8 @@
 #include <version>
 
 #ifdef __GLIBCXX__
-// GCC 12 gave this function a second version that differs in `noexcept` alone. Taken at the first one, the module also
-// loads with the libstdc++ of GCC 11, which is what manylinux_2_34 allows.
+// GCC 12 gave this function a second version that differs in `noexcept` alone. Taken at the first
+// one, the module also loads with the libstdc++ of GCC 11, which is what manylinux_2_34 allows.
 __asm__(
     ".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE,"
     "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE@GLIBCXX_3.4.11");

@@ -3,8 +3,11 @@ have gradients of the same losses, and how much of them is in no chunk."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Protocol
 from weakref import WeakSet
 
@@ -50,6 +53,25 @@ class Slot(Protocol):
         """Give up the gradient's memory."""
 
 
+def _stash(key: str, value: object) -> None:
+    """Put ``value`` where autograd takes it along to its threads. torch 2.8 keeps it without a reference of
+    its own, but gives one back."""
+    if _takes_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+@cache
+def _takes_references() -> bool:
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("gemini: probe of references", probe)
+    takes = sys.getrefcount(probe) == before
+    if takes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return takes
+
+
 class ScaledLosses:
     """What one optimizer scales from one of its steps to the next, and the models with gradients of it."""
 
@@ -66,11 +88,11 @@ class ScaledLosses:
         """Run the backward pass of a loss times ``scale`` within the block. Passes may be within others."""
         outer = _pass_under_way()
         # Not an attribute of a model: the pass reaches others. Autograd takes this along to its own threads.
-        torch._C._stash_obj_in_tls(_KEY, (self, scale))
+        _stash(_KEY, (self, scale))
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(_KEY, outer)
+            _stash(_KEY, outer)
 
 
 class GradientScale:
