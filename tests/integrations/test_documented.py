@@ -37,7 +37,9 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
 def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path) -> None:
     (program,) = programs_of("finetune.md")
     run(program, tmp_path)
-    (line,) = re.findall(r"^    gemini (finetune --model toy .*)$", (DOCS / "finetune.md").read_text(), flags=re.M)
+    (line,) = re.findall(
+        r"^    gemini (finetune --model toy .*)$", (DOCS / "finetune.md").read_text(), flags=re.M
+    )
     (tmp_path / "README.md").write_text("all work and no play " * 400)
     words = [*line.split(), "--quiet"]
     run(f"import sys\nfrom gemini.cli.main import main\nsys.exit(main({words}))", tmp_path)
