@@ -34,6 +34,19 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
 
 
+def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path) -> None:
+    (program,) = programs_of("finetune.md")
+    run(program, tmp_path)
+    (line,) = re.findall(
+        r"^    gemini (finetune --model toy .*)$", (DOCS / "finetune.md").read_text(), flags=re.M
+    )
+    (tmp_path / "README.md").write_text("all work and no play " * 400)
+    words = [*line.split(), "--quiet"]
+    run(f"import sys\nfrom gemini.cli.main import main\nsys.exit(main({words}))", tmp_path)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "toy" / "model")
+    assert tuned.num_parameters() == 1_115_520
+
+
 def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="only the extra 'test' brings it")
     (program,) = programs_of("lightning.md")
