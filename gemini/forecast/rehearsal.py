@@ -167,7 +167,7 @@ class _MetaChunks(ChunkManager):
         self._in_flight = {}
         self._disk = DiskFile(self.budgets, 0, self.table)
         self._unfounded = set()
-        self._needs_reconcile = self._under_pressure = self._closed = False
+        self._needs_reconcile = self._under_pressure = self._closed = self._runs_behind = False
 
     def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
         self.chunks.append(_MetaChunk(self.table.add_chunk(spec.nbytes), spec))
