@@ -73,12 +73,14 @@ check_toolchain() {
 make_venv() {
   local want
   # The path is part of it: a virtual environment does not survive being copied or moved.
-  want=$(digest "$PWD" "$("$python" -c 'import sys; print(sys.executable, sys.version)')" \
+  want=$(digest "$PWD" "$("$python" -c 'import sys; print(sys.base_prefix, sys.version)')" \
     "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${ALONE[@]}" "${CHECKERS[@]}" "${SITE[@]}" < constraints.txt)
   if is_fresh venv "$want"; then return; fi
   check_toolchain
   install_system_packages
   say "creating $VENV and installing the pinned packages (the first time takes some minutes)"
+  # Where the shell has the environment active, $python is its own: what makes it anew must not lie in it.
+  python=$("$python" -c 'import sys; print(sys._base_executable)')
   # In two steps, because venv hides what ensurepip says when it fails.
   quietly "$python" -m venv --clear --without-pip "$VENV" || die "could not create $VENV"
   quietly "$VENV/bin/python" -m ensurepip --default-pip \
