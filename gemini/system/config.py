@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from difflib import get_close_matches
 from typing import Any
 
 from gemini.errors import ConfigError
@@ -69,6 +70,7 @@ def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str
     """Raise TypeError, in the name of what was ``called``, for an option that nothing would read."""
     unknown = sorted(options.keys() - known)
     if unknown:
-        raise TypeError(
-            f"{called} has no argument {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}"
-        )
+        meant = [near for name in unknown for near in get_close_matches(name, known, 1)]
+        guess = f" (did you mean {', '.join(meant)}?)" if meant else ""
+        wrong = ", ".join(map(repr, unknown))
+        raise TypeError(f"{called} has no argument {wrong}{guess}; it has {', '.join(sorted(known))}")

@@ -348,7 +348,7 @@ def test_what_cannot_be_managed_is_refused_and_left_as_it_was(tmp_path: Path) ->
         gemini.manage(model, device_bytes="8KiB")
     assert type(model) is Net
     assert type(model.embed.weight) is nn.Parameter
-    with pytest.raises(TypeError, match="no argument 'device_byte'"):
+    with pytest.raises(TypeError, match=r"no argument 'device_byte' \(did you mean device_bytes\?\)"):
         gemini.manage(model, device_byte="8KiB")
     with pytest.raises(ConfigError, match=r"takes an nn\.Module"):
         gemini.manage([model])  # type: ignore[arg-type]
