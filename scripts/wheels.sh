@@ -5,14 +5,15 @@
 #   scripts/wheels.sh smoke  [PYTHON[=TORCH]...]   its wheel with that torch in a fresh environment: import, train, verify
 #   scripts/wheels.sh laws   [PYTHON[=TORCH]...]   the same, and the tests that state the laws
 #   scripts/wheels.sh extras [PYTHON[=TORCH]...]   in a fresh environment: each extra brings what it names
-#   scripts/wheels.sh all    [PYTHON...]           build and smoke
+#   scripts/wheels.sh all    [PYTHON...]           build all, then smoke
 #   scripts/wheels.sh table                        what has been tried, as a table in Markdown
 #
 # PYTHON is a version (3.12: on PATH or under pyenv) or the path of an interpreter; without any, all of 3.10 to 3.14 that are
 # found. TORCH is a version (2.8.0); without it, what pip chooses. So `laws 3.11=2.8.0 3.11=2.14.1` is a matrix over torch.
 #
-# What succeeded is not done again until the source changes; --again does it all the same. Environments are removed after
-# success, --keep leaves them in build/wheels. pip's settings say where torch comes from, and so which build of it.
+# What succeeded is not done again until the source changes, and a wheel that is older than it is built anew first; --again
+# does it all the same. Environments are removed after success, --keep leaves them in build/wheels. pip's settings say where
+# torch comes from, and so which build of it.
 # torch is no part of the build: a wheel is for one CPython and every torch that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -144,6 +145,7 @@ try_wheel() {
   [[ $2 == *=* ]] || torch=
   python=$(interpreter "${2%%=*}") || die "no interpreter ${2%%=*}"
   tag=$(tag_of "$python")
+  build "${2%%=*}" || return 1
   wheel=$(wheel_of "$tag")
   local name=$what-$tag-torch${torch:-any}
   want=$({ cat "$wheel"; [ "$what" != laws ] || (cd tests && cat "${LAWS[@]}"); } | digest)
@@ -159,8 +161,9 @@ try_wheel() {
   say "$name: $what with torch $torch"
   local held=0 said=
   (cd "$place" && logged "$WORK/$name.log" "run_$what" "$venv" "$wheel") || held=1
-  said=$(grep -E '[0-9] (passed|failed)' "$WORK/$name.log" | tail -n 1 | sed -E 's/ in .*//; s/=//g') || said=ok
-  if [ "$held" != 0 ]; then say "$name: FAILED with torch $torch: $said; its environment stays: $venv"; return 1; fi
+  said=$(grep -E '[0-9] (passed|failed)' "$WORK/$name.log" | tail -n 1 | sed -E 's/ in .*//; s/=//g') || said=
+  if [ "$held" != 0 ]; then say "$name: FAILED with torch $torch: ${said:-see $WORK/$name.log}; its environment stays: $venv"; return 1; fi
+  said=${said:-ok}
   [ -n "$keep" ] || rm -rf "$venv" "$place"
   mark_done "$name" "$want" "| ${tag} | $torch | $what | ${said} |"
   say "$name: ok with torch $torch: $said, $((SECONDS - start)) s"
