@@ -52,7 +52,8 @@ def run_on_ranks(
     """
     workers = _WORKERS.first(world_size)
     try:
-        with tempfile.TemporaryDirectory() as directory:
+        # A rank's signs of life may be written to the store after its function has returned.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             store = str(Path(directory, "store"))
             for rank, worker in enumerate(workers):
                 worker.send(_Job(function, args, rank, world_size, store, timeout, backend))
