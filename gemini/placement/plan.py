@@ -121,7 +121,7 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
         wanted = size.total_bytes - (room - passing)  # below DEVICE
         host_least = min(wanted, wanted - disk + size.largest_chunk_bytes)
         disk_least = min(size.total_bytes, wanted, wanted - host + size.largest_chunk_bytes)
-        more_disk = "raise disk_bytes to" if disk else "give disk_dir; it takes disk_bytes of"
+        more_disk = "raise disk_bytes to" if disk else "give disk_dir and disk_bytes of"
         raise DeviceTooSmallError(
             f"the model data is {size.total_bytes} bytes but the tiers hold {max(held, 0)} besides the "
             f"largest update: DEVICE {room}, HOST {host}, DISK {disk}",
