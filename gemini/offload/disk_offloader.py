@@ -291,15 +291,13 @@ class DiskOffloader:
             raise failure
 
     def _finish_one(self, request: _Request) -> None:
-        arrived = False
         try:
             self._file.wait(request.transfer)
-            arrived = True
         except Exception:
             # The bytes are where they were: a failed write released nothing, a failed read can be repeated.
-            self._end(request, arrived)
+            self._end(request, arrived=False)
             raise
-        self._end(request, arrived)
+        self._end(request, arrived=True)
         if request.callback is not None:
             request.callback()
 
