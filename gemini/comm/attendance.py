@@ -19,13 +19,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from gemini.errors import ConfigError, StateError
-from gemini.system.threads import start_thread
+from gemini.system.threads import start_thread, wait_until_idle
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ _PATIENCE_SECONDS = 60.0
 _BEATS = 30  # within the patience
 _LONGEST_BEAT_SECONDS = 1.0
 _MISSED_BEATS = 3  # after which a rank is gone, once a connection has broken
+
+_GLOO_THREADS = "pt_gloo_runloop"  # as torch names them
+_GLOO_SECONDS = 1.0
 
 _SLOWEST_BYTES_PER_S = 2**20  # of a network that anybody would train over
 
@@ -110,6 +114,7 @@ class Attendance:
         self._broke = ""  # what was found when a connection broke
         self._looks_until = self._since_s = 0.0
         self._wake, self._told = threading.Event(), threading.Event()
+        end_gloo_gently()
         self._publish()
         beats = threading.Thread(
             target=_give_beats, args=(weakref.ref(self), self._wake, self._beat_s), daemon=True
@@ -311,6 +316,13 @@ def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seco
         found = attendance()
         goes_on = found is not None and found.beat()
         del found
+
+
+@cache
+def end_gloo_gently() -> None:
+    """See to it that gloo's threads have let go of what they worked on when this program ends. One that is
+    the last to hold a tensor of Python frees it, which aborts a process whose interpreter has ended."""
+    atexit.register(wait_until_idle, _GLOO_THREADS, _GLOO_SECONDS)
 
 
 def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:

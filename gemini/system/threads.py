@@ -7,12 +7,17 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from gemini.errors import ThreadError
 
 _Work = Callable[[], None]
+
+_TASKS = Path("/proc/self/task")
+_LOOK_SECONDS = 0.001
 
 
 def start_thread(thread: threading.Thread, purpose: str) -> None:
@@ -29,6 +34,28 @@ def usable_processors() -> set[int]:
         return os.sched_getaffinity(0)
     except OSError:  # a sandbox forbids the call
         return set(range(os.cpu_count() or 1))
+
+
+def wait_until_idle(name: str, seconds: float) -> bool:
+    """Wait until every thread of this process whose name, as the system knows it, begins with ``name`` is
+    asleep, at most ``seconds``. Return whether they are, True where the system does not show its threads."""
+    ends, idle_looks = time.monotonic() + seconds, 0
+    while idle_looks < 2:  # one that waited for Python's lock has had it in between
+        is_idle = not any(_runs(task, name) for task in _TASKS.glob("*"))
+        if not is_idle and time.monotonic() > ends:
+            return False
+        idle_looks = idle_looks + 1 if is_idle else 0
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _runs(task: Path, name: str) -> bool:
+    try:
+        _, said = (task / "stat").read_text().split(" (", 1)
+    except OSError:  # it has ended
+        return False
+    found, state = said.rsplit(") ", 1)
+    return found.startswith(name) and state[0] != "S"
 
 
 class Workers:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini.comm.attendance import end_gloo_gently
 from gemini.comm.collectives import join_ranks
 from gemini.errors import ConfigError
 from gemini.parallel.launch.config import read_config
@@ -148,6 +149,7 @@ def _launch(
 
 def _join(place: Place | None, backend: str | None, timeout: timedelta | None) -> None:
     """Make the group of all processes."""
+    end_gloo_gently()
     if place is None:
         environ = os.environ
         found = _torchrun_place()
