@@ -56,7 +56,7 @@ struct AsyncFile::Parts {
 
   RequestQueue::Steps steps() {
     return {[this](const IoPiece& piece) {
-              if (checksums && piece.is_write) checksums->remember(piece);
+              if (checksums && piece.is_write()) checksums->remember(piece);
             },
             [this](const IoPiece& piece) { return complete(piece); }};
   }
@@ -66,7 +66,7 @@ struct AsyncFile::Parts {
       return std::make_exception_ptr(
           IoError(code, file.path(), piece.position, "cannot write back"));
     }
-    if (!checksums || piece.is_write) return nullptr;
+    if (!checksums || piece.is_write()) return nullptr;
     const int64_t damaged = checksums->find_damage(piece);
     if (damaged < 0) return nullptr;
     return std::make_exception_ptr(ChecksumError(
@@ -76,7 +76,7 @@ struct AsyncFile::Parts {
   int forget_cached(const IoPiece& piece) {
     const StripedFile::Stretch part = file.locate(piece.position, piece.nbytes);
     UnlinkedFile& home = file.file(part.file);
-    return home.direct() ? 0 : home.forget_cached(part.offset, part.nbytes, piece.is_write);
+    return home.direct() ? 0 : home.forget_cached(part.offset, part.nbytes, piece.is_write());
   }
 
   StripedFile file;
@@ -129,26 +129,26 @@ void AsyncFile::discard(int64_t offset, int64_t nbytes) {
 AsyncFile::Ticket AsyncFile::read(void* buffer, int64_t nbytes, int64_t offset) {
   process_.require("this AsyncFile");
   check_range(nbytes, offset);
-  return submit(false, {{buffer, static_cast<size_t>(nbytes)}}, offset);
+  return submit(IoKind::kRead, {{buffer, static_cast<size_t>(nbytes)}}, offset);
 }
 
 AsyncFile::Ticket AsyncFile::write(const void* buffer, int64_t nbytes, int64_t offset) {
   process_.require("this AsyncFile");
   check_range(nbytes, offset);
   // One type serves both directions; a piece that writes only reads its buffer.
-  return submit(true, {{const_cast<void*>(buffer), static_cast<size_t>(nbytes)}}, offset);
+  return submit(IoKind::kWrite, {{const_cast<void*>(buffer), static_cast<size_t>(nbytes)}}, offset);
 }
 
 AsyncFile::Ticket AsyncFile::readv(const std::vector<iovec>& areas, int64_t offset) {
   process_.require("this AsyncFile");
   check_range(total_bytes(areas), offset);
-  return submit(false, areas, offset);
+  return submit(IoKind::kRead, areas, offset);
 }
 
 AsyncFile::Ticket AsyncFile::writev(const std::vector<iovec>& areas, int64_t offset) {
   process_.require("this AsyncFile");
   check_range(total_bytes(areas), offset);
-  return submit(true, areas, offset);
+  return submit(IoKind::kWrite, areas, offset);
 }
 
 void AsyncFile::check_range(int64_t nbytes, int64_t offset) const {
@@ -171,15 +171,14 @@ void AsyncFile::check_alignment(const std::vector<iovec>& areas, int64_t offset)
   }
 }
 
-AsyncFile::Ticket AsyncFile::submit(bool is_write, const std::vector<iovec>& areas,
-                                    int64_t offset) {
+AsyncFile::Ticket AsyncFile::submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset) {
   check_alignment(areas, offset);
-  const Ticket ticket = parts_->queue.push(cut(is_write, areas, offset));
+  const Ticket ticket = parts_->queue.push(cut(kind, areas, offset));
   parts_->backend->wake();
   return ticket;
 }
 
-std::vector<IoPiece> AsyncFile::cut(bool is_write, const std::vector<iovec>& areas,
+std::vector<IoPiece> AsyncFile::cut(IoKind kind, const std::vector<iovec>& areas,
                                     int64_t position) const {
   const int64_t end = position + total_bytes(areas);
   std::vector<IoPiece> pieces;
@@ -188,7 +187,7 @@ std::vector<IoPiece> AsyncFile::cut(bool is_write, const std::vector<iovec>& are
   while (position < end) {
     const StripedFile::Stretch stretch = parts_->file.locate(position, end - position);
     IoPiece& piece = pieces.emplace_back();
-    piece.is_write = is_write;
+    piece.kind = kind;
     piece.file = stretch.file;
     piece.offset = stretch.offset;
     piece.position = position;

@@ -89,10 +89,10 @@ class AsyncFile {
  private:
   struct Parts;  // what threads use
 
-  [[nodiscard]] Ticket submit(bool is_write, const std::vector<iovec>& areas, int64_t offset);
+  [[nodiscard]] Ticket submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset);
   void check_range(int64_t nbytes, int64_t offset) const;
   void check_alignment(const std::vector<iovec>& areas, int64_t offset) const;
-  [[nodiscard]] std::vector<IoPiece> cut(bool is_write, const std::vector<iovec>& areas,
+  [[nodiscard]] std::vector<IoPiece> cut(IoKind kind, const std::vector<iovec>& areas,
                                          int64_t position) const;
 
   ProcessGuard process_;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "aio/io_piece.h"
+
 namespace gemini {
 
 // Lets everything through. Called by the threads of a backend, several at a time.
@@ -12,13 +14,13 @@ class IoHook {
 
   // Before a request: the most bytes it may move, or a negated errno to fail with unexecuted.
   // `position` is in the AsyncFile. May block.
-  [[nodiscard]] virtual int64_t before(bool is_write, int64_t nbytes, int64_t position) {
-    (void)is_write, (void)position;
+  [[nodiscard]] virtual int64_t before(IoKind kind, int64_t nbytes, int64_t position) {
+    (void)kind, (void)position;
     return nbytes;
   }
   // After it: what to report instead of `result`, the bytes moved or a negated errno.
-  [[nodiscard]] virtual int64_t after(bool is_write, int64_t result, int64_t position) {
-    (void)is_write, (void)position;
+  [[nodiscard]] virtual int64_t after(IoKind kind, int64_t result, int64_t position) {
+    (void)kind, (void)position;
     return result;
   }
   // Before disk space is reserved: an errno to fail with, or 0.

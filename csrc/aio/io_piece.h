@@ -9,9 +9,11 @@
 
 namespace gemini {
 
+enum class IoKind : bool { kRead, kWrite };
+
 struct IoPiece {
   uint64_t ticket = 0;
-  bool is_write = false;
+  IoKind kind = IoKind::kRead;
   int file = 0;              // index among the descriptors of the backend
   int64_t offset = 0;        // in that file
   int64_t position = 0;      // in the AsyncFile, which may be striped over several files
@@ -19,6 +21,8 @@ struct IoPiece {
   std::vector<iovec> areas;  // memory, in the order of the file; at least one
   int64_t done_bytes = 0;    // transferred already
   int retries = 0;           // without progress since then
+
+  [[nodiscard]] bool is_write() const { return kind == IoKind::kWrite; }
 
   // The memory still to be transferred, at most `most` bytes of it.
   [[nodiscard]] std::vector<iovec> rest(int64_t most) const {

@@ -43,10 +43,10 @@ RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
   return ticket;
 }
 
-bool RequestQueue::take_waiting(IoPiece& piece, bool wait) {
+bool RequestQueue::take_waiting(IoPiece& piece, IfEmpty if_empty) {
   const Lock lock(mutex_);
   for (;;) {
-    while (wait && !stopping_ && waiting_.empty()) piece_ready_.wait(mutex_);
+    while (if_empty == IfEmpty::kWait && !stopping_ && waiting_.empty()) piece_ready_.wait(mutex_);
     if (waiting_.empty()) return false;
     piece = std::move(waiting_.front());
     waiting_.pop_front();
@@ -57,8 +57,8 @@ bool RequestQueue::take_waiting(IoPiece& piece, bool wait) {
   }
 }
 
-bool RequestQueue::take(IoPiece& piece, bool wait) {
-  if (!take_waiting(piece, wait)) return false;
+bool RequestQueue::take(IoPiece& piece, IfEmpty if_empty) {
+  if (!take_waiting(piece, if_empty)) return false;
   if (steps_.prepare) steps_.prepare(piece);
   return true;
 }
@@ -66,7 +66,7 @@ bool RequestQueue::take(IoPiece& piece, bool wait) {
 int64_t RequestQueue::allowed(const IoPiece& piece) {
   const int64_t left = piece.nbytes - piece.done_bytes;
   if (!hook_) return left;
-  const int64_t most = hook_->before(piece.is_write, left, piece.position + piece.done_bytes);
+  const int64_t most = hook_->before(piece.kind, left, piece.position + piece.done_bytes);
   if (most < 0 || !whole_pages_) return most;
   return std::min(round_up(most, kPageBytes), left);
 }
@@ -81,7 +81,7 @@ int64_t RequestQueue::usable(const IoPiece& piece, int64_t result) const {
 }
 
 bool RequestQueue::settle(IoPiece& piece, int64_t result) {
-  if (hook_) result = hook_->after(piece.is_write, result, piece.position + piece.done_bytes);
+  if (hook_) result = hook_->after(piece.kind, result, piece.position + piece.done_bytes);
   result = usable(piece, result);
   if (result > 0) {
     piece.done_bytes += result;
@@ -99,7 +99,7 @@ bool RequestQueue::settle(IoPiece& piece, int64_t result) {
 
 void RequestQueue::fail(const IoPiece& piece, int code, const std::string& why) {
   const std::string left = std::to_string(piece.nbytes - piece.done_bytes);
-  const char* const doing = piece.is_write ? "cannot write " : "cannot read ";
+  const char* const doing = piece.is_write() ? "cannot write " : "cannot read ";
   finish(piece, std::make_exception_ptr(IoError(code, path_, piece.position + piece.done_bytes,
                                                 why + doing + left + " bytes of")));
 }
@@ -108,7 +108,7 @@ void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error)
   const Lock lock(mutex_);
   if (!error) {
     ++stats_.requests;
-    (piece.is_write ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
+    (piece.is_write() ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
   }
   finish_locked(piece, error);
 }

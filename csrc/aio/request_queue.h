@@ -53,8 +53,9 @@ class RequestQueue {
 
   // -- the backend's side
 
-  // Moves the next piece to `piece`; false when there is none, with `wait` only after `stop`.
-  [[nodiscard]] bool take(IoPiece& piece, bool wait);
+  enum class IfEmpty : bool { kReturn, kWait };
+  // Moves the next piece to `piece`; false when there is none, with kWait only after `stop`.
+  [[nodiscard]] bool take(IoPiece& piece, IfEmpty if_empty);
   // The most bytes the next attempt at `piece` may move, or a negated errno that is its result.
   [[nodiscard]] int64_t allowed(const IoPiece& piece);
   // Judges one attempt by `result`, the bytes moved or a negated errno. True: attempt the rest.
@@ -77,7 +78,7 @@ class RequestQueue {
     bool reported;
   };
 
-  [[nodiscard]] bool take_waiting(IoPiece& piece, bool wait);
+  [[nodiscard]] bool take_waiting(IoPiece& piece, IfEmpty if_empty);
   [[nodiscard]] int64_t usable(const IoPiece& piece, int64_t result) const;
   void finish(const IoPiece& piece, const std::exception_ptr& error);
   void finish_locked(const IoPiece& piece, const std::exception_ptr& error) GEMINI_REQUIRES(mutex_);

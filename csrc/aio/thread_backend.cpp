@@ -14,8 +14,9 @@ namespace gemini {
 namespace {
 
 // One system call. Returns the bytes it moved or a negated errno.
-int64_t transfer(int fd, const std::vector<iovec>& areas, int64_t offset, bool is_write) {
+int64_t transfer(int fd, const std::vector<iovec>& areas, int64_t offset, IoKind kind) {
   const int count = static_cast<int>(areas.size());
+  const bool is_write = kind == IoKind::kWrite;
   ssize_t result = 0;
   if (count == 1) {
     result = is_write ? ::pwrite(fd, areas[0].iov_base, areas[0].iov_len, offset)
@@ -51,7 +52,7 @@ void ThreadBackend::join() noexcept {
 
 void ThreadBackend::work() {
   IoPiece piece;
-  while (queue_.take(piece, /*wait=*/true)) {
+  while (queue_.take(piece, RequestQueue::IfEmpty::kWait)) {
     const int64_t executing = ++executing_;
     if (queue_.has_waiting()) depth_.sample(executing);
     while (queue_.settle(piece, execute(piece))) {
@@ -70,9 +71,9 @@ int64_t ThreadBackend::execute(const IoPiece& piece) {
   const std::vector<iovec> areas = piece.rest(allowed);
   const int64_t offset = piece.offset + piece.done_bytes;
   ++system_calls_;
-  if (!one_writer_ || !piece.is_write) return transfer(fd, areas, offset, piece.is_write);
+  if (!one_writer_ || !piece.is_write()) return transfer(fd, areas, offset, piece.kind);
   const Lock turn(write_turn_);
-  return transfer(fd, areas, offset, piece.is_write);
+  return transfer(fd, areas, offset, piece.kind);
 }
 
 BackendStats ThreadBackend::stats() const {

@@ -145,7 +145,7 @@ class UringBackend final : public IoBackend {
   // Blocks until there is a piece, and starts it. False when the queue has stopped.
   bool wait_for_work() {
     const size_t index = free_.back();
-    if (!queue_.take(slots_[index].piece, /*wait=*/true)) return false;
+    if (!queue_.take(slots_[index].piece, RequestQueue::IfEmpty::kWait)) return false;
     free_.pop_back();
     start(index);
     return true;
@@ -155,7 +155,7 @@ class UringBackend final : public IoBackend {
   void fill() {
     while (!free_.empty() && queue_.has_waiting()) {
       const size_t index = free_.back();
-      if (!queue_.take(slots_[index].piece, /*wait=*/false)) return;
+      if (!queue_.take(slots_[index].piece, RequestQueue::IfEmpty::kReturn)) return;
       free_.pop_back();
       start(index);
     }
@@ -214,14 +214,14 @@ class UringBackend final : public IoBackend {
     const int fd = fixed_files_ ? piece.file : descriptors_[file];
     const int pinned = count == 1 ? pinned_index(area) : -1;
     if (count > 1) {
-      piece.is_write ? ::io_uring_prep_writev(sqe, fd, slot.areas.data(), count, offset)
-                     : ::io_uring_prep_readv(sqe, fd, slot.areas.data(), count, offset);
+      piece.is_write() ? ::io_uring_prep_writev(sqe, fd, slot.areas.data(), count, offset)
+                       : ::io_uring_prep_readv(sqe, fd, slot.areas.data(), count, offset);
     } else if (pinned >= 0) {
-      piece.is_write ? ::io_uring_prep_write_fixed(sqe, fd, area.iov_base, length, offset, pinned)
-                     : ::io_uring_prep_read_fixed(sqe, fd, area.iov_base, length, offset, pinned);
+      piece.is_write() ? ::io_uring_prep_write_fixed(sqe, fd, area.iov_base, length, offset, pinned)
+                       : ::io_uring_prep_read_fixed(sqe, fd, area.iov_base, length, offset, pinned);
     } else {
-      piece.is_write ? ::io_uring_prep_write(sqe, fd, area.iov_base, length, offset)
-                     : ::io_uring_prep_read(sqe, fd, area.iov_base, length, offset);
+      piece.is_write() ? ::io_uring_prep_write(sqe, fd, area.iov_base, length, offset)
+                       : ::io_uring_prep_read(sqe, fd, area.iov_base, length, offset);
     }
     if (fixed_files_) sqe->flags |= IOSQE_FIXED_FILE;
     sqe->user_data = index;

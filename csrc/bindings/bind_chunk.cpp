@@ -24,6 +24,8 @@ namespace gemini {
 
 namespace {
 
+Use use_of(bool dirty) { return dirty ? Use::kWritten : Use::kRead; }
+
 // Tensor ids from a Python tuple or list, without an allocation for up to 32 of them.
 class IdList {
  public:
@@ -208,12 +210,12 @@ void bind_operators(Table& table) {
       .def(
           "release",
           [](ChunkTable& self, py::handle tensors, bool dirty) {
-            return to_tuple(self.release(IdList(tensors).view(), dirty));
+            return to_tuple(self.release(IdList(tensors).view(), use_of(dirty)));
           },
           py::arg("tensors"), py::arg("dirty"))
       .def(
           "release_all",
-          [](ChunkTable& self, bool dirty) { return to_tuple(self.release_all(dirty)); },
+          [](ChunkTable& self, bool dirty) { return to_tuple(self.release_all(use_of(dirty))); },
           py::kw_only(), py::arg("dirty") = false)
       .def(
           "free",

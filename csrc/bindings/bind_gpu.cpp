@@ -145,12 +145,22 @@ void bind_gpu_memory(py::module_& m) {
              return std::make_unique<GpuArena>(gpu.lanes, capacity_bytes, unit_bytes);
            }),
            py::arg("gpu"), py::arg("capacity_bytes"), py::arg("unit_bytes") = 0)
-      .def("map", &GpuArena::map, ReleaseGil(), py::arg("window"), py::kw_only(),
-           py::arg("zero") = false, "Put memory under a window for operators.")
+      .def(
+          "map",
+          [](GpuArena& self, GpuWindow& window, bool zero) {
+            self.map(window, zero ? Content::kZeros : Content::kAny);
+          },
+          ReleaseGil(), py::arg("window"), py::kw_only(), py::arg("zero") = false,
+          "Put memory under a window for operators.")
       .def("map_incoming", &GpuArena::map_incoming, ReleaseGil(), py::arg("window"),
            "Put memory under a window for a transfer to it.")
-      .def("unmap", &GpuArena::unmap, ReleaseGil(), py::arg("window"), py::kw_only(),
-           py::arg("park") = true, "Take the memory from a window, after what uses it.")
+      .def(
+          "unmap",
+          [](GpuArena& self, GpuWindow& window, bool park) {
+            self.unmap(window, park ? Spare::kParked : Spare::kReturned);
+          },
+          ReleaseGil(), py::arg("window"), py::kw_only(), py::arg("park") = true,
+          "Take the memory from a window, after what uses it.")
       .def("trim", &GpuArena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,
            "Return parked memory to the GPU until at most this much is left.")
       .def_property_readonly("mapped_bytes", &GpuArena::mapped_bytes)
@@ -174,12 +184,22 @@ void bind_host_memory(py::module_& m) {
              return std::make_unique<PinnedArena>(gpu.lanes, capacity_bytes, pin);
            }),
            py::arg("gpu"), py::arg("capacity_bytes"), py::kw_only(), py::arg("pin") = true)
-      .def("map", &PinnedArena::map, ReleaseGil(), py::arg("place"), py::kw_only(),
-           py::arg("zero") = false, "Give a place memory.")
+      .def(
+          "map",
+          [](PinnedArena& self, HostPlace& window, bool zero) {
+            self.map(window, zero ? Content::kZeros : Content::kAny);
+          },
+          ReleaseGil(), py::arg("place"), py::kw_only(), py::arg("zero") = false,
+          "Give a place memory.")
       .def("wait", &PinnedArena::await, ReleaseGil(), py::arg("place"),
            "Block until nothing given to the GPU uses the place any more.")
-      .def("unmap", &PinnedArena::unmap, ReleaseGil(), py::arg("place"), py::kw_only(),
-           py::arg("park") = true, "Take the memory from a place, after what uses it.")
+      .def(
+          "unmap",
+          [](PinnedArena& self, HostPlace& window, bool park) {
+            self.unmap(window, park ? Spare::kParked : Spare::kReturned);
+          },
+          ReleaseGil(), py::arg("place"), py::kw_only(), py::arg("park") = true,
+          "Take the memory from a place, after what uses it.")
       .def("trim", &PinnedArena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,
            "Return parked memory to the system until at most this much is left.")
       .def_property_readonly("mapped_bytes", &PinnedArena::mapped_bytes)

@@ -84,12 +84,20 @@ void bind_windows(py::module_& m) {
 void bind_arena(py::module_& m) {
   py::class_<Arena>(m, "Arena", "The memory of one tier: a hard limit, recycled between windows.")
       .def(py::init<int64_t>(), py::arg("capacity_bytes"))
-      .def("map", &Arena::map, ReleaseGil(), py::arg("window"), py::kw_only(),
-           py::arg("zero") = false,
-           "Put memory under a window, any content unless zero. Raises OutOfBudgetError.")
-      .def("unmap", &Arena::unmap, ReleaseGil(), py::arg("window"), py::kw_only(),
-           py::arg("park") = true,
-           "Take the memory from a window; park keeps it for the next windows.")
+      .def(
+          "map",
+          [](Arena& self, Window& window, bool zero) {
+            self.map(window, zero ? Content::kZeros : Content::kAny);
+          },
+          ReleaseGil(), py::arg("window"), py::kw_only(), py::arg("zero") = false,
+          "Put memory under a window, any content unless zero. Raises OutOfBudgetError.")
+      .def(
+          "unmap",
+          [](Arena& self, Window& window, bool park) {
+            self.unmap(window, park ? Spare::kParked : Spare::kReturned);
+          },
+          ReleaseGil(), py::arg("window"), py::kw_only(), py::arg("park") = true,
+          "Take the memory from a window; park keeps it for the next windows.")
       .def("trim", &Arena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,
            "Return parked memory to the system until at most this much is left.")
       .def_property_readonly("mapped_bytes", &Arena::mapped_bytes)

@@ -174,10 +174,10 @@ bool ChunkTable::ready(std::span<const TensorId> tensors) const {
 }
 
 // Lowers the number of accesses of each tensor, or throws with all of them as before.
-void ChunkTable::claim_releases(std::span<const TensorId> tensors, bool dirty) {
+void ChunkTable::claim_releases(std::span<const TensorId> tensors, Use use) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     Tensor& tensor = mut(tensors[i]);
-    const bool written_nowhere = dirty && !usable(tensor);
+    const bool written_nowhere = use == Use::kWritten && !usable(tensor);
     if (tensor.num_accesses > 0 && !written_nowhere) {
       --tensor.num_accesses;
       continue;
@@ -196,30 +196,30 @@ void ChunkTable::mark_dirty(const Tensor& tensor, Actions& actions) {
   record_.note_written(tensor.chunk);
 }
 
-Actions ChunkTable::release(std::span<const TensorId> tensors, bool dirty) {
+Actions ChunkTable::release(std::span<const TensorId> tensors, Use use) {
   require_compute(tensors);
-  claim_releases(tensors, dirty);
+  claim_releases(tensors, use);
   Actions actions;
   for (const TensorId tensor : tensors) {
-    if (dirty) {
+    if (use == Use::kWritten) {
       mark_dirty(mut(tensor), actions);
       if (on_trace() && schedule_->planned()) written_.add(mut(tensor).chunk);
     }
     end_access(tensor);
   }
-  if (dirty && on_trace() && schedule_->planned()) {
+  if (use == Use::kWritten && on_trace() && schedule_->planned()) {
     written_.start(chunks_, *schedule_, moment_, actions);
   }
   audit();
   return actions;
 }
 
-Actions ChunkTable::release_all(bool dirty) {
+Actions ChunkTable::release_all(Use use) {
   Actions actions;
   for (TensorId id = 0; id < num_tensors(); ++id) {
     Tensor& tensor = mut(id);
     if (tensor.num_accesses == 0) continue;
-    if (dirty && usable(tensor)) mark_dirty(tensor, actions);
+    if (use == Use::kWritten && usable(tensor)) mark_dirty(tensor, actions);
     for (int32_t left = std::exchange(tensor.num_accesses, 0); left > 0; --left) end_access(id);
   }
   audit();

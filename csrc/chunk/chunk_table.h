@@ -24,6 +24,9 @@ struct Access {
   bool traced = true;
 };
 
+// What was done to tensors between their access and its release.
+enum class Use : bool { kRead, kWritten };
+
 // A state machine for one thread, without I/O. It returns Actions; the executor performs them in
 // list order and reports each transfer by complete() or abort(). usage(tier) <= budget(tier)
 // always. After any exception the table is as it was before the call.
@@ -51,12 +54,12 @@ class ChunkTable {
   // All of them are on DEVICE, and DEVICE usage is within limit() or as near as it can get; of an
   // access on HOST: all are there and in no transfer.
   [[nodiscard]] bool ready(std::span<const TensorId> tensors) const;
-  // Ends one access of each tensor: HOLD at the last. `dirty` says that they were written where
-  // they were accessed, which makes copies on other tiers invalid. Tensors of a chunk that never
+  // Ends one access of each tensor: HOLD at the last. kWritten: they were, where they were
+  // accessed, which makes copies on other tiers invalid. Tensors of a chunk that never
   // became resident and has no content return to FREE.
-  Actions release(std::span<const TensorId> tensors, bool dirty);
-  // Ends every access, for use after an exception. `dirty`: resident ones may have been written.
-  Actions release_all(bool dirty);
+  Actions release(std::span<const TensorId> tensors, Use use);
+  // Ends every access, for use after an exception. kWritten: resident ones may have been.
+  Actions release_all(Use use);
   // HOLD -> FREE. With the last tensor of a chunk its content is gone.
   Actions free(std::span<const TensorId> tensors);
 
@@ -116,7 +119,7 @@ class ChunkTable {
   [[nodiscard]] bool usable(const Tensor& tensor) const;
   void begin_access(std::span<const TensorId> tensors, Tier tier);
   void undo_access(std::span<const TensorId> tensors);
-  void claim_releases(std::span<const TensorId> tensors, bool dirty);
+  void claim_releases(std::span<const TensorId> tensors, Use use);
   void end_access(TensorId tensor);
   void mark_dirty(const Tensor& tensor, Actions& actions);
   void advance(Tier tier);

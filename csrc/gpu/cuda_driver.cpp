@@ -145,11 +145,12 @@ class CudaDriver : public GpuDriver {
   void destroy_stream(GpuDriver::Stream stream) noexcept override {
     quietly([&] { calls().stream_destroy(stream_of(stream)); });
   }
-  [[nodiscard]] GpuDriver::Event create_event(bool sleeping) override {
+  [[nodiscard]] GpuDriver::Event create_event(Waits waits) override {
     const Entered entered(*this);
     cuda_abi::Event event = nullptr;
-    check(calls().event_create(&event, sleeping ? kEventBlockingSync : kEventDefault),
-          "make an event");
+    check(
+        calls().event_create(&event, waits == Waits::kAsleep ? kEventBlockingSync : kEventDefault),
+        "make an event");
     return reinterpret_cast<GpuDriver::Event>(event);
   }
   void destroy_event(GpuDriver::Event event) noexcept override {

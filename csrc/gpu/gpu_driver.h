@@ -60,8 +60,9 @@ class GpuDriver {
   [[nodiscard]] virtual Stream create_stream() = 0;
   // What it was given is still carried out.
   virtual void destroy_stream(Stream stream) noexcept = 0;
-  // `await` of a `sleeping` one leaves the processor to others; of any other it may spin.
-  [[nodiscard]] virtual Event create_event(bool sleeping) = 0;
+  // How `await` of an event waits: spinning, or leaving the processor to others.
+  enum class Waits : bool { kSpinning, kAsleep };
+  [[nodiscard]] virtual Event create_event(Waits waits) = 0;
   virtual void destroy_event(Event event) noexcept = 0;
 
   // The event is the end of what the stream was given so far; a point it was before is forgotten,

@@ -50,7 +50,7 @@ struct GpuLanes::EventPool {
         return event;
       }
     }
-    return driver->create_event(false);
+    return driver->create_event(GpuDriver::Waits::kSpinning);
   }
   void give_back(GpuDriver::Event event) noexcept {
     try {

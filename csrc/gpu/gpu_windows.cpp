@@ -228,10 +228,10 @@ void GpuArena::map_incoming(GpuWindow& window) {
   peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
 }
 
-void GpuArena::map(GpuWindow& window, bool zero) {
+void GpuArena::map(GpuWindow& window, Content content) {
   map_incoming(window);
   lanes_->wait(Lane::kCompute, window.uses());
-  if (zero) {
+  if (content == Content::kZeros) {
     lanes_->driver().fill(window.address(), 0, window.span_bytes(), lanes_->stream(Lane::kCompute));
   }
 }
@@ -270,7 +270,7 @@ void GpuArena::park(const std::shared_ptr<GpuBlock>& block) {
   parked_bytes_ += block->nbytes();
 }
 
-void GpuArena::unmap(GpuWindow& window, bool park) {
+void GpuArena::unmap(GpuWindow& window, Spare spare) {
   process_.require("this GpuArena");
   if (!window.mapped()) throw StateError("the window is not mapped");
   window.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
@@ -279,9 +279,9 @@ void GpuArena::unmap(GpuWindow& window, bool park) {
   mapped_bytes_ -= window.span_bytes();
   for (const std::shared_ptr<GpuBlock>& block : blocks) {
     block->uses = window.left_;
-    this->park(block);
+    park(block);
   }
-  if (!park) {
+  if (spare == Spare::kReturned) {
     const auto num_left = static_cast<std::ptrdiff_t>(blocks.size());
     std::rotate(parked_.begin(), parked_.end() - num_left, parked_.end());
     for (std::ptrdiff_t i = 0; i < num_left; ++i) drop_oldest();

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/mapping.h"
 #include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 
@@ -149,13 +150,13 @@ class GpuArena {
   // Puts memory under an unmapped window for operators, who find any content, or zeros. Throws
   // OutOfBudget when it does not fit beside what is mapped, or the GPU has no more; StateError when
   // it is mapped already. Then no window has changed.
-  void map(GpuWindow& window, bool zero);
+  void map(GpuWindow& window, Content content);
   // The same for a transfer: operators do not wait for those who had the memory before.
   void map_incoming(GpuWindow& window);
 
   // Takes the memory from a window; its content is gone. Its next use comes after all work
   // that lanes were given so far and that uses it.
-  void unmap(GpuWindow& window, bool park);
+  void unmap(GpuWindow& window, Spare spare);
 
   // Returns parked blocks to the GPU, oldest first, until at most this much is left.
   void trim(int64_t parked_limit_bytes);

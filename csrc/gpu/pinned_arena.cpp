@@ -84,7 +84,7 @@ PinnedArena::~PinnedArena() {
   for (auto& block : parked_) (void)block.release();
 }
 
-void PinnedArena::map(HostPlace& place, bool zero) {
+void PinnedArena::map(HostPlace& place, Content content) {
   process_.require("this PinnedArena");
   if (place.mapped()) throw StateError("the place is mapped already");
   const int64_t nbytes = place.span_bytes();
@@ -106,7 +106,7 @@ void PinnedArena::map(HostPlace& place, bool zero) {
   }
   mapped_bytes_ += nbytes;
   peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
-  if (!zero) return;
+  if (content == Content::kAny) return;
   await(place);
   std::memset(place.address(), 0, static_cast<size_t>(nbytes));
 }
@@ -116,13 +116,13 @@ void PinnedArena::await(const HostPlace& place) const {
   lanes_->await(place.uses());
 }
 
-void PinnedArena::unmap(HostPlace& place, bool park) {
+void PinnedArena::unmap(HostPlace& place, Spare spare) {
   process_.require("this PinnedArena");
   if (!place.mapped()) throw StateError("the place is not mapped");
   parked_.push_back(std::move(place.block_));
   mapped_bytes_ -= place.span_bytes();
   parked_bytes_ += place.span_bytes();
-  if (!park) {
+  if (spare == Spare::kReturned) {
     std::rotate(parked_.begin(), std::prev(parked_.end()), parked_.end());
     drop_oldest();
   }

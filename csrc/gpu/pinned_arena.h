@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/mapping.h"
 #include "common/process_guard.h"
 #include "gpu/gpu_lanes.h"
 
@@ -66,11 +67,11 @@ class PinnedArena {
   PinnedArena& operator=(const PinnedArena&) = delete;
 
   // Throw as GpuArena's. The first use of the place comes after all uses of its memory before; with
-  // `zero` that is waited for here.
-  void map(HostPlace& place, bool zero = false);
+  // zeros that is waited for here.
+  void map(HostPlace& place, Content content);
   // Blocks until the CPU may read and write the place: nothing given to the GPU uses it any more.
   void await(const HostPlace& place) const;
-  void unmap(HostPlace& place, bool park);
+  void unmap(HostPlace& place, Spare spare);
   void trim(int64_t parked_limit_bytes);
 
   [[nodiscard]] int64_t mapped_bytes() const noexcept { return mapped_bytes_; }

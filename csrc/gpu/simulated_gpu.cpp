@@ -320,7 +320,7 @@ void SimulatedGpu::destroy_stream(Stream stream) noexcept {
   }
 }
 
-GpuDriver::Event SimulatedGpu::create_event(bool) {
+GpuDriver::Event SimulatedGpu::create_event(Waits) {
   const Lock lock(state_->mutex);
   const Event event = state_->next_number++;
   state_->events[event] = std::make_shared<Point>(Point{true, Clock::now()});

@@ -58,7 +58,7 @@ class SimulatedGpu : public GpuDriver {
   void unpin(char* memory) noexcept override;
   [[nodiscard]] Stream create_stream() override;
   void destroy_stream(Stream stream) noexcept override;
-  [[nodiscard]] Event create_event(bool sleeping) override;
+  [[nodiscard]] Event create_event(Waits waits) override;
   void destroy_event(Event event) noexcept override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;

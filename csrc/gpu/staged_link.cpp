@@ -18,7 +18,8 @@ GpuAddress number(const char* address) { return reinterpret_cast<GpuAddress>(add
 
 struct StagedLink::Piece {
   explicit Piece(const std::shared_ptr<GpuLanes>& lanes)
-      : buffer(lanes, kPieceBytes), copied(lanes->driver().create_event(true)) {}
+      : buffer(lanes, kPieceBytes),
+        copied(lanes->driver().create_event(GpuDriver::Waits::kAsleep)) {}
 
   PinnedBlock buffer;
   GpuDriver::Event copied;       // the end of its last copy from or to the GPU

@@ -94,7 +94,7 @@ void SimulatedRun::fill() {
       seen[chunk] = true;
       if (!is_first || modes[i] == 'w') continue;
       acquire(chunks.subspan(i, 1));
-      start(table_.release(chunks.subspan(i, 1), true));
+      start(table_.release(chunks.subspan(i, 1), Use::kWritten));
     }
   }
 }
@@ -114,7 +114,7 @@ void SimulatedRun::release(int64_t moment) {
   const auto chunks = schedule_->access_at(moment);
   const std::string& modes = workload_->modes[static_cast<size_t>(moment)];
   for (size_t i = 0; i < chunks.size(); ++i) {
-    start(table_.release(chunks.subspan(i, 1), modes[i] != 'r'));
+    start(table_.release(chunks.subspan(i, 1), modes[i] == 'r' ? Use::kRead : Use::kWritten));
   }
 }
 

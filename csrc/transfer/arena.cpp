@@ -39,7 +39,7 @@ Arena::~Arena() {
   parked_.drop_all();
 }
 
-void Arena::map(Window& window, bool zero) {
+void Arena::map(Window& window, Content content) {
   process_.require("this Arena");
   const Lock lock(mutex_);
   if (window.mapped()) throw StateError("the window is mapped already");
@@ -50,7 +50,7 @@ void Arena::map(Window& window, bool zero) {
                       " bytes are mapped; unmap other windows or raise the budget");
   }
   std::vector<Piece> pieces = parked_.take(nbytes);
-  if (zero) {
+  if (content == Content::kZeros) {
     for (const Piece& piece : pieces) {
       std::memset(piece.address, 0, static_cast<size_t>(piece.nbytes));
     }
@@ -80,12 +80,12 @@ void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
   window.ledger_ = ledger_;
 }
 
-void Arena::unmap(Window& window, bool park) {
+void Arena::unmap(Window& window, Spare spare) {
   process_.require("this Arena");
   const Lock lock(mutex_);
   if (!window.mapped()) throw StateError("the window is not mapped");
   if (window.ledger_ != ledger_) throw StateError("the window was mapped by another arena");
-  if (park && try_park(window)) return;
+  if (spare == Spare::kParked && try_park(window)) return;
   window.unmap();
   window.ledger_.reset();
   ledger_->drop_mapped(window.span_bytes());

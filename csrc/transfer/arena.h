@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "common/mapping.h"
 #include "common/mutex.h"
 #include "common/process_guard.h"
 #include "transfer/arena_ledger.h"
@@ -29,14 +30,14 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Puts memory under an unmapped window, all zero when `zero`, else with any content. Throws
+  // Puts memory under an unmapped window, with any content or zeros. Throws
   // OutOfBudget when it does not fit beside what is mapped (parked blocks make room), StateError
   // when it is mapped already, Error when the system refuses. Then no window has changed.
-  void map(Window& window, bool zero);
+  void map(Window& window, Content content);
 
   // Takes the memory from a window this arena mapped; its content is gone. No transfer from or to
   // it may be under way. Throws StateError when the window is not this arena's.
-  void unmap(Window& window, bool park);
+  void unmap(Window& window, Spare spare);
 
   // Returns parked blocks to the system, oldest first, until at most `parked_limit_bytes` are left.
   void trim(int64_t parked_limit_bytes);

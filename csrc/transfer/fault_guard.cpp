@@ -131,10 +131,10 @@ void before_fork() GEMINI_ACQUIRES(registry_mutex) {
   }
 }
 
-void after_fork(bool in_child) GEMINI_RELEASES(registry_mutex) {
+void after_fork(ForkSide side) GEMINI_RELEASES(registry_mutex) {
   for (Slot& slot : slots) {
-    if (in_child) slot.answering = 0;  // by threads that are not here
-    if (slot.begin.load() != 0) slot.target.load()->after_fork(in_child);
+    if (side == ForkSide::kChild) slot.answering = 0;  // by threads that are not here
+    if (slot.begin.load() != 0) slot.target.load()->after_fork(side);
   }
   registry_mutex.unlock();
 }
@@ -143,8 +143,8 @@ void after_fork(bool in_child) GEMINI_RELEASES(registry_mutex) {
 
 void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
   static const int fork_handlers = ::pthread_atfork(
-      before_fork, []() GEMINI_RELEASES(registry_mutex) { after_fork(false); },
-      []() GEMINI_RELEASES(registry_mutex) { after_fork(true); });
+      before_fork, []() GEMINI_RELEASES(registry_mutex) { after_fork(ForkSide::kParent); },
+      []() GEMINI_RELEASES(registry_mutex) { after_fork(ForkSide::kChild); });
   if (fork_handlers != 0) throw Error("cannot register fork handlers");
   const Lock lock(registry_mutex);
   install(SIGSEGV, previous_segv);

@@ -12,6 +12,8 @@ enum class FaultAnswer {
   kForeign,   // not ours: hand the signal on
 };
 
+enum class ForkSide : bool { kParent, kChild };
+
 // A range of addresses whose faults are answered. All calls must be async-signal-safe.
 class FaultTarget {
  public:
@@ -22,7 +24,7 @@ class FaultTarget {
 
   // Around fork: the state must be consistent in the child, which inherits none of the pages.
   virtual void before_fork() noexcept = 0;
-  virtual void after_fork(bool in_child) noexcept = 0;
+  virtual void after_fork(ForkSide side) noexcept = 0;
 };
 
 inline constexpr int kMaxFaultTargets = 256;

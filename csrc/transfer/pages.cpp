@@ -69,12 +69,13 @@ void release(char* address, int64_t nbytes) {
 
 void discard(char* address, int64_t nbytes) noexcept { (void)::munmap(address, length(nbytes)); }
 
-bool move(char* from, char* to, int64_t nbytes, bool keep_source) noexcept {
+bool move(char* from, char* to, int64_t nbytes, Source source) noexcept {
 #ifdef __linux__
-  const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | (keep_source ? MREMAP_DONTUNMAP : 0);
+  const int flags =
+      MREMAP_MAYMOVE | MREMAP_FIXED | (source == Source::kKept ? MREMAP_DONTUNMAP : 0);
   return ::mremap(from, length(nbytes), length(nbytes), flags, to) != MAP_FAILED;
 #else
-  (void)from, (void)to, (void)nbytes, (void)keep_source;
+  (void)from, (void)to, (void)nbytes, (void)source;
   return false;
 #endif
 }

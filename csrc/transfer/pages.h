@@ -23,12 +23,14 @@ void release(char* address, int64_t nbytes);
 // two when a process has as many as it may.
 void discard(char* address, int64_t nbytes) noexcept;
 
-// Moves the pages of one range into another range we own, replacing what is there. With
-// `keep_source` the source stays mapped as zero pages, otherwise its addresses are given up.
+// What becomes of the addresses that pages are moved from: kKept ones have zero pages.
+enum class Source : bool { kGivenUp, kKept };
+
+// Moves the pages of one range into another range we own, replacing what is there.
 // Returns false, having changed nothing, where the kernel cannot do it.
-[[nodiscard]] bool move(char* from, char* to, int64_t nbytes, bool keep_source) noexcept;
+[[nodiscard]] bool move(char* from, char* to, int64_t nbytes, Source source) noexcept;
 
 // The type of `move`, so that tests can refuse it.
-using Mover = bool (*)(char* from, char* to, int64_t nbytes, bool keep_source);
+using Mover = bool (*)(char* from, char* to, int64_t nbytes, Source source);
 
 }  // namespace gemini::pages

@@ -9,7 +9,7 @@ void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
   int64_t at = 0;
   try {
     for (Piece& piece : pieces) {
-      if (mover(piece.address, address_ + at, piece.nbytes, false)) {
+      if (mover(piece.address, address_ + at, piece.nbytes, pages::Source::kGivenUp)) {
         piece.address = nullptr;
       } else {
         pages::commit_at(address_ + at, piece.nbytes);
@@ -35,7 +35,7 @@ bool Window::unmap_to(char* slot, pages::Mover mover) {
   // mmap take these addresses.
   int64_t at = 0;
   for (const int64_t size : sizes_) {
-    if (!mover(address_ + at, slot + at, size, true)) return false;
+    if (!mover(address_ + at, slot + at, size, pages::Source::kKept)) return false;
     at += size;
   }
   pages::reserve_at(address_, span_bytes_);

@@ -129,8 +129,8 @@ FaultAnswer WindowSpace::absorb(uintptr_t address, bool bus_error) noexcept {
 
 void WindowSpace::before_fork() noexcept { lock_.lock(); }
 
-void WindowSpace::after_fork(bool in_child) noexcept {
-  if (in_child) {
+void WindowSpace::after_fork(ForkSide side) noexcept {
+  if (side == ForkSide::kChild) {
     // The pages were not inherited, so there are holes. Unless they are filled, the child's own
     // allocations would land in them and be taken for windows.
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;

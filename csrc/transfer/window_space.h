@@ -42,7 +42,7 @@ class WindowSpace : private FaultTarget {
  private:
   FaultAnswer absorb(uintptr_t address, bool bus_error) noexcept override;
   void before_fork() noexcept override GEMINI_ACQUIRES(lock_);
-  void after_fork(bool in_child) noexcept override GEMINI_RELEASES(lock_);
+  void after_fork(ForkSide side) noexcept override GEMINI_RELEASES(lock_);
   [[nodiscard]] int64_t locate(uintptr_t address) const noexcept GEMINI_REQUIRES(lock_);
 
   ProcessGuard process_;

@@ -45,12 +45,12 @@ bool holds_only(const Window& window, int value) {
   return data[0] == static_cast<char>(value) && std::memcmp(data, data + 1, rest) == 0;
 }
 
-bool refuse(char*, char*, int64_t, bool) { return false; }
+bool refuse(char*, char*, int64_t, pages::Source) { return false; }
 
 // Refuses two moves of three, in both directions.
-bool refuse_often(char* from, char* to, int64_t nbytes, bool keep_source) {
+bool refuse_often(char* from, char* to, int64_t nbytes, pages::Source source) {
   static int num_calls = 0;
-  return ++num_calls % 3 == 0 && pages::move(from, to, nbytes, keep_source);
+  return ++num_calls % 3 == 0 && pages::move(from, to, nbytes, source);
 }
 
 class ArenaWithMover : public testing::TestWithParam<pages::Mover> {};
@@ -73,14 +73,14 @@ TEST_P(ArenaWithMover, RandomUseStaysWithinCapacityAndKeepsContents) {
     Window& window = *windows[index];
     if (window.mapped()) {
       ASSERT_TRUE(holds_only(window, static_cast<int>(index) + 1));
-      arena.unmap(window, random() % 4 != 0);
+      arena.unmap(window, random() % 4 == 0 ? Spare::kReturned : Spare::kParked);
       mapped_bytes -= window.span_bytes();
     } else if (mapped_bytes + window.span_bytes() > kCapacity) {
-      ASSERT_THROW(arena.map(window, false), OutOfBudget);
+      ASSERT_THROW(arena.map(window, Content::kAny), OutOfBudget);
     } else {
-      const bool zero = random() % 2 == 0;
-      arena.map(window, zero);
-      ASSERT_TRUE(!zero || holds_only(window, 0));
+      const Content content = random() % 2 == 0 ? Content::kZeros : Content::kAny;
+      arena.map(window, content);
+      ASSERT_TRUE(content == Content::kAny || holds_only(window, 0));
       fill(window, static_cast<int>(index) + 1);
       mapped_bytes += window.span_bytes();
     }
@@ -96,11 +96,11 @@ TEST(Arena, RefusalChangesNothing) {
   Window* held = space.create(2 * kMib);
   Window* parked = space.create(kMib);
   Window* large = space.create(3 * kMib);
-  arena.map(*held, true);
+  arena.map(*held, Content::kZeros);
   fill(*held, 9);
-  arena.map(*parked, true);
-  arena.unmap(*parked, true);
-  EXPECT_THROW(arena.map(*large, true), OutOfBudget);
+  arena.map(*parked, Content::kZeros);
+  arena.unmap(*parked, Spare::kParked);
+  EXPECT_THROW(arena.map(*large, Content::kZeros), OutOfBudget);
   EXPECT_EQ(arena.mapped_bytes(), 2 * kMib);
   EXPECT_EQ(arena.parked_bytes(), kMib);
   EXPECT_FALSE(large->mapped());
@@ -112,9 +112,9 @@ TEST(Arena, ParkedBlocksOfOtherSizesMakeRoom) {
   Arena arena(4 * kMib);
   Window* small = space.create(kMib);
   Window* large = space.create(4 * kMib);
-  arena.map(*small, true);
-  arena.unmap(*small, true);
-  arena.map(*large, true);
+  arena.map(*small, Content::kZeros);
+  arena.unmap(*small, Spare::kParked);
+  arena.map(*large, Content::kZeros);
   EXPECT_EQ(arena.parked_bytes(), 0);
   EXPECT_EQ(arena.mapped_bytes(), 4 * kMib);
 }
@@ -124,12 +124,12 @@ TEST(Arena, RecycledBlockBringsItsPagesWithIt) {
   Arena arena(8 * kMib);
   Window* first = space.create(8 * kMib);
   Window* second = space.create(8 * kMib);
-  arena.map(*first, false);
+  arena.map(*first, Content::kAny);
   EXPECT_EQ(resident_pages(*first), 0);
   fill(*first, 1);
-  arena.unmap(*first, true);
+  arena.unmap(*first, Spare::kParked);
   EXPECT_EQ(resident_pages(*first), 0);
-  arena.map(*second, false);
+  arena.map(*second, Content::kAny);
   EXPECT_EQ(resident_pages(*second), 8 * kMib / kPageBytes);
   EXPECT_EQ(arena.peak_bytes(), 8 * kMib);
 }
@@ -140,16 +140,16 @@ TEST(Arena, UnparkedMemoryReturnsToTheSystemAndParkedDoesNot) {
   Arena arena(kBytes);
   Window* window = space.create(kBytes);
   const int64_t before = resident_bytes();
-  arena.map(*window, false);
+  arena.map(*window, Content::kAny);
   fill(*window, 1);
   EXPECT_GT(resident_bytes() - before, kBytes * 9 / 10);
-  arena.unmap(*window, true);
+  arena.unmap(*window, Spare::kParked);
   EXPECT_GT(resident_bytes() - before, kBytes * 9 / 10);
   arena.trim(0);
   EXPECT_LT(resident_bytes() - before, kBytes / 10);
-  arena.map(*window, false);
+  arena.map(*window, Content::kAny);
   fill(*window, 1);
-  arena.unmap(*window, false);
+  arena.unmap(*window, Spare::kReturned);
   EXPECT_LT(resident_bytes() - before, kBytes / 10);
 }
 
@@ -159,9 +159,9 @@ TEST(Arena, TrimKeepsAtMostTheLimitAndDropsTheOldest) {
   std::vector<Window*> windows;
   for (int i = 0; i < 4; ++i) {
     windows.push_back(space.create((i + 1) * kPageBytes));
-    arena.map(*windows.back(), true);
+    arena.map(*windows.back(), Content::kZeros);
   }
-  for (Window* window : windows) arena.unmap(*window, true);
+  for (Window* window : windows) arena.unmap(*window, Spare::kParked);
   arena.trim(8 * kPageBytes);
   EXPECT_EQ(arena.parked_bytes(), 7 * kPageBytes);
   arena.trim(-1);
@@ -173,11 +173,11 @@ TEST(Arena, IllegalTransitionsAreRefused) {
   Arena arena(4 * kMib);
   Arena other(4 * kMib);
   Window* window = space.create(kMib);
-  EXPECT_THROW(arena.unmap(*window, true), StateError);
-  arena.map(*window, true);
-  EXPECT_THROW(arena.map(*window, true), StateError);
-  EXPECT_THROW(other.map(*window, true), StateError);
-  EXPECT_THROW(other.unmap(*window, true), StateError);
+  EXPECT_THROW(arena.unmap(*window, Spare::kParked), StateError);
+  arena.map(*window, Content::kZeros);
+  EXPECT_THROW(arena.map(*window, Content::kZeros), StateError);
+  EXPECT_THROW(other.map(*window, Content::kZeros), StateError);
+  EXPECT_THROW(other.unmap(*window, Spare::kParked), StateError);
   EXPECT_EQ(arena.mapped_bytes(), kMib);
   EXPECT_EQ(other.mapped_bytes() + other.parked_bytes(), 0);
   EXPECT_THROW(Arena(-1), StateError);
@@ -191,10 +191,10 @@ TEST(Arena, ProcessBytesIsTheSumWhicheverIsDestroyedFirst) {
   Window* mapped = space->create(kMib);
   Window* orphan = space->create(kMib);
   Window* parked = space->create(kMib);
-  first->map(*mapped, true);
-  second->map(*orphan, true);
-  second->map(*parked, true);
-  second->unmap(*parked, true);
+  first->map(*mapped, Content::kZeros);
+  second->map(*orphan, Content::kZeros);
+  second->map(*parked, Content::kZeros);
+  second->unmap(*parked, Spare::kParked);
   EXPECT_EQ(Arena::process_bytes() - before, 3 * kMib);
   second.reset();  // the orphan keeps its memory: there may be views of it
   EXPECT_EQ(Arena::process_bytes() - before, 2 * kMib);
@@ -211,11 +211,11 @@ TEST(Arena, ManySmallWindowsStayWithinTheMapLimit) {
   std::vector<Window*> windows;
   for (int i = 0; i < kNumWindows; ++i) {
     windows.push_back(space.create(2 * kPageBytes));
-    ASSERT_NO_THROW(arena.map(*windows.back(), true));
+    ASSERT_NO_THROW(arena.map(*windows.back(), Content::kZeros));
     windows.back()->address()[0] = 1;
   }
-  for (Window* window : windows) ASSERT_NO_THROW(arena.unmap(*window, true));
-  for (Window* window : windows) ASSERT_NO_THROW(arena.map(*window, true));
+  for (Window* window : windows) ASSERT_NO_THROW(arena.unmap(*window, Spare::kParked));
+  for (Window* window : windows) ASSERT_NO_THROW(arena.map(*window, Content::kZeros));
   EXPECT_EQ(arena.mapped_bytes(), kNumWindows * 2 * kPageBytes);
 }
 
@@ -225,21 +225,21 @@ TEST(Arena, WindowsOfOtherSizesGetThePagesInPieces) {
   Window* large = space.create(8 * kMib);
   Window* odd = space.create(5 * kMib);
   Window* half = space.create(4 * kMib);
-  arena.map(*large, false);
+  arena.map(*large, Content::kAny);
   fill(*large, 1);
-  arena.unmap(*large, true);
-  arena.map(*odd, false);  // whole huge pages of the block, and a fresh tail
+  arena.unmap(*large, Spare::kParked);
+  arena.map(*odd, Content::kAny);  // whole huge pages of the block, and a fresh tail
   EXPECT_EQ(resident_pages(*odd), 4 * kMib / kPageBytes);
   EXPECT_EQ(arena.parked_bytes(), 4 * kMib);
-  arena.map(*half, false);  // what is left of the block
+  arena.map(*half, Content::kAny);  // what is left of the block
   EXPECT_EQ(resident_pages(*half), 4 * kMib / kPageBytes);
   EXPECT_EQ(arena.parked_bytes(), 0);
   fill(*odd, 2);
   fill(*half, 3);
   EXPECT_TRUE(holds_only(*odd, 2));
-  arena.unmap(*odd, true);
-  arena.unmap(*half, true);
-  arena.map(*large, true);  // both together; the tail goes
+  arena.unmap(*odd, Spare::kParked);
+  arena.unmap(*half, Spare::kParked);
+  arena.map(*large, Content::kZeros);  // both together; the tail goes
   EXPECT_EQ(resident_pages(*large), 8 * kMib / kPageBytes);
   EXPECT_TRUE(holds_only(*large, 0));
   EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
@@ -250,26 +250,26 @@ TEST(Arena, WindowsOfOtherSizesGetThePagesInPieces) {
 TEST(Arena, RefusedPieceIsFresh) {
   static int num_moves;
   num_moves = 0;
-  const auto refuse_fourth = [](char* from, char* to, int64_t nbytes, bool keep_source) {
-    return ++num_moves != 4 && pages::move(from, to, nbytes, keep_source);
+  const auto refuse_fourth = [](char* from, char* to, int64_t nbytes, pages::Source source) {
+    return ++num_moves != 4 && pages::move(from, to, nbytes, source);
   };
   WindowSpace space(64 * kMib);
   Arena arena(12 * kMib, refuse_fourth);
   std::vector<Window*> parts;
   for (int i = 0; i < 2; ++i) {
     parts.push_back(space.create(4 * kMib));
-    arena.map(*parts.back(), false);
+    arena.map(*parts.back(), Content::kAny);
     fill(*parts.back(), 1);
   }
-  for (Window* part : parts) arena.unmap(*part, true);
+  for (Window* part : parts) arena.unmap(*part, Spare::kParked);
   Window* whole = space.create(8 * kMib);
-  arena.map(*whole, true);
+  arena.map(*whole, Content::kZeros);
   EXPECT_EQ(num_moves, 4);
   EXPECT_EQ(resident_pages(*whole), 4 * kMib / kPageBytes);
   EXPECT_TRUE(holds_only(*whole, 0));
   EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
   EXPECT_EQ(arena.parked_bytes(), 0);
-  arena.unmap(*whole, true);
+  arena.unmap(*whole, Spare::kParked);
   EXPECT_EQ(arena.parked_bytes(), 8 * kMib);
 }
 

@@ -90,7 +90,7 @@ TEST_P(AsyncFileExtents, MoreAreasThanOneSystemCallTakes) {
 TEST_P(AsyncFileExtents, ShortTransfersOfSeveralAreasAreContinued) {
   const TempDir dir;
   std::atomic<uint32_t> calls{0};
-  const auto shorten = [&](bool, int64_t, int64_t) -> int64_t {
+  const auto shorten = [&](IoKind, int64_t, int64_t) -> int64_t {
     return calls++ % 3 == 0 ? 0 : 1 + static_cast<int64_t>(calls * 2654435761U % 40000);
   };
   AsyncFileOptions options = small_pieces(GetParam());
@@ -221,7 +221,7 @@ TEST_P(AsyncFileExtents, CountsSayWhatWasDone) {
   AsyncFileOptions options = small_pieces(GetParam());
   options.depth = 4;
   // A device that takes its time: how many requests are at it is not left to the scheduler.
-  const auto slow = [](bool, int64_t, int64_t) -> int64_t {
+  const auto slow = [](IoKind, int64_t, int64_t) -> int64_t {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return 0;
   };

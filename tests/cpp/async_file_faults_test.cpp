@@ -25,7 +25,7 @@ TEST_P(AsyncFileFaults, ShortTransferOfEverySize) {
   const TempDir dir;
   std::atomic<int64_t> length{0};
   std::atomic<bool> first{true};
-  const auto shorten = [&](bool, int64_t, int64_t) -> int64_t {
+  const auto shorten = [&](IoKind, int64_t, int64_t) -> int64_t {
     return first.exchange(false) ? length.load() : 0;
   };
   AsyncFile file({dir.path()}, kBytes, small_pieces(GetParam()),
@@ -46,7 +46,7 @@ TEST_P(AsyncFileFaults, StormOfInterruptionsChangesNothing) {
   const TempDir dir;
   std::mutex mutex;
   std::mt19937 random(7);
-  const auto storm = [&](bool, int64_t nbytes, int64_t) -> int64_t {
+  const auto storm = [&](IoKind, int64_t nbytes, int64_t) -> int64_t {
     const std::lock_guard lock(mutex);
     constexpr int64_t kAnswers[] = {-EINTR, -EAGAIN, -ECANCELED, -EINTR};
     const uint32_t drawn = random() % 10;
@@ -68,7 +68,7 @@ TEST_P(AsyncFileFaults, StormOfInterruptionsChangesNothing) {
 TEST_P(AsyncFileFaults, ResultsThatSayLessThanWasMovedAreHarmless) {
   const TempDir dir;
   std::atomic<uint32_t> calls{0};
-  const auto less = [&](bool, int64_t result, int64_t) -> int64_t {
+  const auto less = [&](IoKind, int64_t result, int64_t) -> int64_t {
     switch (calls++ % 4) {
       case 0:
         return -ECANCELED;
@@ -92,7 +92,7 @@ TEST_P(AsyncFileFaults, ResultsThatSayLessThanWasMovedAreHarmless) {
 TEST_P(AsyncFileFaults, DelayedAndReorderedCompletions) {
   const TempDir dir;
   std::atomic<uint32_t> calls{0};
-  const auto delay = [&](bool, int64_t result, int64_t) -> int64_t {
+  const auto delay = [&](IoKind, int64_t result, int64_t) -> int64_t {
     std::this_thread::sleep_for(std::chrono::microseconds(calls++ * 7919 % 900));
     return result;
   };
@@ -125,7 +125,7 @@ TEST_P(AsyncFileFaults, ErrorAtEveryRequest) {
     const TempDir dir;
     std::atomic<int64_t> calls{0};
     std::atomic<int64_t> failed_position{-1};
-    const auto fail = [&](bool, int64_t, int64_t position) -> int64_t {
+    const auto fail = [&](IoKind, int64_t, int64_t position) -> int64_t {
       if (calls++ != at) return 0;
       failed_position = position;
       return -code;
@@ -150,7 +150,7 @@ TEST_P(AsyncFileFaults, ErrorAtEveryRequest) {
 TEST_P(AsyncFileFaults, RestOfAFailedTransferIsNotExecuted) {
   const TempDir dir;
   std::atomic<int64_t> calls{0};
-  const auto fail = [&](bool, int64_t, int64_t) -> int64_t { return calls++ == 0 ? -EIO : 0; };
+  const auto fail = [&](IoKind, int64_t, int64_t) -> int64_t { return calls++ == 0 ? -EIO : 0; };
   AsyncFileOptions options = small_pieces(GetParam());
   options.depth = 1;
   AsyncFile file({dir.path()}, kBytes, options, std::make_shared<FaultyHook>(fail));

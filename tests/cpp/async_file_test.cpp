@@ -59,7 +59,7 @@ TEST_P(AsyncFileModes, RandomRequestsReturnWhatWasWritten) {
 TEST_P(AsyncFileModes, ShortAndInterruptedCallsAreContinued) {
   const TempDir dir;
   std::atomic<uint32_t> calls{0};
-  const auto fault = [&](bool, int64_t, int64_t) -> int64_t {
+  const auto fault = [&](IoKind, int64_t, int64_t) -> int64_t {
     constexpr int64_t kFaults[] = {-EINTR, 4096, -EAGAIN, 100, 5000, 0};
     return kFaults[calls++ % std::size(kFaults)];
   };
@@ -74,8 +74,8 @@ TEST_P(AsyncFileModes, ShortAndInterruptedCallsAreContinued) {
 TEST_P(AsyncFileModes, FailureNamesErrnoPathAndOffsetAndOthersSucceed) {
   for (const int code : {ENOSPC, EIO, EDQUOT}) {
     const TempDir dir;
-    const auto fault = [&](bool is_write, int64_t, int64_t offset) -> int64_t {
-      return is_write && offset == 48 * kKib ? -code : 0;
+    const auto fault = [&](IoKind kind, int64_t, int64_t offset) -> int64_t {
+      return kind == IoKind::kWrite && offset == 48 * kKib ? -code : 0;
     };
     AsyncFile file({dir.path()}, kMib, small_pieces(GetParam()),
                    std::make_shared<FaultyHook>(fault));
@@ -96,7 +96,7 @@ TEST_P(AsyncFileModes, FailureNamesErrnoPathAndOffsetAndOthersSucceed) {
 TEST_P(AsyncFileModes, NoProgressIsAnErrorNotALoop) {
   const TempDir dir;
   for (const int64_t forever : {-EINTR, -EAGAIN}) {
-    const auto fault = [&](bool, int64_t, int64_t) -> int64_t { return forever; };
+    const auto fault = [&](IoKind, int64_t, int64_t) -> int64_t { return forever; };
     AsyncFile file({dir.path()}, kMib, small_pieces(GetParam()),
                    std::make_shared<FaultyHook>(fault));
     const Buffer data(16 * kKib);
@@ -108,7 +108,7 @@ TEST_P(AsyncFileModes, NoProgressIsAnErrorNotALoop) {
 // The file became shorter behind our back.
 TEST_P(AsyncFileModes, EndOfFileIsAnInputOutputError) {
   const TempDir dir;
-  const auto ended = [](bool, int64_t, int64_t) -> int64_t { return 0; };
+  const auto ended = [](IoKind, int64_t, int64_t) -> int64_t { return 0; };
   AsyncFile file({dir.path()}, kMib, small_pieces(GetParam()), std::make_shared<ResultHook>(ended));
   const Buffer data(16 * kKib);
   const IoError error =
@@ -119,7 +119,9 @@ TEST_P(AsyncFileModes, EndOfFileIsAnInputOutputError) {
 
 TEST_P(AsyncFileModes, WaitAllThrowsAnErrorNobodyWaitedFor) {
   const TempDir dir;
-  const auto fault = [](bool is_write, int64_t, int64_t) -> int64_t { return is_write ? -EIO : 0; };
+  const auto fault = [](IoKind kind, int64_t, int64_t) -> int64_t {
+    return kind == IoKind::kWrite ? -EIO : 0;
+  };
   AsyncFile file({dir.path()}, kMib, small_pieces(GetParam()), std::make_shared<FaultyHook>(fault));
   const Buffer data(16 * kKib);
   (void)file.write(data.data(), data.nbytes(), 0);

@@ -54,8 +54,8 @@ TEST(Prefetch, DropsOnlyWhatIsUsedLaterThanTheCandidate) {
 TEST(Prefetch, ADirtyVictimIsEvictedFirstAndTheCandidateStartsLater) {
   World world({20, 100, 0}, {10, 10, 10});
   begin(world, {{0}, {1}, {2}, {0}, {1}});
-  world.use({0}, true);
-  world.use({1}, true);
+  world.use({0}, Use::kWritten);
+  world.use({1}, Use::kWritten);
   EXPECT_EQ(text(world.prefetch(2)), "EVICT 1");
   EXPECT_EQ(text(world.prefetch(2)), "");  // what is coming free is enough
   world.complete_all();
@@ -65,8 +65,8 @@ TEST(Prefetch, ADirtyVictimIsEvictedFirstAndTheCandidateStartsLater) {
 TEST(Prefetch, EveryWaitingCandidateHasItsOwnRoomEvicted) {
   World world({20, 100, 0}, {10, 10, 10, 10});
   begin(world, {{0}, {1}, {2}, {3}, {0}, {1}});
-  world.use({0}, true);
-  world.use({1}, true);
+  world.use({0}, Use::kWritten);
+  world.use({1}, Use::kWritten);
   EXPECT_EQ(text(world.prefetch(2)), "EVICT 1, EVICT 0");
   world.complete_all();
   EXPECT_EQ(text(world.prefetch(2)), "FETCH 2, FETCH 3");
@@ -75,8 +75,8 @@ TEST(Prefetch, EveryWaitingCandidateHasItsOwnRoomEvicted) {
 TEST(Prefetch, TakesNoRoomFromTheOperatorThatWaits) {
   World world({20, 100, 0}, {10, 10, 10, 10});
   begin(world, {{0}, {1}, {2}, {3}, {0}, {1}});
-  world.use({0}, true);
-  world.use({1}, true);
+  world.use({0}, Use::kWritten);
+  world.use({1}, Use::kWritten);
   EXPECT_EQ(text(world.access({2})), "EVICT 1");
   world.complete_next();  // the room of 1 is for 2
   EXPECT_EQ(text(world.prefetch(2)), "EVICT 0");
@@ -140,7 +140,7 @@ TEST(Prefetch, NeverHarmsARandomStep) {
     for (const auto& access : accesses) {
       world.prefetch(static_cast<int32_t>(random() % 3));
       if (random() % 2 == 0) world.complete_all();
-      world.use({access.begin(), access.end()}, random() % 3 == 0);
+      world.use({access.begin(), access.end()}, random() % 3 == 0 ? Use::kWritten : Use::kRead);
     }
     EXPECT_FALSE(world.table.end_step());
   }

@@ -55,19 +55,19 @@ TEST(Room, FullHostSpillsToDiskAndLoadsBack) {
 
 // Chunk 0 was there first and is on DEVICE again, 2 is there too, 1 is on DISK: with the place of 0
 // there, DISK is full.
-World full_disk(bool written) {
+World full_disk(Use last) {
   World world({20, 0, 20}, {10, 10, 10});
   world.use({0});
   world.use({1});
   world.use({2});
-  world.use({0}, written);
+  world.use({0}, last);
   EXPECT_EQ(world.valid(1), "DISK");
   EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
   return world;
 }
 
 TEST(Room, AFullDiskGivesUpAPlaceWhoseContentIsVoid) {
-  World world = full_disk(/*written=*/true);
+  World world = full_disk(Use::kWritten);
   EXPECT_EQ(world.valid(0), "DEVICE");
   EXPECT_EQ(text(world.access({1})), "DROP 0 DISK, SPILL 2");
   EXPECT_EQ(world.table.usage(Tier::kDisk), 20);
@@ -76,7 +76,7 @@ TEST(Room, AFullDiskGivesUpAPlaceWhoseContentIsVoid) {
 }
 
 TEST(Room, AFullDiskGivesUpACopyOfWhatIsOnDevice) {
-  World world = full_disk(/*written=*/false);
+  World world = full_disk(Use::kRead);
   EXPECT_EQ(world.valid(0), "DEVICE+DISK");
   EXPECT_EQ(text(world.access({0})), "");  // in use: it cannot leave
   EXPECT_EQ(text(world.access({1})), "DROP 0 DISK, SPILL 2");
@@ -95,7 +95,7 @@ TEST(Room, AFullDiskGivesUpThePlaceOfWhatIsBeingEvicted) {
   world.empty_device();
   world.use({0});
   world.empty_device();
-  world.use({0}, /*dirty=*/true);
+  world.use({0}, Use::kWritten);
   world.use({1});
   EXPECT_EQ(world.valid(0), "DEVICE");  // its place on DISK is void
   EXPECT_EQ(world.valid(1), "DEVICE+HOST");
@@ -111,7 +111,7 @@ TEST(Room, HostDuplicatesGiveWayToAnEviction) {
   world.use({1});
   world.empty_device();
   world.use({0, 1});  // both DEVICE+HOST now, and HOST is full
-  world.use({0}, true);
+  world.use({0}, Use::kWritten);
   EXPECT_EQ(world.valid(0), "DEVICE");
   EXPECT_EQ(text(world.access({2})), "DROP 1 DEVICE, ALLOCATE 2");
   world.release({2});
@@ -119,7 +119,7 @@ TEST(Room, HostDuplicatesGiveWayToAnEviction) {
   world.wait_ready({1});
   world.release({1});
   EXPECT_EQ(world.valid(1), "DEVICE+HOST");
-  world.use({2}, true);
+  world.use({2}, Use::kWritten);
   EXPECT_EQ(text(world.access({0})), "DROP 1 DEVICE, FETCH 0");
 }
 
@@ -224,7 +224,7 @@ TEST(Room, WritingWhileLeavingVoidsTheCopy) {
     const Actions leaving = world.table.access({}, kUntraced);
     world.table.set_limit(10);
     world.access({0});
-    world.release({0}, true);
+    world.release({0}, Use::kWritten);
     const bool to_host = leaving[0].kind == ActionKind::kEvict;
     EXPECT_EQ(world.table.complete(leaving[0].id), (Completion{.destination_freed = to_host}));
     world.table.check_invariants();
@@ -259,7 +259,7 @@ TEST(Room, AnAbortedSpillKeepsTheExtentOfAnEarlierOne) {
   World world({10, 0, 10}, {10});
   world.use({0});
   world.empty_device();
-  world.use({0}, true);
+  world.use({0}, Use::kWritten);
   world.table.set_limit(0);
   const Actions spill = world.table.access({}, kUntraced);
   EXPECT_EQ(text(spill), "SPILL 0");
@@ -349,7 +349,7 @@ TEST(Room, EveryUseSucceedsWhileThePinnedChunksAndTheTiersBelowSuffice) {
     for (int i = 0; i < 200; ++i) {
       const auto first = static_cast<TensorId>(random() % 8);
       const auto second = static_cast<TensorId>(random() % 8);
-      world.use({first, second}, random() % 2 == 0);
+      world.use({first, second}, random() % 2 == 0 ? Use::kWritten : Use::kRead);
     }
   }
 }

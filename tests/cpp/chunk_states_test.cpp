@@ -96,7 +96,7 @@ TEST(States, WritingMakesTheHostDuplicateInvalid) {
   world.access({0});
   world.wait_ready({0});
   EXPECT_EQ(world.valid(0), "DEVICE+HOST");
-  EXPECT_EQ(text(world.release({0}, true)), "DROP 0 HOST");
+  EXPECT_EQ(text(world.release({0}, Use::kWritten)), "DROP 0 HOST");
   EXPECT_EQ(world.valid(0), "DEVICE");
   EXPECT_EQ(world.table.usage(Tier::kHost), 0);
 }
@@ -105,7 +105,7 @@ TEST(States, ADiskExtentSurvivesWritingAndEndsWithFree) {
   World world({40, 0, 100}, {40});
   world.use({0});
   world.empty_device();
-  world.use({0}, true);
+  world.use({0}, Use::kWritten);
   EXPECT_EQ(world.valid(0), "DEVICE");
   EXPECT_EQ(world.table.usage(Tier::kDisk), 40);
   world.free({0});
@@ -117,7 +117,7 @@ TEST(States, WritingWhatIsNotOnDeviceIsRefused) {
   world.use({0});
   world.empty_device();
   world.access({0});
-  EXPECT_THROW(world.release({0}, true), StateError);
+  EXPECT_THROW(world.release({0}, Use::kWritten), StateError);
   EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 1);
   world.release({0});
   world.complete_all();
@@ -157,7 +157,7 @@ TEST(States, ATensorWhoseChunkNeverCameReturnsToFree) {
   World world({40, 100, 0}, {40, 40});
   world.use({0});
   EXPECT_EQ(text(world.access({1})), "EVICT 0");
-  world.table.release_all(true);
+  world.table.release_all(Use::kWritten);
   world.table.check_invariants();
   EXPECT_EQ(world.table.tensor_state(1), kFree);
   world.complete_all();
@@ -171,7 +171,7 @@ TEST(States, ReleaseAllAsWrittenKeepsWhatWasWritten) {
   world.empty_device();
   world.access({0, 0});
   world.wait_ready({0});
-  EXPECT_EQ(text(world.table.release_all(true)), "DROP 0 HOST");
+  EXPECT_EQ(text(world.table.release_all(Use::kWritten)), "DROP 0 HOST");
   EXPECT_EQ(world.table.tensor_state(0), kHold);
   EXPECT_EQ(world.table.chunk(0).pins[index(Tier::kDevice)], 0);
   world.table.check_invariants();

@@ -34,8 +34,8 @@ class World {
   Actions ensure(const std::vector<TensorId>& tensors) { return note(table.ensure(tensors)); }
   Actions prefetch(int32_t max_in_flight) { return note(table.prefetch(max_in_flight)); }
   Actions free(const std::vector<TensorId>& tensors) { return note(table.free(tensors)); }
-  Actions release(const std::vector<TensorId>& tensors, bool dirty = false) {
-    return note(table.release(tensors, dirty));
+  Actions release(const std::vector<TensorId>& tensors, Use how = Use::kRead) {
+    return note(table.release(tensors, how));
   }
 
   Completion complete_next() {
@@ -57,10 +57,10 @@ class World {
   }
 
   // What an executor does around an operator, to the end.
-  void use(const std::vector<TensorId>& tensors, bool dirty = false) {
+  void use(const std::vector<TensorId>& tensors, Use how = Use::kRead) {
     access(tensors);
     wait_ready(tensors);
-    release(tensors, dirty);
+    release(tensors, how);
   }
   void wait_ready(const std::vector<TensorId>& tensors) {
     while (!table.ready(tensors)) {

@@ -116,9 +116,9 @@ TEST_P(CudaOrder, EveryOperatorFindsWhatTheOneBeforeLeft) {
   const auto evict_one = [&] {
     const auto victim = resident.begin() + static_cast<std::ptrdiff_t>(random() % resident.size());
     const size_t chunk = *victim;
-    host_arena.map(*places[chunk]);
+    host_arena.map(*places[chunk], Content::kAny);
     await_report(engine, engine.copy(*places[chunk], *windows[chunk], windows[chunk]->nbytes()));
-    arena.unmap(*windows[chunk], random() % 8 != 0);
+    arena.unmap(*windows[chunk], random() % 8 == 0 ? Spare::kReturned : Spare::kParked);
     resident.erase(victim);
   };
   for (int round = 0; round < 300; ++round) {
@@ -129,9 +129,9 @@ TEST_P(CudaOrder, EveryOperatorFindsWhatTheOneBeforeLeft) {
       if (places[chunk]->mapped()) {
         arena.map_incoming(window);
         await_report(engine, engine.copy(window, *places[chunk], window.nbytes()));
-        host_arena.unmap(*places[chunk], true);
+        host_arena.unmap(*places[chunk], Spare::kParked);
       } else {
-        arena.map(window, true);
+        arena.map(window, Content::kZeros);
       }
       resident.push_back(chunk);
     }
@@ -156,13 +156,13 @@ TEST_F(CudaDriver, WhatIsWrittenToTheDiskComesBack) {
   GpuArena arena(lanes_, nbytes);
   GpuEngine engine(lanes_, &file);
   GpuWindow& window = *space.create(nbytes);
-  arena.map(window, true);
+  arena.map(window, Content::kZeros);
   operators.use(window, 0, 7);
   await_report(engine, engine.write(window, nbytes, 0));
-  arena.unmap(window, true);
-  arena.map(window, true);
+  arena.unmap(window, Spare::kParked);
+  arena.map(window, Content::kZeros);
   operators.use(window, 0, 9);
-  arena.unmap(window, true);
+  arena.unmap(window, Spare::kParked);
   arena.map_incoming(window);
   await_report(engine, engine.read(window, nbytes, 0));
   operators.use(window, 7, 8);
@@ -174,9 +174,9 @@ TEST_F(CudaDriver, PoisonedWindowsReadNan) {
   GpuSpace space(lanes_, 3 * unit_, 1);
   GpuArena arena(lanes_, 3 * unit_, unit_);
   GpuWindow& window = *space.create(3 * unit_);
-  arena.map(window, true);
+  arena.map(window, Content::kZeros);
   operators.use(window, 0, 5);
-  arena.unmap(window, true);
+  arena.unmap(window, Spare::kParked);
   space.poison(window);
   operators.use(window, 0xFF, 0xFF);
   EXPECT_EQ(operators.num_wrong(), 0U);
@@ -188,10 +188,10 @@ TEST_F(CudaDriver, MemoryIsCountedWhileAnythingShowsIt) {
   GpuWindow& window = *space.create(64 * unit_);
   {
     GpuArena arena(lanes_, 64 * unit_);
-    arena.map(window, true);
+    arena.map(window, Content::kZeros);
     finish();
     EXPECT_LE(driver_->memory().free_bytes, before - 32 * unit_);  // others may give some back
-    arena.unmap(window, false);
+    arena.unmap(window, Spare::kReturned);
   }
   EXPECT_GE(driver_->memory().free_bytes, before - 32 * unit_);
 }
@@ -222,10 +222,10 @@ TEST_F(CudaDriver, EventsOfAnyThreadAreTimedInTheirOrder) {
   GpuSpace space(lanes_, unit_, 1);
   GpuArena arena(lanes_, unit_);
   GpuWindow& window = *space.create(unit_);
-  arena.map(window, true);
+  arena.map(window, Content::kZeros);
   const GpuDriver::Stream stream = driver_->create_stream();
-  const GpuDriver::Event begin = driver_->create_event(false);
-  const GpuDriver::Event end = driver_->create_event(true);
+  const GpuDriver::Event begin = driver_->create_event(GpuDriver::Waits::kSpinning);
+  const GpuDriver::Event end = driver_->create_event(GpuDriver::Waits::kAsleep);
   EXPECT_TRUE(driver_->passed(begin));  // of an event that was never recorded
   finish();
   std::thread([&] {

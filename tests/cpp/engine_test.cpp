@@ -79,34 +79,34 @@ TEST(TransferEngine, BytesSurviveTheDiskWhileMemoryMovesBetweenWindows) {
   std::vector<Window*> windows;
   for (int i = 0; i < kNumChunks; ++i) {
     windows.push_back(space.create(kChunk));
-    arena.map(*windows[i], false);
+    arena.map(*windows[i], Content::kAny);
     const std::vector<char> bytes = pattern(kChunk, i);
     std::memcpy(windows[i]->address(), bytes.data(), bytes.size());
     (void)engine.write(windows[i]->address(), kChunk, i * kChunk, Link::kDiskWrite);
     for (const TransferResult& done : finish(engine)) EXPECT_TRUE(done.ok) << done.message;
-    arena.unmap(*windows[i], i % 3 != 0);
+    arena.unmap(*windows[i], i % 3 == 0 ? Spare::kReturned : Spare::kParked);
   }
   for (const int i : {5, 0, 7, 2, 2, 1, 6, 3, 4}) {
-    arena.map(*windows[i], false);
+    arena.map(*windows[i], Content::kAny);
     (void)engine.read(windows[i]->address(), kChunk, i * kChunk, Link::kDiskRead);
     for (const TransferResult& done : finish(engine)) EXPECT_TRUE(done.ok) << done.message;
     const std::vector<char> want = pattern(kChunk, i);
     EXPECT_EQ(std::memcmp(windows[i]->address(), want.data(), want.size()), 0);
-    arena.unmap(*windows[i], true);
+    arena.unmap(*windows[i], Spare::kParked);
   }
 }
 
 TEST(TransferEngine, FailureIsReportedWithItsPlaceAndLaterTransfersSucceed) {
   const TempDir dir;
-  const auto full = [](bool is_write, int64_t, int64_t position) -> int64_t {
-    return is_write && position >= 4 * kMib ? -ENOSPC : 0;
+  const auto full = [](IoKind kind, int64_t, int64_t position) -> int64_t {
+    return kind == IoKind::kWrite && position >= 4 * kMib ? -ENOSPC : 0;
   };
   AsyncFile file({dir.path()}, 8 * kMib, {}, std::make_shared<FaultyHook>(full));
   TransferEngine engine(&file);
   WindowSpace space(2 * kMib);
   Arena arena(2 * kMib);
   Window* window = space.create(2 * kMib);
-  arena.map(*window, true);
+  arena.map(*window, Content::kZeros);
   const uint64_t bad = engine.write(window->address(), 2 * kMib, 6 * kMib, Link::kDiskWrite);
   const uint64_t good = engine.write(window->address(), 2 * kMib, 0, Link::kDiskWrite);
   const std::vector<TransferResult> done = finish(engine);

@@ -36,7 +36,7 @@ class SlowTarget : public FaultTarget {
     return FaultAnswer::kPoisoned;
   }
   void before_fork() noexcept override {}
-  void after_fork(bool) noexcept override {}
+  void after_fork(ForkSide) noexcept override {}
 
   [[nodiscard]] char read() const { return *static_cast<volatile char*>(page_); }
 

@@ -39,7 +39,7 @@ void begin(World& world) {
 Actions write_first(World& world) {
   world.access({0});
   world.wait_ready({0});
-  return world.release({0}, true);
+  return world.release({0}, Use::kWritten);
 }
 
 TEST(Flush, KeepsTheCopyOnDeviceAndMakesItClean) {
@@ -74,7 +74,7 @@ TEST(Flush, OnlyWhatThePlanSaysIsFlushed) {
   for (const TensorId id : {0, 1}) world.use({id});
   world.access({0});
   world.wait_ready({0});
-  EXPECT_EQ(text(world.release({0}, true)), "DROP 0 HOST");
+  EXPECT_EQ(text(world.release({0}, Use::kWritten)), "DROP 0 HOST");
 }
 
 TEST(Flush, AWriteMeanwhileVoidsWhatArrives) {
@@ -82,7 +82,7 @@ TEST(Flush, AWriteMeanwhileVoidsWhatArrives) {
   begin(world);
   write_first(world);
   world.table.access(std::vector<TensorId>{0}, kUntraced);
-  world.release({0}, true);
+  world.release({0}, Use::kWritten);
   const Completion completion = world.complete_next();
   EXPECT_TRUE(completion.destination_freed);
   EXPECT_FALSE(completion.source_freed);
@@ -128,7 +128,8 @@ TEST(Flush, FourAreUnderWayAtATimeAndTheOthersFollow) {
       std::make_shared<Schedule>(Schedule(accesses, {}, 5).with_plan(std::move(plan))));
   world.table.begin_step();
   world.access({0, 1, 2, 3, 4});
-  EXPECT_EQ(text(world.release({0, 1, 2, 3, 4}, true)), "EVICT 0, EVICT 1, EVICT 2, EVICT 3");
+  EXPECT_EQ(text(world.release({0, 1, 2, 3, 4}, Use::kWritten)),
+            "EVICT 0, EVICT 1, EVICT 2, EVICT 3");
   EXPECT_EQ(text(world.prefetch(2)), "");
   world.complete_next();
   EXPECT_EQ(text(world.prefetch(2)), "EVICT 4");
@@ -136,13 +137,13 @@ TEST(Flush, FourAreUnderWayAtATimeAndTheOthersFollow) {
 
 TEST(Flush, WithoutRoomBelowNothingIsStartedAndNothingLost) {
   World world({40, 20, 0}, {10, 10, 10});
-  for (const TensorId id : {0, 1, 2}) world.use({id}, true);
+  for (const TensorId id : {0, 1, 2}) world.use({id}, Use::kWritten);
   std::vector<std::vector<ChunkId>> accesses{{0}, {1}, {2}};
   Retention plan{{kFlush, kFlush, kFlush}, {10, 10, 10}};
   world.table.set_schedule(
       std::make_shared<Schedule>(Schedule(accesses, {}, 3).with_plan(std::move(plan))));
   world.table.begin_step();
-  for (const TensorId id : {0, 1, 2}) world.use({id}, true);
+  for (const TensorId id : {0, 1, 2}) world.use({id}, Use::kWritten);
   world.complete_all();
   EXPECT_EQ(world.table.usage(Tier::kHost), 20);
   EXPECT_TRUE(world.table.chunk(2).dirty());

@@ -37,9 +37,9 @@ TEST_P(GpuBlocks, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
   const auto evict_one = [&] {
     const auto victim = resident.begin() + static_cast<std::ptrdiff_t>(random() % resident.size());
     const size_t chunk = *victim;
-    host_arena.map(*places[chunk]);
+    host_arena.map(*places[chunk], Content::kAny);
     await_report(engine, engine.copy(*places[chunk], *windows[chunk], windows[chunk]->nbytes()));
-    arena.unmap(*windows[chunk], random() % 8 != 0);
+    arena.unmap(*windows[chunk], random() % 8 == 0 ? Spare::kReturned : Spare::kParked);
     resident.erase(victim);
   };
   for (int round = 0; round < 300; ++round) {
@@ -50,9 +50,9 @@ TEST_P(GpuBlocks, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
       if (places[chunk]->mapped()) {
         arena.map_incoming(window);
         await_report(engine, engine.copy(window, *places[chunk], window.nbytes()));
-        host_arena.unmap(*places[chunk], true);
+        host_arena.unmap(*places[chunk], Spare::kParked);
       } else {
-        arena.map(window, true);
+        arena.map(window, Content::kZeros);
       }
       resident.push_back(chunk);
     }
@@ -77,19 +77,19 @@ TEST(GpuArenaBlocks, MemoryGoesToAnotherSizeWhileItsUsersAreStillAtWork) {
   GpuWindow& second = *space.create(kChunkBytes);
 
   Gate gate(*machine.gpu, machine.compute);
-  arena.map(large, true);
+  arena.map(large, Content::kZeros);
   machine.increment(large, 0);
-  arena.unmap(large, true);
+  arena.unmap(large, Spare::kParked);
   for (GpuWindow* const small : {&first, &second}) {
-    arena.map(*small, true);
+    arena.map(*small, Content::kZeros);
     machine.increment(*small, 0);
   }
   EXPECT_EQ(machine.gpu->used_bytes(), arena.capacity());
   gate.open();  // a host that had waited would never have come here
   machine.finish();
-  arena.unmap(first, true);
-  arena.unmap(second, true);
-  arena.map(large, true);
+  arena.unmap(first, Spare::kParked);
+  arena.unmap(second, Spare::kParked);
+  arena.map(large, Content::kZeros);
   machine.increment(large, 0);
   machine.finish();
   EXPECT_EQ(machine.wrong, 0U);
@@ -101,16 +101,16 @@ TEST(GpuArenaBlocks, WindowGetsItsOwnBlocksBackAndOthersOnlyWhereTheyAreGone) {
   GpuArena arena(machine.lanes, 2 * kChunkBytes, kChunkBytes);
   GpuWindow& large = *space.create(2 * kChunkBytes);
   GpuWindow& small = *space.create(kChunkBytes);
-  arena.map(large, false);
-  arena.unmap(large, true);
-  arena.map(large, false);
+  arena.map(large, Content::kAny);
+  arena.unmap(large, Spare::kParked);
+  arena.map(large, Content::kAny);
   EXPECT_EQ(machine.gpu->num_maps(), 2);
-  arena.unmap(large, true);
-  arena.map(small, false);
+  arena.unmap(large, Spare::kParked);
+  arena.map(small, Content::kAny);
   EXPECT_EQ(machine.gpu->num_maps(), 3);
   arena.trim(0);  // the other block; what showed it shows nothing now
-  arena.unmap(small, true);
-  arena.map(large, false);
+  arena.unmap(small, Spare::kParked);
+  arena.map(large, Content::kAny);
   EXPECT_EQ(machine.gpu->num_maps(), 5);
 }
 
@@ -120,8 +120,8 @@ TEST(GpuArenaBlocks, WindowThatIsNoMultipleHasABlockOfItsOwnSize) {
   GpuArena arena(machine.lanes, 5 * kChunkBytes, 2 * kChunkBytes);
   GpuWindow& odd = *space.create(3 * kChunkBytes);
   GpuWindow& even = *space.create(2 * kChunkBytes);
-  arena.map(odd, true);
-  arena.map(even, true);
+  arena.map(odd, Content::kZeros);
+  arena.map(even, Content::kZeros);
   machine.increment(odd, 0);
   machine.increment(even, 0);
   EXPECT_EQ(machine.gpu->num_maps(), 2);
@@ -135,9 +135,9 @@ TEST(GpuArenaBlocks, WindowOfManyUnitsHasABlockOfItsOwnSize) {
   Machine machine;
   GpuSpace space(machine.lanes, 33 * kChunkBytes, 2);
   GpuArena arena(machine.lanes, 33 * kChunkBytes, kChunkBytes);
-  arena.map(*space.create(16 * kChunkBytes), false);
+  arena.map(*space.create(16 * kChunkBytes), Content::kAny);
   EXPECT_EQ(machine.gpu->num_maps(), 16);
-  arena.map(*space.create(17 * kChunkBytes), false);
+  arena.map(*space.create(17 * kChunkBytes), Content::kAny);
   EXPECT_EQ(machine.gpu->num_maps(), 17);
 }
 
@@ -149,14 +149,14 @@ TEST(GpuArenaBlocks, GpuWithoutMemoryLeavesTheParkedBlocksParked) {
   GpuArena arena(machine.lanes, 2 * kMib, kMib / 2);
   GpuWindow& small = *space.create(kMib / 2);
   GpuWindow& large = *space.create(3 * kMib / 2);
-  arena.map(small, false);
-  arena.unmap(small, true);
-  others.map(*others_space.create(63 * kMib), false);
-  EXPECT_THROW(arena.map(large, false), OutOfBudget);
+  arena.map(small, Content::kAny);
+  arena.unmap(small, Spare::kParked);
+  others.map(*others_space.create(63 * kMib), Content::kAny);
+  EXPECT_THROW(arena.map(large, Content::kAny), OutOfBudget);
   EXPECT_FALSE(large.mapped());
   EXPECT_EQ(arena.mapped_bytes(), 0);
   EXPECT_EQ(arena.parked_bytes(), machine.gpu->used_bytes() - 63 * kMib);
-  arena.map(small, true);
+  arena.map(small, Content::kZeros);
   machine.increment(small, 0);
   machine.finish();
   EXPECT_EQ(machine.wrong, 0U);
@@ -184,15 +184,15 @@ TEST(GpuArenaBlocks, GpuThatFailsWhenItIsAskedLosesNoBlock) {
   GpuArena arena(lanes, 4 * kChunkBytes, kChunkBytes);
   GpuWindow& first = *space.create(2 * kChunkBytes);
   GpuWindow& second = *space.create(2 * kChunkBytes);
-  arena.map(first, true);
-  arena.unmap(first, true);
+  arena.map(first, Content::kZeros);
+  arena.unmap(first, Spare::kParked);
   gpu->is_failing = true;
-  EXPECT_THROW(arena.map(second, true), Error);
+  EXPECT_THROW(arena.map(second, Content::kZeros), Error);
   gpu->is_failing = false;
   EXPECT_FALSE(second.mapped());
   EXPECT_EQ(arena.mapped_bytes(), 0);
   EXPECT_EQ(arena.parked_bytes(), 2 * kChunkBytes);
-  arena.map(second, true);
+  arena.map(second, Content::kZeros);
   EXPECT_EQ(gpu->used_bytes(), 2 * kChunkBytes);
   lanes->await(lanes->mark(Lane::kCompute));
 }
@@ -208,9 +208,9 @@ TEST(GpuArenaBlocks, WhichOfManyBlocksAreIdleTakesFewQuestions) {
   GpuWindow& large = *space.create(16 * kChunkBytes);
   std::vector<GpuWindow*> windows;
   for (int i = 0; i < kNumChunks; ++i) windows.push_back(space.create(kChunkBytes));
-  for (GpuWindow* const window : windows) arena.map(*window, false);
+  for (GpuWindow* const window : windows) arena.map(*window, Content::kAny);
   Gate gate(*gpu, compute);
-  for (GpuWindow* const window : windows) arena.unmap(*window, true);
+  for (GpuWindow* const window : windows) arena.unmap(*window, Spare::kParked);
   gpu->num_asked = 0;
   arena.map_incoming(large);  // of blocks that are all still in use
   EXPECT_EQ(gpu->num_asked, 1);

@@ -40,9 +40,9 @@ TEST_P(GpuOrder, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
   std::vector<size_t> resident;
   std::mt19937 random(GetParam());
   const auto evict = [&](size_t chunk) {
-    host_arena.map(*places[chunk]);
+    host_arena.map(*places[chunk], Content::kAny);
     await_report(engine, engine.copy(*places[chunk], *windows[chunk], kChunkBytes));
-    arena.unmap(*windows[chunk], true);
+    arena.unmap(*windows[chunk], Spare::kParked);
   };
   for (int round = 0; round < 300; ++round) {
     const size_t chunk = random() % kNumChunks;
@@ -55,9 +55,9 @@ TEST_P(GpuOrder, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
       if (places[chunk]->mapped()) {
         arena.map_incoming(*windows[chunk]);
         await_report(engine, engine.copy(*windows[chunk], *places[chunk], kChunkBytes));
-        host_arena.unmap(*places[chunk], true);
+        host_arena.unmap(*places[chunk], Spare::kParked);
       } else {
-        arena.map(*windows[chunk], true);
+        arena.map(*windows[chunk], Content::kZeros);
       }
       resident.push_back(chunk);
     }
@@ -81,15 +81,15 @@ TEST(GpuEngine, HostWaitsForNoOperator) {
   GpuWindow& second = *space.create(kChunkBytes);
   HostPlace first_place(kChunkBytes);
   HostPlace second_place(kChunkBytes);
-  host_arena.map(second_place);
+  host_arena.map(second_place, Content::kAny);
   std::memset(second_place.address(), 0, kChunkBytes);
 
   Gate gate(*machine.gpu, machine.compute);
-  arena.map(first, true);
+  arena.map(first, Content::kZeros);
   machine.increment(first, 0);
-  host_arena.map(first_place);
+  host_arena.map(first_place, Content::kAny);
   await_report(engine, engine.copy(first_place, first, kChunkBytes));
-  arena.unmap(first, true);
+  arena.unmap(first, Spare::kParked);
   arena.map_incoming(second);
   await_report(engine, engine.copy(second, second_place, kChunkBytes));
   machine.increment(second, 0);
@@ -115,8 +115,8 @@ TEST(GpuEngine, OperatorsWaitForACopyOfWhatTheyOverwrite) {
   GpuEngine engine(machine.lanes, nullptr);
   GpuWindow& window = *space.create(kChunkBytes);
   HostPlace place(kChunkBytes);
-  arena.map(window, true);
-  host_arena.map(place);
+  arena.map(window, Content::kZeros);
+  host_arena.map(place, Content::kAny);
   Gate gate(*machine.gpu, machine.lanes->stream(Lane::kDeviceToHost));
   await_report(engine, engine.copy(place, window, kChunkBytes));
   machine.increment(window, 0);
@@ -132,9 +132,9 @@ TEST(GpuArena, WindowThatComesBackToItsBlockIsMappedOnce) {
   GpuArena arena(machine.lanes, 2 * kChunkBytes);
   GpuWindow& window = *space.create(kChunkBytes);
   for (int i = 0; i < 5; ++i) {
-    arena.map(window, false);
+    arena.map(window, Content::kAny);
     machine.increment(window, i == 0 ? 0 : i);
-    arena.unmap(window, true);
+    arena.unmap(window, Spare::kParked);
   }
   EXPECT_EQ(machine.gpu->num_maps(), 1);
   EXPECT_EQ(arena.parked_bytes(), kChunkBytes);
@@ -148,7 +148,7 @@ TEST(GpuArena, OperatorsComeAfterWhateverUsedTheirMemoryBefore) {
   GpuArena arena(machine.lanes, kChunkBytes);
   GpuWindow& first = *space.create(kChunkBytes);
   GpuWindow& second = *space.create(kChunkBytes);
-  arena.map(first, true);
+  arena.map(first, Content::kZeros);
   machine.finish();
   const GpuDriver::Stream other = machine.lanes->stream(Lane::kDeviceToHost);
   Gate gate(*machine.gpu, other);
@@ -156,8 +156,8 @@ TEST(GpuArena, OperatorsComeAfterWhateverUsedTheirMemoryBefore) {
   machine.gpu->launch(other, {{first.address(), kChunkBytes}},
                       [&] { seen = *reinterpret_cast<int64_t*>(first.address()); });
   first.uses().note(Lane::kDeviceToHost, machine.lanes->mark(Lane::kDeviceToHost));
-  arena.unmap(first, true);
-  arena.map(second, false);
+  arena.unmap(first, Spare::kParked);
+  arena.map(second, Content::kAny);
   machine.increment(second, 0);
   gate.open();
   machine.finish();
@@ -170,16 +170,16 @@ TEST(GpuSpace, PoisonedWindowsReadNanUntilTheyAreGivenMemory) {
   GpuArena arena(machine.lanes, kChunkBytes);
   GpuWindow& first = *space.create(kChunkBytes);
   GpuWindow& second = *space.create(kChunkBytes);
-  arena.map(first, true);
+  arena.map(first, Content::kZeros);
   machine.increment(first, 0);
-  arena.unmap(first, true);
+  arena.unmap(first, Spare::kParked);
   space.poison(first);
   space.poison(second);
   machine.increment(first, -1);  // all bits are one; what it leaves there is nobody's
-  arena.map(second, true);
+  arena.map(second, Content::kZeros);
   machine.increment(second, 0);
-  arena.unmap(second, true);
-  arena.map(first, true);
+  arena.unmap(second, Spare::kParked);
+  arena.map(first, Content::kZeros);
   machine.increment(first, 0);
   machine.finish();
   EXPECT_EQ(machine.wrong, 0U);
@@ -207,9 +207,9 @@ TEST(GpuArena, RefusesWhatDoesNotFitAndChangesNothing) {
   GpuArena arena(machine.lanes, kChunkBytes);
   GpuWindow& first = *space.create(kChunkBytes);
   GpuWindow& second = *space.create(kChunkBytes);
-  arena.map(first, false);
-  EXPECT_THROW(arena.map(second, false), OutOfBudget);
-  EXPECT_THROW(arena.map(first, false), StateError);
+  arena.map(first, Content::kAny);
+  EXPECT_THROW(arena.map(second, Content::kAny), OutOfBudget);
+  EXPECT_THROW(arena.map(first, Content::kAny), StateError);
   EXPECT_FALSE(second.mapped());
   EXPECT_EQ(arena.mapped_bytes(), kChunkBytes);
   EXPECT_EQ(space.find(second.address() + 5), 1);
@@ -221,7 +221,7 @@ TEST(GpuArena, FullGpuIsOutOfBudget) {
   GpuSpace space(machine.lanes, 256 * kMib, 1);
   GpuArena arena(machine.lanes, 256 * kMib);
   GpuWindow& window = *space.create(128 * kMib);
-  EXPECT_THROW(arena.map(window, false), OutOfBudget);
+  EXPECT_THROW(arena.map(window, Content::kAny), OutOfBudget);
   EXPECT_FALSE(window.mapped());
   EXPECT_EQ(arena.mapped_bytes(), 0);
 }
@@ -239,7 +239,7 @@ TEST(SimulatedGpu, PunishesUnmappingWhatIsInUse) {
   gpu.fill(address, 0, kChunkBytes, stream);
   EXPECT_THROW(gpu.unmap(address, kChunkBytes), Error);
   gate.open();
-  const GpuDriver::Event event = gpu.create_event(false);
+  const GpuDriver::Event event = gpu.create_event(GpuDriver::Waits::kSpinning);
   gpu.record(event, stream);
   gpu.await(event);
   gpu.unmap(address, kChunkBytes);
@@ -261,18 +261,18 @@ TEST_P(GpuDisk, WhatIsWrittenComesBack) {
   GpuEngine engine(machine.lanes, &file);
   GpuWindow& window = *space.create(nbytes);
   HostPlace place(nbytes);
-  arena.map(window, true);
+  arena.map(window, Content::kZeros);
   machine.increment(window, 0);
   await_report(engine, engine.write(window, nbytes, nbytes));
   machine.increment(window, 1);
-  host_arena.map(place);
+  host_arena.map(place, Content::kAny);
   await_report(engine, engine.copy(place, window, nbytes));
   await_report(engine, engine.write(place, nbytes, 0));
-  arena.unmap(window, true);
+  arena.unmap(window, Spare::kParked);
   arena.map_incoming(window);
   await_report(engine, engine.read(window, nbytes, nbytes));
   machine.increment(window, 1);
-  arena.unmap(window, true);
+  arena.unmap(window, Spare::kParked);
   arena.map_incoming(window);
   await_report(engine, engine.read(window, nbytes, 0));
   machine.increment(window, 2);
@@ -288,18 +288,18 @@ TEST(GpuEngine, FailedReadIsReportedAndTheNextOneWorks) {
   const int64_t nbytes = 24 * kMib;
   Machine machine;
   bool broken = true;
-  const auto hook = std::make_shared<FaultyHook>([&](bool is_write, int64_t, int64_t position) {
-    return !is_write && broken && position >= 9 * kMib ? -EIO : 0;
+  const auto hook = std::make_shared<FaultyHook>([&](IoKind kind, int64_t, int64_t position) {
+    return kind == IoKind::kRead && broken && position >= 9 * kMib ? -EIO : 0;
   });
   AsyncFile file({dir.path()}, nbytes, {}, hook);
   GpuSpace space(machine.lanes, nbytes, 1);
   GpuArena arena(machine.lanes, 64 * kMib);
   GpuEngine engine(machine.lanes, &file);
   GpuWindow& window = *space.create(nbytes);
-  arena.map(window, true);
+  arena.map(window, Content::kZeros);
   machine.increment(window, 0);
   await_report(engine, engine.write(window, nbytes, 0));
-  arena.unmap(window, true);
+  arena.unmap(window, Spare::kParked);
   arena.map_incoming(window);
   const uint64_t ticket = engine.read(window, nbytes, 0);
   ASSERT_TRUE(engine.wait_any(-1));
@@ -322,7 +322,7 @@ TEST(GpuEngine, RefusesMisuse) {
   GpuEngine engine(machine.lanes, nullptr);
   GpuWindow& window = *space.create(kChunkBytes);
   EXPECT_THROW((void)engine.read(window, kChunkBytes, 0), StateError);
-  arena.map(window, false);
+  arena.map(window, Content::kAny);
   EXPECT_THROW((void)engine.read(window, kChunkBytes, 0), StateError);
   EXPECT_THROW((void)engine.write(window, 2 * kChunkBytes, 0), StateError);
   engine.close();
@@ -341,13 +341,13 @@ TEST(PinnedArena, TakesOrdinaryMemoryWhereNoneMayBeLocked) {
   const auto lanes = std::make_shared<GpuLanes>(std::make_shared<Unpinned>(options(0, 0)));
   PinnedArena arena(lanes, kChunkBytes);
   HostPlace place(kChunkBytes);
-  arena.map(place);
+  arena.map(place, Content::kAny);
   std::memset(place.address(), 1, kChunkBytes);
   EXPECT_EQ(arena.unpinned_bytes(), kChunkBytes);
   HostPlace other(kChunkBytes);
-  EXPECT_THROW(arena.map(other), OutOfBudget);
-  arena.unmap(place, true);
-  arena.map(other);
+  EXPECT_THROW(arena.map(other, Content::kAny), OutOfBudget);
+  arena.unmap(place, Spare::kParked);
+  arena.map(other, Content::kAny);
   EXPECT_EQ(arena.parked_bytes(), 0);
 }
 

@@ -17,10 +17,10 @@ namespace gemini {
 // positive number shortens it to that many bytes.
 class FaultyHook : public IoHook {
  public:
-  using Fault = std::function<int64_t(bool is_write, int64_t nbytes, int64_t position)>;
+  using Fault = std::function<int64_t(IoKind kind, int64_t nbytes, int64_t position)>;
   explicit FaultyHook(Fault fault) : fault_(std::move(fault)) {}
-  int64_t before(bool is_write, int64_t nbytes, int64_t position) override {
-    const int64_t answer = fault_(is_write, nbytes, position);
+  int64_t before(IoKind kind, int64_t nbytes, int64_t position) override {
+    const int64_t answer = fault_(kind, nbytes, position);
     return answer == 0 ? nbytes : std::min(answer, nbytes);
   }
 
@@ -31,10 +31,10 @@ class FaultyHook : public IoHook {
 // Changes what was moved, after it was.
 class ResultHook : public IoHook {
  public:
-  using Change = std::function<int64_t(bool is_write, int64_t result, int64_t position)>;
+  using Change = std::function<int64_t(IoKind kind, int64_t result, int64_t position)>;
   explicit ResultHook(Change change) : change_(std::move(change)) {}
-  int64_t after(bool is_write, int64_t result, int64_t position) override {
-    return change_(is_write, result, position);
+  int64_t after(IoKind kind, int64_t result, int64_t position) override {
+    return change_(kind, result, position);
   }
 
  private:
@@ -60,7 +60,7 @@ class GateHook : public IoHook {
     open_ = true;
     opened_.notify_all();
   }
-  int64_t before(bool, int64_t nbytes, int64_t) override {
+  int64_t before(IoKind, int64_t nbytes, int64_t) override {
     std::unique_lock lock(mutex_);
     opened_.wait(lock, [&] { return open_; });
     return nbytes;

@@ -26,13 +26,13 @@ struct Machine {
         host_arena(lanes, 2 * kChunkBytes),
         engine(lanes, nullptr),
         window(*space.create(kChunkBytes)) {
-    arena.map(window, true);
+    arena.map(window, Content::kZeros);
     std::memset(reinterpret_cast<void*>(window.address()), 0x5A, kChunkBytes);
   }
 
   // Starts a copy of the window; operators may count on it, the CPU may not.
   void evict_to(HostPlace& place) {
-    host_arena.map(place);
+    host_arena.map(place, Content::kAny);
     const auto ticket = engine.copy(place, window, kChunkBytes);
     ASSERT_TRUE(engine.wait_any(-1));
     EXPECT_EQ(engine.poll().front().ticket, ticket);
@@ -65,8 +65,8 @@ TEST(PinnedArena, ZerosComeAfterWhateverUsedTheirMemoryBefore) {
   HostPlace before(kChunkBytes);
   HostPlace place(kChunkBytes);
   machine.evict_to(before);
-  machine.host_arena.unmap(before, true);
-  machine.host_arena.map(place, true);
+  machine.host_arena.unmap(before, Spare::kParked);
+  machine.host_arena.map(place, Content::kZeros);
   machine.engine.drain();
   EXPECT_TRUE(all_bytes_are(place, 0));
 }

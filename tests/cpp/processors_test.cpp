@@ -89,7 +89,7 @@ TEST(KeepsTo, HostMemoryOfAGpuIsTakenNearIt) {
   const auto gpu = std::make_shared<NotingGpu>(options);
   PinnedArena arena(std::make_shared<GpuLanes>(gpu), 1 << 20);
   HostPlace place(4096);
-  arena.map(place, true);
+  arena.map(place, Content::kZeros);
   EXPECT_EQ(gpu->taken_on, Processors{before.front()});
   EXPECT_EQ(allowed(), before);
 }

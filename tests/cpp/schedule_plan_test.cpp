@@ -134,7 +134,7 @@ TEST(Plan, RandomDelaysBreakNoBudgetAndStopNoStep) {
           std::swap(world.flights.front(), world.flights[random() % world.flights.size()]);
           world.complete_next();
         }
-        world.use({access.begin(), access.end()}, random() % 2 == 0);
+        world.use({access.begin(), access.end()}, random() % 2 == 0 ? Use::kWritten : Use::kRead);
       }
       EXPECT_FALSE(world.table.end_step());
     }

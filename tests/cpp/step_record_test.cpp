@@ -20,13 +20,13 @@ TEST(StepRecord, AnAccessIsWrittenReadOrModified) {
   World world({100, 100, 0}, {10, 10});
   world.use({0, 1});
   world.use({0});
-  world.use({0, 1}, true);
+  world.use({0, 1}, Use::kWritten);
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "r", "mm"}));
 }
 
 TEST(StepRecord, WhatAllocatesStaysWrittenWhenItIsReleasedAsWritten) {
   World world({100, 100, 0}, {10});
-  world.use({0}, true);
+  world.use({0}, Use::kWritten);
   EXPECT_EQ(world.table.record().modes(), (Modes{"w"}));
 }
 
@@ -36,7 +36,7 @@ TEST(StepRecord, AReleaseCountsToTheLatestAccessOfItsChunk) {
   world.access({0});
   world.access({0});
   world.use({1});
-  world.release({0}, true);
+  world.release({0}, Use::kWritten);
   world.release({0});
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "r", "m", "r"}));
 }
@@ -45,7 +45,7 @@ TEST(StepRecord, OnlyTheTensorsReleasedAsWrittenAreModified) {
   World world({100, 100, 0}, {10, 10});
   world.use({0, 1});
   world.access({0, 1});
-  world.release({1}, true);
+  world.release({1}, Use::kWritten);
   world.release({0});
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "rm"}));
 }
@@ -108,7 +108,7 @@ TEST(StepRecord, UntracedAccessesAreNotRecordedTheirWritesCountToTheLatestAccess
   world.use({0});
   world.use({0});
   world.table.access(std::vector<TensorId>{0, 1}, kUntraced);
-  world.release({0, 1}, true);
+  world.release({0, 1}, Use::kWritten);
   EXPECT_EQ(world.table.record().accesses(), (std::vector<std::vector<ChunkId>>{{0}, {0}}));
   EXPECT_EQ(world.table.record().modes(), (Modes{"w", "m"}));
 }
@@ -119,7 +119,7 @@ TEST(StepRecord, AWriteAfterTheStepHasBegunDoesNotReachTheStepBefore) {
   world.access({0});
   world.table.begin_step();
   world.use({1});
-  world.release({0}, true);
+  world.release({0}, Use::kWritten);
   EXPECT_EQ(world.table.record().modes(), (Modes{"r"}));
 }
 
@@ -130,7 +130,7 @@ TEST(StepRecord, ARefusedAccessLeavesTheRecordAsItWas) {
   EXPECT_THROW(world.access({0, 2}), OutOfBudget);
   world.access({1});
   world.table.access(std::vector<TensorId>{0}, kUntraced);
-  world.release({0}, true);
+  world.release({0}, Use::kWritten);
   world.release({1});
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "mr", "r"}));
 }
@@ -140,7 +140,7 @@ TEST(StepRecord, ReleasingAllAsWrittenModifiesWhatIsThere) {
   world.use({0, 1});
   world.access({0});
   world.access({1});
-  world.table.release_all(true);
+  world.table.release_all(Use::kWritten);
   EXPECT_EQ(world.table.record().modes(), (Modes{"ww", "m", "m"}));
 }
 

@@ -21,7 +21,7 @@ namespace {
 // Forbids the ring while the kernel has some of its requests: as the first completion is judged.
 class ForbiddingHook : public IoHook {
  public:
-  int64_t after(bool, int64_t result, int64_t) override {
+  int64_t after(IoKind, int64_t result, int64_t) override {
     if (!forbidden.exchange(true)) possible = forbid(__NR_io_uring_enter, EPERM);
     return result;
   }

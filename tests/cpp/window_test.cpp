@@ -113,10 +113,10 @@ TEST(Window, AddressNeverChanges) {
   Arena arena(8 * kMib);
   Window* window = space.create(3 * kMib);
   const char* const address = window->address();
-  for (const bool park : {true, false, true}) {
-    arena.map(*window, false);
+  for (const Spare spare : {Spare::kParked, Spare::kReturned, Spare::kParked}) {
+    arena.map(*window, Content::kAny);
     window->address()[3 * kMib - 1] = 1;
-    arena.unmap(*window, park);
+    arena.unmap(*window, spare);
     EXPECT_EQ(window->address(), address);
   }
 }
@@ -153,13 +153,13 @@ TEST(FaultGuard, MappingReplacesPoisonAndStrayWritesAreLost) {
   WindowSpace space(kMib);
   Arena arena(kMib);
   Window* window = space.create(kMib);
-  for (const bool park : {true, false, true}) {
+  for (const Spare spare : {Spare::kParked, Spare::kReturned, Spare::kParked}) {
     bytes_of(*window)[5] = 7;
     bytes_of(*window)[kMib - 5] = 7;
-    arena.map(*window, true);
+    arena.map(*window, Content::kZeros);
     const char* const data = window->address();
     EXPECT_TRUE(std::all_of(data, data + kMib, [](char byte) { return byte == 0; }));
-    arena.unmap(*window, park);
+    arena.unmap(*window, spare);
   }
 }
 
@@ -168,7 +168,7 @@ TEST(FaultGuard, HealedWindowFaultsAgain) {
   Arena arena(kMib);
   Window* stray = space.create(kPageBytes);
   Window* live = space.create(kPageBytes);
-  arena.map(*live, true);
+  arena.map(*live, Content::kZeros);
   live->address()[0] = 42;
   (void)bytes_of(*stray)[0];
   EXPECT_EQ(space.heal(), 1);
@@ -193,9 +193,9 @@ TEST(FaultGuard, MappingDuringAStrayReadNeverLeavesPoison) {
   });
   int64_t num_poisoned = 0;
   for (int round = 0; round < 20000; ++round) {
-    arena.map(*window, true);
+    arena.map(*window, Content::kZeros);
     for (int64_t i = 0; i < kPageBytes; i += 16) num_poisoned += bytes_of(*window)[i] != 0;
-    arena.unmap(*window, round % 2 == 0);
+    arena.unmap(*window, round % 2 == 0 ? Spare::kParked : Spare::kReturned);
   }
   stop = true;
   reader.join();
@@ -257,7 +257,7 @@ TEST(WindowSpace, ForkedChildReadsPoisonAndTheParentKeepsItsBytes) {
   WindowSpace space(kMib);
   Arena arena(kMib);
   Window* window = space.create(kMib);
-  arena.map(*window, true);
+  arena.map(*window, Content::kZeros);
   window->address()[0] = 42;
   const int status = status_of_child([&] {
     const bool poison = !window->mapped() && bytes_of(*window)[0] == char(0xFF);
@@ -273,11 +273,11 @@ TEST(WindowSpace, DestroyedInAForkedChildItTouchesNothing) {
   auto space = std::make_unique<WindowSpace>(kMib);
   auto arena = std::make_unique<Arena>(kMib);
   Window* window = space->create(kMib);
-  arena->map(*window, true);
+  arena->map(*window, Content::kZeros);
   const int status = status_of_child([&] {
     int refused = 0;
     try {
-      arena->unmap(*window, false);
+      arena->unmap(*window, Spare::kReturned);
     } catch (const StateError&) {
       refused = 1;
     }

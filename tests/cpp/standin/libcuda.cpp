@@ -296,7 +296,8 @@ EXPORTED Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
 EXPORTED Result cuEventCreate(Event* event, unsigned flags) {
   return in_context([&](Library& own) -> Result {
     if (flags != kEventDefault && flags != kEventBlockingSync) return kInvalidValue;
-    *event = reinterpret_cast<Event>(own.gpu.create_event(flags == kEventBlockingSync));
+    *event = reinterpret_cast<Event>(own.gpu.create_event(
+        flags == kEventBlockingSync ? GpuDriver::Waits::kAsleep : GpuDriver::Waits::kSpinning));
     return kSuccess;
   });
 }
