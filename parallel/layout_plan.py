@@ -239,8 +239,9 @@ def _measured(
 
     def begin(stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         marks.append(counter.get_total_flops())
-        tensor = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor))
-        held.pass_on(stage, tensor, is_sent=order.rank_of[stage - 1] != order.rank_of[stage])
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        passed = [each for each in tensors if each.requires_grad] or tensors[:1]
+        held.pass_on(stage, passed, is_sent=order.rank_of[stage - 1] != order.rank_of[stage])
 
     hooks = [
         model.get_submodule(units.blocks[start]).register_forward_pre_hook(
@@ -275,12 +276,13 @@ class _Held:
         self._seen: list[dict[int, torch.UntypedStorage]] = [{} for _ in range(num_stages)]
         self._stage = 0
 
-    def pass_on(self, stage: int, tensor: torch.Tensor, *, is_sent: bool) -> None:
-        """Begin a stage, whose input is ``tensor``: the one before keeps it to begin backward with."""
-        if is_sent:
+    def pass_on(self, stage: int, tensors: Sequence[torch.Tensor], *, is_sent: bool) -> None:
+        """Begin a stage, whose input are ``tensors``: the one before keeps them to begin backward with."""
+        for tensor in tensors if is_sent else ():
             self._count(tensor)
         self._stage = stage
-        self._count(tensor)
+        for tensor in tensors:
+            self._count(tensor)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,32 +20,69 @@ _KEPT_ANSWERS = 64  # by the shapes of what is asked
 class EndOfStage(Exception):
     """Leaves the model's forward pass where the next stage begins, with what that one is sent."""
 
-    def __init__(self, output: torch.Tensor) -> None:
+    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__("the stage ends here")
-        self.output = output
+        self.outputs = outputs
+
+
+class FirstBlock(Exception):
+    """Leaves the forward pass at the first block of a stage, with the places of what it takes."""
+
+    def __init__(self, places: tuple[int, ...]) -> None:
+        super().__init__("the stage begins here")
+        self.places = places
 
 
 class Passage:
-    """The forward pass of a stage that is under way: what it has received, and whether it got there."""
+    """The forward pass of a stage that is under way: what it has received, and whether it got there.
+
+    Places count the values that a block is called with, arguments and keywords flattened. Both stages at a
+    cut call the same block with as many: the one before sends what is at some places, and the one behind,
+    where nothing is there but NaN, puts it in.
+    """
 
     def __init__(self) -> None:
-        self.runs = False
-        self.received: torch.Tensor | None = None
-        self.has_entered = False
+        self.runs, self.has_entered = False, False
+        self._takes: Sequence[int] | None = None
+        self._gives: Sequence[int] = ()
+        self._received: Sequence[torch.Tensor] = ()
+        # By the id of a tensor of NaN, which is kept for that: what was received in its place.
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
-    def begun(self, received: torch.Tensor | None) -> Iterator[None]:
-        """Run the stage within the block: what it gets of the one before is ``received``."""
-        self.received, self.has_entered, self.runs = received, False, True
+    def begun(
+        self, takes: Sequence[int] | None, received: Sequence[torch.Tensor] = (), gives: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Run the stage within the block: ``received`` comes in at the places ``takes`` of its first block,
+        and what is at the places ``gives`` of the next stage's goes out. ``takes`` None: it gets to its first
+        block, and raises FirstBlock."""
+        self._takes, self._received, self._gives = takes, received, gives
+        self.has_entered, self.runs = False, True
         try:
             yield
         finally:
-            self.received, self.runs = None, False
+            self._received, self.runs = (), False
+            self._known.clear()
 
-    def enter(self) -> torch.Tensor | None:
-        """Return what was received: the stage begins with it."""
+    def replaced(self, values: Sequence[Any]) -> list[Any]:
+        """Return what a block is called with: what was received in the place of what stands for it."""
+        if not self.has_entered:
+            self._enter(values)
+        return [self._known[id(value)][1] if id(value) in self._known else value for value in values]
+
+    def given(self, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return what of the values that the next stage begins with goes there."""
+        return tuple(values[place] for place in self._gives)
+
+    def _enter(self, values: Sequence[Any]) -> None:
         self.has_entered = True
-        return self.received
+        if self._takes is None:
+            first = {
+                id(value): place for place, value in reversed([*enumerate(values)]) if _is_nothing(value)
+            }
+            raise FirstBlock(tuple(sorted(first.values())))
+        for place, tensor in zip(self._takes, self._received, strict=True):
+            self._known[id(values[place])] = (values[place], tensor)
 
     def refuse_others(self, name: str) -> None:
         """Raise ConfigError where the model is called, and not one of its stages."""
@@ -106,16 +143,29 @@ class Absent(nn.Module):
             if len(self._answers) >= _KEPT_ANSWERS:
                 self._answers.clear()
             self._answers[key] = self._run_outline(args, kwargs, device)
-        return self._answers[key]
+        # Tensors of their own for each call: what was received is put in by which of them it stands for.
+        return tree_map(lambda value: value.detach() if torch.is_tensor(value) else value, self._answers[key])
 
     @torch.no_grad()
     def _run_outline(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         try:
-            output = self._held[0](*there_args, **there_kwargs)
+            output = self._run(there_args, there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
         return tree_map(lambda value: _nothing(value, device), output)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
+        outline = self._held[0]
+        try:
+            return outline(*args, **kwargs)
+        except RuntimeError:
+            dtype = next((p.dtype for p in outline.parameters() if p.is_floating_point()), None)
+            if dtype is None:
+                raise
+            args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            return outline(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return what has the form of the output, where the module does not run on ``meta``."""
@@ -139,74 +189,74 @@ class AbsentBlock(Absent):
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
 
 
-class Entry(AbsentBlock):
-    """Stands in for the block before a stage: it returns what that stage has received."""
+class Present(nn.Module):
+    """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
+    the block, so that computing it again in backward does not run this."""
+
+    def __init__(self, name: str, block: nn.Module, passage: Passage) -> None:
+        super().__init__()
+        self.block = block
+        self._name, self._passage = name, passage
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the block has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "block" not in self.__dict__.get("_modules", {}):
+                raise
+        return getattr(self._modules["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return it, in the form of the block's output.
-
-        Raises:
-            ConfigError: the blocks take something else that the first stage alone can compute.
-        """
-        self._passage.refuse_others(self._name)
-        fresh = _shapes(args, kwargs) not in self._answers
-        values, form = tree_flatten(self._answer(args, kwargs))
-        if fresh:
-            self._refuse_others(args, kwargs)
-        first = next(index for index, value in enumerate(values) if isinstance(value, torch.Tensor))
-        values[first] = self._passage.enter()
-        return tree_unflatten(values, form)
-
-    def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, value in _all_but_first(self._held[0].forward, args, kwargs).items():
-            for tensor in tree_flatten(value)[0]:
-                if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-                    continue
-                if bool(tensor.isnan().any()):
-                    raise ConfigError(
-                        f"blocks take {name!r} beside their first argument, and it is computed by what the "
-                        f"first stage alone has (seen at {self._name!r}): such a model cannot be cut here"
-                    )
+        """Run the block. Raises ConfigError where something that it takes is nowhere to be had."""
+        args, kwargs = _really(self._name, self._passage, self._seen, args, kwargs)
+        return self.block(*args, **kwargs)
 
 
 class Exit(Absent):
     """Stands in for the block behind a stage: the forward pass ends where it would be called."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise EndOfStage with the first argument.
+    def __init__(self, name: str, outline: nn.Module, passage: Passage) -> None:
+        super().__init__(name, outline, passage)
+        self._seen: set[tuple[bool, ...]] = set()
 
-        Raises:
-            ConfigError: something else would have to travel with it.
-        """
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
-        forward = self._held[0].forward
-        output = _first(forward, args, kwargs)
-        if not isinstance(output, torch.Tensor):
-            raise ConfigError(
-                f"{self._name!r} takes a {type(output).__name__}, and one tensor goes from stage to stage; "
-                "cut the model elsewhere, or wrap blocks so that they return one tensor"
-            )
-        for name, value in _all_but_first(forward, args, kwargs).items():
-            if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_flatten(value)[0]):
+        values = tree_flatten(_really(self._name, self._passage, self._seen, args, kwargs))[0]
+        raise EndOfStage(self._passage.given(values))
+
+
+def _really(
+    name: str, passage: Passage, seen: set[tuple[bool, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a block is called with, received tensors in their places.
+
+    Raises:
+        ConfigError: the first time that it is called with tensors in such places: there is NaN in another
+            one, so it was computed of what another stage has, and is not what that stage calls blocks with.
+    """
+    values, form = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten(passage.replaced(values), form)
+    tensors = tuple(isinstance(value, torch.Tensor) for value in values)
+    if tensors not in seen:
+        seen.add(tensors)
+        named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
+        for label, value in named.items():
+            if any(_is_nothing(each) for each in tree_flatten(value)[0]):
                 raise ConfigError(
-                    f"{self._name!r} takes {name!r}, which needs a gradient, beside its first argument; one "
-                    "tensor goes from stage to stage: such a model cannot be cut here"
+                    f"{name!r} is called with {label!r} in which there is NaN: what comes between the blocks "
+                    "makes it of something that another stage has (only what one block after another is "
+                    "called with goes from stage to stage, as it is); cut the model elsewhere (split=), or "
+                    "have the blocks do that themselves"
                 )
-        raise EndOfStage(output)
+    return args, kwargs
 
 
 def _first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a call, wherever it stands."""
     return args[0] if args else kwargs.get(_first_name(forward))
-
-
-def _all_but_first(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the other arguments of a call, by name or place."""
-    others = {f"argument {index}": value for index, value in enumerate(args) if index}
-    skipped = "" if args else _first_name(forward)
-    return others | {name: value for name, value in kwargs.items() if name != skipped}
 
 
 def _first_name(forward: Callable[..., Any]) -> str:
@@ -215,6 +265,15 @@ def _first_name(forward: Callable[..., Any]) -> str:
 
 def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _is_nothing(value: Any) -> bool:
+    """Say whether a tensor was computed of what is absent."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
 def _nothing(value: Any, device: torch.device) -> Any:

@@ -90,16 +90,28 @@ class BuiltStage(Stage):
 
     is_last: bool = False
 
-    def run(self, received: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """See :class:`Stage`: its first argument."""
+        return (0,)
+
+    def run(
+        self,
+        received: Sequence[torch.Tensor],
+        _takes: Sequence[int],
+        _gives: Sequence[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """See :class:`Stage`. Raises ConfigError where the next stage would not get one tensor."""
-        first = args if received is None else (received,)
-        output = self.tree(*first, **_named_by(self.tree, kwargs))
-        if not self.is_last and not isinstance(output, torch.Tensor):
+        output = self.tree(*(received or args), **_named_by(self.tree, kwargs))
+        if self.is_last:
+            return output
+        if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"stage {self.index} returned a {type(output).__name__}, and one tensor goes from stage to "
-                "stage: have its forward() return that tensor alone"
+                f"stage {self.index} returned a {type(output).__name__}, and one tensor goes from one built "
+                "stage to the next: have its forward() return that tensor alone"
             )
-        return output
+        return (output,)
 
 
 def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> StagedModel:

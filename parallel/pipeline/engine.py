@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ import torch
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.batches import call_arguments, form_of
 from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
-from gemini.parallel.pipeline.orders import SCHEDULES, Action, Kind, Order
+from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.split import Stage, StagedModel
 
 T = TypeVar("T")
 Criterion = Callable[[Any, Any], torch.Tensor]
 
+_MOST = 16  # tensors that go from one stage to the next
 _AHEAD = 2  # actions whose inputs may be on their way
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -58,11 +60,12 @@ class Done:
 
 @dataclass
 class _Held:
-    """What a stage keeps of a micro-batch from forward to backward."""
+    """What a stage keeps of a micro-batch from forward to backward: of what it has received and computed that
+    to which gradients come."""
 
-    received: torch.Tensor | None
-    output: torch.Tensor
-    grad: torch.Tensor | None = None
+    received: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    grads: tuple[torch.Tensor, ...] = ()
     unfinished: Unfinished | None = None
 
 
@@ -75,7 +78,11 @@ class Engine:
     def __init__(self, staged: StagedModel, trained: Trained, passing: Passing | None, rank: int) -> None:
         self.stages = {stage.index: stage for stage in staged.stages}
         self.trained, self.passing, self._rank = trained, passing, rank
-        self.forms: dict[tuple[int, str], Form] = {}  # of what a stage receives, by the form of the batch
+        # What a stage receives, by the form of the batch: places, and forms with gradients and without.
+        self.takes: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
+        self._learned: set[str] = set()  # forms of batches of which that is known
+        self._trainable = ""
         self._place = ""  # what is being done, for an error
 
     @property
@@ -90,6 +97,33 @@ class Engine:
     def leave(self, why: str) -> None:
         """Tell the ranks that share the parameters of this one that it makes no more calls, and ``why``."""
         self.trained.leave(why)
+
+    def trainable(self) -> list[list[bool]]:
+        """Return which parameters of the stages need a gradient."""
+        return [[p.requires_grad for p in stage.tree.parameters()] for stage in self.stages.values()]
+
+    def follow(self, trainable: str) -> None:
+        """Forget forms where other parameters need a gradient than before, on any rank."""
+        if trainable != self._trainable:
+            self.forms.clear()
+        self._trainable = trainable
+
+    def learn(self, batches: Sequence[Any], say: Callable[[str], list[str]]) -> None:
+        """Find what goes from stage to stage for such batches, as far as it is not known; ``say`` tells it
+        all ranks that have stages, and they call this together."""
+        fresh = {form_of(batch): batch for batch in batches if form_of(batch) not in self._learned}
+        if not fresh:
+            return
+        self._place = "finding what goes from stage to stage"
+        own = {
+            index: [stage.takes(*call_arguments(batch)) for batch in fresh.values()] if index else []
+            for index, stage in self.stages.items()
+        }
+        for said in say(json.dumps(own)):
+            for index, places in json.loads(said).items():
+                for form, found in zip(fresh, places, strict=False):
+                    self.takes[int(index), form] = tuple(found)
+        self._learned.update(fresh)
 
     def run(
         self,
@@ -137,9 +171,8 @@ class _Run:
         self._batches, self._forms = batches, [form_of(batch) for batch in batches]
         self._criterion, self._weights, self._keeps = criterion, weights, keep_outputs
         self._held: dict[tuple[int, int], _Held] = {}
-        self._coming: dict[tuple[int, int, bool], Incoming | torch.Tensor] = {}
+        self._coming: dict[tuple[int, int, bool], Sequence[Incoming | torch.Tensor]] = {}
         self._last = {stage: order.last_backward(stage) for stage in engine.stages}
-        self._splits = SCHEDULES[order.schedule].splits
 
     # -- what goes from stage to stage -----------------------------------------------------------
 
@@ -149,15 +182,17 @@ class _Run:
             source = self._source(action)
             if source is None or source in self._engine.stages:
                 continue
-            forward = action.kind is Kind.FORWARD
-            key = (action.stage, action.micro_batch, forward)
+            key = (action.stage, action.micro_batch, action.kind is Kind.FORWARD)
             if key in self._coming:
                 continue
-            form = self._form(action)
-            if form is not None:
-                rank = self._order.rank_of[source]
-                assert self._engine.passing is not None
-                self._coming[key] = Incoming(self._engine.passing, rank, self._tag(action), form)
+            forms = self._expected(action)
+            if forms is not None:
+                rank, passing = self._order.rank_of[source], self._engine.passing
+                assert passing is not None
+                self._coming[key] = [
+                    Incoming(passing, rank, self._tag(action, index), form)
+                    for index, form in enumerate(forms)
+                ]
 
     def _source(self, action: Action) -> int | None:
         """Return the stage that an action gets its input of, None: it needs none."""
@@ -166,56 +201,86 @@ class _Run:
         source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
         return source if 0 <= source < self._order.num_stages else None
 
-    def _form(self, action: Action) -> Form | None:
-        """Return the form of what an action receives; None: not known yet."""
-        if action.kind is not Kind.FORWARD:
-            held = self._held.get((action.stage, action.micro_batch))
-            return None if held is None else (held.output.dtype, tuple(held.output.shape))
-        return self._engine.forms.get((action.stage, self._forms[action.micro_batch]))
+    def _expected(self, action: Action) -> Sequence[Form] | None:
+        """Return the forms of what an action receives; None: not known yet."""
+        if action.kind is Kind.FORWARD:
+            return self._engine.forms.get(self._key(action))
+        held = self._held.get((action.stage, action.micro_batch))
+        return None if held is None else [Form(each.dtype, tuple(each.shape)) for each in held.outputs]
 
-    def _tag(self, action: Action, *, of_form: bool = False) -> int:
-        """Return the tag of what an action receives."""
+    def _key(self, action: Action) -> tuple[int, str, bool]:
+        """Return by what the engine knows the forms of what a forward pass receives."""
+        return (action.stage, self._forms[action.micro_batch], torch.is_grad_enabled())
+
+    def _takes(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        """Return the places of what ``stage`` receives: none, where it is the first or there is no such."""
+        return self._engine.takes.get((stage, self._forms[micro_batch]), ())
+
+    def _tag(self, action: Action, index: int, *, of_form: bool = False) -> int:
+        """Return the tag of a tensor that an action receives; ``index`` counts them."""
         place = action.micro_batch * self._order.num_stages + action.stage
-        return 4 * place + 2 * (action.kind is Kind.FORWARD) + of_form
+        return 2 * (_MOST * (2 * place + (action.kind is Kind.FORWARD)) + index) + of_form
 
-    def _take(self, action: Action) -> torch.Tensor | None:
-        """Return what an action receives, on the computing device; None: the stage begins with it."""
+    def _take(self, action: Action) -> tuple[torch.Tensor, ...]:
+        """Return what an action receives, on the computing device; nothing: the stage begins with it."""
         source = self._source(action)
         if source is None:
-            return None
-        forward = action.kind is Kind.FORWARD
-        key, passing = (action.stage, action.micro_batch, forward), self._engine.passing
+            return ()
+        key, passing = (action.stage, action.micro_batch, action.kind is Kind.FORWARD), self._engine.passing
         doing = f"waits for stage {source} ({self._engine.place})"
         if key not in self._coming:
             assert passing is not None
-            if forward and self._form(action) is None:
-                rank = self._order.rank_of[source]
-                form = passing.receive_form(rank, self._tag(action, of_form=True), doing)
-                self._engine.forms[action.stage, self._forms[action.micro_batch]] = form
+            if self._expected(action) is None:
+                rank, count = self._order.rank_of[source], len(self._takes(action.stage, action.micro_batch))
+                self._engine.forms[self._key(action)] = tuple(
+                    passing.receive_form(rank, self._tag(action, index, of_form=True), doing)
+                    for index in range(count)
+                )
             self.expect([action])
         found = self._coming.pop(key)
-        return found if isinstance(found, torch.Tensor) else found.wait(doing)
+        return tuple(each if isinstance(each, torch.Tensor) else each.wait(doing) for each in found)
 
-    def _give(self, action: Action, tensor: torch.Tensor) -> None:
-        """Hand ``tensor`` to the stage whose ``action`` receives it."""
-        forward = action.kind is Kind.FORWARD
-        if action.stage in self._engine.stages:
-            self._coming[action.stage, action.micro_batch, forward] = tensor.detach()
+    def _give(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Hand ``tensors`` to the stage whose ``action`` receives them."""
+        is_here = action.stage in self._engine.stages
+        if action.kind is Kind.FORWARD:
+            self._announce(action, tensors, is_here=is_here)
+        if is_here:
+            key = (action.stage, action.micro_batch, action.kind is Kind.FORWARD)
+            self._coming[key] = [tensor.detach() for tensor in tensors]
             return
         passing, rank = self._engine.passing, self._order.rank_of[action.stage]
         assert passing is not None
-        if forward:
-            form, batch = (tensor.dtype, tuple(tensor.shape)), self._forms[action.micro_batch]
-            known = self._engine.forms.setdefault((action.stage, batch), form)
-            if known is form:
-                passing.send_form(form, rank, self._tag(action, of_form=True))
-            elif known != form:
-                raise ConfigError(
-                    f"the stage has returned {form[0]} of {form[1]}, and {known[0]} of {known[1]} for the "
-                    f"same inputs before, which stage {action.stage} waits for; shapes may depend on those "
-                    "of inputs alone"
-                )
-        passing.send(tensor, rank, self._tag(action))
+        for index, tensor in enumerate(tensors):
+            passing.send(tensor, rank, self._tag(action, index))
+
+    def _announce(self, action: Action, tensors: Sequence[torch.Tensor], *, is_here: bool) -> None:
+        """Say what forms ``tensors`` have, the first time that the stage of ``action`` gets them.
+
+        Raises:
+            ConfigError: they are too many, or there were others for such a batch before.
+        """
+        if len(tensors) > _MOST:
+            raise ConfigError(
+                f"stage {action.stage} takes {len(tensors)} tensors of earlier stages, and up to {_MOST} go "
+                "from stage to stage: cut the model elsewhere (split=)"
+            )
+        # A gradient of the first comes back in any case: recomputing blocks may depend on that.
+        forms = tuple(
+            Form(t.dtype, tuple(t.shape), t.is_floating_point() and (t.requires_grad or not index))
+            for index, t in enumerate(tensors)
+        )
+        known = self._engine.forms.setdefault(self._key(action), forms)
+        if known is forms and not is_here:
+            passing, rank = self._engine.passing, self._order.rank_of[action.stage]
+            assert passing is not None
+            for index, form in enumerate(forms):
+                passing.send_form(form, rank, self._tag(action, index, of_form=True))
+        elif known != forms:
+            raise ConfigError(
+                f"the stage has returned {_listed(forms)}, and {_listed(known)} for the same inputs before, "
+                f"which stage {action.stage} waits for; shapes may depend on those of inputs alone"
+            )
 
     # -- what is computed ------------------------------------------------------------------------
 
@@ -233,64 +298,84 @@ class _Run:
         number, received = action.micro_batch, self._take(action)
         args, kwargs = call_arguments(self._batches[number])
         training = torch.is_grad_enabled()
-        if received is not None and training and received.is_floating_point():
-            received.requires_grad_()
-        output = self._engine.trained.forward(stage.run, (received, args, kwargs), {})
+        returns = [each.returns and training for each in self._expected(action) or ()]
+        for tensor, returned in zip(received, returns, strict=True):
+            tensor.requires_grad_(returned)
+        takes, gives = self._takes(action.stage, number), self._takes(action.stage + 1, number)
+        outputs = self._engine.trained.forward(stage.run, (received, takes, gives, args, kwargs), {})
         if action.stage == self._order.num_stages - 1:
             if self._keeps:
-                self.done.outputs.append(_detached(output))
+                self.done.outputs.append(_detached(outputs))
             if self._criterion is None:
                 return
-            output = self._criterion(output, self._batches[number])
-            if not isinstance(output, torch.Tensor) or output.numel() != 1:
-                raise ConfigError(f"the criterion returned {_described(output)}; it is to return one number")
-            output = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-            self.done.losses.append(output.detach())
+            outputs = (self._loss(outputs, number),)
         else:
-            self._give(Action(Kind.FORWARD, action.stage + 1, number), output)
+            following = Action(Kind.FORWARD, action.stage + 1, number)
+            self._give(following, outputs)
+            known = self._engine.forms[self._key(following)]
+            outputs = tuple(each for each, form in zip(outputs, known, strict=True) if form.returns)
         if training:
-            if self._splits and output._is_view():
-                output = output.clone()  # the halves detach it in place, which no view can be
-            self._held[action.stage, number] = _Held(received, output)
+            kept = tuple(each for each, returned in zip(received, returns, strict=True) if returned)
+            self._held[action.stage, number] = _Held(kept, outputs)
+
+    def _loss(self, output: Any, number: int) -> torch.Tensor:
+        """Return the loss of a micro-batch, of what the model has returned."""
+        assert self._criterion is not None
+        loss = self._criterion(output, self._batches[number])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(f"the criterion returned {_described(loss)}; it is to return one number")
+        loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        self.done.losses.append(loss.detach())
+        return loss
 
     def _backward(self, action: Action, stage: Stage, scale: float | None) -> None:
         key = (action.stage, action.micro_batch)
         held = self._held[key]
         if action.kind is not Kind.WEIGHT:
-            held.grad = self._gradient(action, held, scale)
+            held.grads = self._gradients(action, held, scale)
         if action.kind is Kind.INPUT:
             self._input_half(action, held, stage)
             return
         if held.unfinished is not None:
             backward_weights(held.unfinished)
-        elif held.output.requires_grad:
-            torch.autograd.backward(held.output, held.grad)
+        else:
+            pairs = [(o, g) for o, g in zip(held.outputs, held.grads, strict=True) if o.requires_grad]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         del self._held[key]
-        if action.kind is Kind.BACKWARD and held.received is not None:
-            self._send_gradient(action, held.received, held.received.grad)
+        if action.kind is Kind.BACKWARD:
+            self._send_gradients(action, held.received, [each.grad for each in held.received])
 
-    def _gradient(self, action: Action, held: _Held, scale: float | None) -> torch.Tensor:
-        """Return the gradient of a stage's output."""
-        grad = self._take(action)
-        if grad is not None:
-            return grad
+    def _gradients(self, action: Action, held: _Held, scale: float | None) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of a stage's outputs."""
+        if self._source(action) is not None:
+            return self._take(action)
         value = self._weights[action.micro_batch] * (1.0 if scale is None else scale)
-        return torch.full_like(held.output, value)
+        return tuple(torch.full_like(each, value) for each in held.outputs)
 
     def _input_half(self, action: Action, held: _Held, stage: Stage) -> None:
-        """Compute the gradient of the input; in the first stage nothing: its weights' half is all of it."""
-        if held.received is None or held.grad is None:
+        """Compute the gradients of what was received; in the first stage nothing: its weights' half is all of
+        it."""
+        if not held.received:
             return
-        found: torch.Tensor | None = None
-        if held.output.requires_grad:
-            weights = [param for param in stage.tree.parameters() if param.requires_grad]
-            found, held.unfinished = backward_input(held.output, held.grad, held.received, weights)
-        self._send_gradient(action, held.received, found)
+        weights = [param for param in stage.tree.parameters() if param.requires_grad]
+        found, held.unfinished = backward_input(held.outputs, held.grads, held.received, weights)
+        held.outputs = held.grads = ()  # and with them, what of the graph the weights' half has no use for
+        self._send_gradients(action, held.received, found)
 
-    def _send_gradient(self, action: Action, received: torch.Tensor, grad: torch.Tensor | None) -> None:
-        received.grad = None
-        grad = torch.zeros_like(received) if grad is None else grad
-        self._give(Action(Kind.BACKWARD, action.stage - 1, action.micro_batch), grad)
+    def _send_gradients(
+        self, action: Action, received: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        if not received:
+            return
+        given = [torch.zeros_like(t) if g is None else g for t, g in zip(received, grads, strict=True)]
+        for tensor in received:
+            tensor.grad = None
+        self._give(Action(Kind.BACKWARD, action.stage - 1, action.micro_batch), given)
+
+
+def _listed(forms: Sequence[Form]) -> str:
+    return " and ".join(f"{form.dtype} of {form.shape}" for form in forms) or "nothing"
 
 
 def _detached(value: Any) -> Any:

@@ -7,7 +7,7 @@ from concurrent import futures
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from gemini.parallel.mesh import Axis
 from gemini.system.threads import start_thread
 
 _FIRST_TAG = 2**16  # below are tags of the runtime
-_HEAD_NUMEL = 12  # type, number of dimensions, sizes
+_HEAD_NUMEL = 12  # type, whether a gradient comes back, number of dimensions, sizes
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -28,7 +28,14 @@ _DTYPES = (
     torch.bool,
     torch.complex64,
 )
-Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor
+
+
+class Form(NamedTuple):
+    """What a tensor is that goes from stage to stage; ``returns``: a gradient of it comes back."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    returns: bool = False
 
 
 class Incoming:
@@ -36,7 +43,7 @@ class Incoming:
 
     def __init__(self, passing: Passing, rank: int, tag: int, form: Form) -> None:
         self._passing = passing
-        self._room = torch.empty(form[1], dtype=form[0], device="cpu")
+        self._room = torch.empty(form.shape, dtype=form.dtype, device="cpu")
         self._work = passing.receive(self._room, rank, tag)
 
     def wait(self, doing: str) -> torch.Tensor:
@@ -78,9 +85,8 @@ class Passing:
         )
 
     def send_form(self, form: Form, rank: int, tag: int) -> None:
-        """Send what type and sizes a tensor has that is going to be sent."""
-        dtype, shape = form
-        said = [_DTYPES.index(dtype), len(shape), *shape]
+        """Send what form a tensor has that is going to be sent."""
+        said = [_DTYPES.index(form.dtype), int(form.returns), len(form.shape), *form.shape]
         self.send(
             torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
         )
@@ -89,8 +95,8 @@ class Passing:
         """Return what :meth:`send_form` said on the other rank."""
         room = torch.empty(_HEAD_NUMEL, dtype=torch.int64, device="cpu")
         self.settle(self.receive(room, rank, tag), doing)
-        dtype, dims, *shape = room.tolist()
-        return _DTYPES[dtype], tuple(shape[:dims])
+        dtype, returns, dims, *shape = room.tolist()
+        return Form(_DTYPES[dtype], tuple(shape[:dims]), bool(returns))
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken."""

@@ -101,6 +101,8 @@ class Pipeline:
             raise refusal  # on all ranks, before anything was done: they may go on with another batch
         assert order is not None
         with self._told():
+            if self._axis is not None:
+                self._engine.learn(batches, self._axis.say)
             weights = self._weigh(batches, count)
             done = self._engine.run(order, batches, criterion, weights, keep_outputs=return_outputs)
             self._engine.begin("the loss of a pass through the pipeline")
@@ -137,9 +139,11 @@ class Pipeline:
         if self._everyone is not None:
             place = self._data.rank if self._data is not None else 0
             digest = digest_of(str([form_of(each) for each in batches]))
-            said = [place, -1 if refusal is not None else len(batches), digest]
+            trained = digest_of(str(self._engine.trainable()))
+            said = [place, -1 if refusal is not None else len(batches), digest, trained]
             every = self._everyone.all_gather(torch.tensor(said, dtype=torch.int64, device="cpu"))
-            refusal = refusal or _different([each.tolist() for each in every])
+            self._engine.follow(str([each[3].item() for each in every]))
+            refusal = refusal or _different([each.tolist()[:3] for each in every])
         return refusal, batches, order
 
     def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,20 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.absent import Absent, AbsentBlock, EndOfStage, Entry, Exit, Passage, outline_of
+from gemini.parallel.pipeline.absent import (
+    Absent,
+    AbsentBlock,
+    EndOfStage,
+    Exit,
+    FirstBlock,
+    Passage,
+    Present,
+    outline_of,
+)
 from gemini.parallel.pipeline.partition import partition_balanced
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
+from gemini.system.device import current_device
 
 Split = str | Sequence[str]
 
@@ -28,16 +39,47 @@ class Stage:
     passage: Passage
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
 
-    def run(self, received: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of this stage: from ``received`` (None: the first) to what the next one gets
-        or, in the last, to what the model returns. ``args`` and ``kwargs`` are those of the whole model."""
-        for here, there in self.mirrored:
-            here.training = there.training
-        with self.passage.begun(received):
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Return what the stage is sent: places among the values that its first block is called with.
+        ``args`` and ``kwargs`` are those of the whole model."""
+        self._follow()
+        devices = [device] if (device := current_device()).type == "cuda" else []
+        with self.passage.begun(None), torch.no_grad(), torch.random.fork_rng(devices):
+            try:
+                self.tree(*args, **kwargs)
+            except FirstBlock as begin:
+                return begin.places
+        raise ConfigError(
+            f"stage {self.index} gets to the end of the model and to none of its blocks: blocks are called "
+            "one after another, once each; say which with blocks=['layer1', 'layer2', ...]"
+        )
+
+    def run(
+        self,
+        received: Sequence[torch.Tensor],
+        takes: Sequence[int],
+        gives: Sequence[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the forward pass of this stage: from what it has ``received``, at the places that it ``takes``,
+        to a tuple of what is at the places ``gives``, those of the next stage, or to what the model returns.
+        ``args`` and ``kwargs`` are those of the whole model."""
+        self._follow()
+        with self.passage.begun(takes, received, gives):
             try:
                 return self.tree(*args, **kwargs)
             except EndOfStage as end:
-                return end.output
+                return end.outputs
+
+    def _follow(self) -> None:
+        """Have copies be as what they are copies of: trained or evaluated, and whatever was set there."""
+        kept = ("_modules", "_parameters", "_compiled_call_impl")
+        for here, there in self.mirrored:
+            for key, value in there.__dict__.items():
+                if key not in kept:
+                    is_own = inspect.ismethod(value) and value.__self__ is there
+                    here.__dict__[key] = value.__func__.__get__(here) if is_own else value
 
 
 @dataclass(frozen=True)
@@ -134,22 +176,18 @@ def split(
     kept = frozenset().union(*(units.of_stage(*ranges[stage]) for stage in own))
     _give_first_values(model, every - kept)
     stages = []
-    if len(own) == 1:
-        passage = Passage()
-        _replace_absent(model, units, ranges[own[0]], outline, passage)
-        stages.append(Stage(own[0], model, passage))
-    else:
-        for index in own:
-            passage, mirrored = Passage(), []  # type: ignore[var-annotated]
-            around = {name for name, module in model.named_modules() if _holds_units(name, every)}
-            tree = _mirror(model, "", around, mirrored)
-            _replace_absent(tree, units, ranges[index], outline, passage)
-            stages.append(Stage(index, tree, passage, mirrored))
-        for name in every - kept:
-            _put(model, name, outline, lambda n, o: Absent(n, o, Passage()))
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False  # keys of the stage alone; nothing is generated here
+    around = {name for name, _ in model.named_modules() if _holds_units(name, every)}
+    for index in own:
+        passage, mirrored = Passage(), []  # type: ignore[var-annotated]
+        tree = _mirror(model, "", around, mirrored)
+        _replace_absent(tree, units, ranges[index], outline, passage)
+        _put_before(tree, units.blocks[slice(*ranges[index])], passage)
+        stages.append(Stage(index, tree, passage, mirrored))
+    for name in every - kept:
+        _put(model, name, outline, lambda n, o: Absent(n, o, Passage()))
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
     return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
 
 
@@ -183,15 +221,23 @@ def _replace_absent(
 ) -> None:
     start, stop = blocks
     have = units.of_stage(start, stop)
-    for name in (*units.front, *units.blocks, *units.behind):
+    for name in (*units.blocks, *units.beside):
         if name in have:
             continue
         kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
-        if start and name == units.blocks[start - 1]:
-            kind = Entry
-        elif stop < len(units.blocks) and name == units.blocks[stop]:
+        if stop < len(units.blocks) and name == units.blocks[stop]:
             kind = Exit
         _put(tree, name, outline, lambda n, o, kind=kind: kind(n, o, passage))
+
+
+def _put_before(tree: nn.Module, blocks: Iterable[str], passage: Passage) -> None:
+    """Put before each block of the stage what gives it what was received."""
+    for name in blocks:
+        around, _, key = name.rpartition(".")
+        owner = tree.get_submodule(around)
+        block = owner._modules[key]
+        assert block is not None
+        owner._modules[key] = Present(name, block, passage)
 
 
 def _put(tree: nn.Module, name: str, outline: nn.Module, make: Any) -> None:

@@ -16,14 +16,21 @@ _WAY_OUT = "say which modules run one after another with blocks=['layer1', 'laye
 class Units:
     """A model by names of its modules and parameters.
 
-    ``blocks`` are called one after another, once each, every one with what the one before returned. What runs
-    before them and behind them are ``front`` and ``behind``: submodules with weights, and parameters that a
-    module around the blocks holds itself. Everything else has no weights and runs in every stage.
+    ``blocks`` are called one after another, once each. What runs before them and behind them are ``front``
+    and ``behind``: submodules with weights, and parameters that a module around the blocks holds itself;
+    ``between`` are such by how many blocks run before them (an encoder's last norm, a decoder's embedding).
+    Everything else has no weights and runs in every stage.
     """
 
     blocks: tuple[str, ...]
     front: tuple[str, ...]
     behind: tuple[str, ...]
+    between: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """What is no block."""
+        return (*self.front, *(name for name, _ in self.between), *self.behind)
 
     def of_stage(self, start: int, stop: int) -> frozenset[str]:
         """Return the names of what the stage of blocks ``[start, stop)`` has."""
@@ -32,18 +39,20 @@ class Units:
             names |= set(self.front)
         if stop == len(self.blocks):
             names |= set(self.behind)
+        names |= {name for name, count in self.between if start < count <= stop}
         return frozenset(names)
 
 
 def find_units(model: nn.Module, blocks: Sequence[str] | None = None, behind: Collection[str] = ()) -> Units:
-    """Return the units of ``model``: members of its longest list of modules, unless ``blocks`` names others.
+    """Return the units of ``model``: members of its longest list of modules (of an encoder's, then of a
+    decoder's), unless ``blocks`` names others.
 
     What is registered before the blocks counts as running before them; ``behind`` names what is not so.
 
     Raises:
         ConfigError: there is no such list, or more than one; a name is of nothing.
     """
-    chosen = tuple(blocks) if blocks is not None else _longest_list(model)
+    chosen = tuple(blocks) if blocks is not None else _rows_of(model)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     missing = [name for name in (*chosen, *behind) if name not in known]
     if missing:
@@ -51,16 +60,17 @@ def find_units(model: nn.Module, blocks: Sequence[str] | None = None, behind: Co
     if len(set(chosen)) != len(chosen) or not chosen:
         raise ConfigError(f"blocks are {list(chosen)}; name one or more, each once")
     around = {_parent(name, depth) for name in chosen for depth in range(name.count(".") + 1)}
-    front: list[str] = []
-    rear: list[str] = []
+    places: dict[str, int] = {}
     for name in sorted(around, key=lambda name: (name.count("."), name)):
-        before, after = _beside(model, name, chosen, around)
-        front += [each for each in before if each not in behind]
-        rear += [each for each in before if each in behind] + after
-    unknown = [name for name in behind if name not in rear]
+        places |= _beside(model, name, chosen, around)
+    unknown = [name for name in behind if name not in places]
     if unknown:
         raise ConfigError(f"behind names {unknown[0]!r}, which is no module or parameter beside the blocks")
-    return Units(chosen, tuple(front), tuple(rear))
+    places |= {name: len(chosen) for name in behind}
+    front = tuple(name for name, count in places.items() if count == 0)
+    rear = tuple(name for name, count in places.items() if count == len(chosen))
+    between = tuple((name, count) for name, count in places.items() if 0 < count < len(chosen))
+    return Units(chosen, front, rear, between)
 
 
 def _parent(name: str, depth: int) -> str:
@@ -68,19 +78,30 @@ def _parent(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def _beside(
-    model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Return what with weights a module around the blocks has before and after them."""
+def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
+    """Return what with weights a module around the blocks has beside them: after how many blocks it runs, if
+    it runs in the order in which it is registered."""
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
-    inside = [key for key, _ in owner.named_children() if prefix + key in around or prefix + key in blocks]
-    keys = [key for key, child in owner.named_children() if key in inside or child.state_dict()]
-    first, last = keys.index(inside[0]), keys.index(inside[-1])
-    between = [key for key in keys[first:last] if key not in inside]
-    if between:
-        raise ConfigError(f"{prefix + between[0]!r} lies between blocks and is none: {_WAY_OUT}")
-    own = [prefix + key for key, _ in owner.named_parameters(recurse=False)]
-    return own + [prefix + key for key in keys[:first]], [prefix + key for key in keys[last + 1 :]]
+    count = min(index for index, block in enumerate(blocks) if block.startswith(prefix))
+    found = {prefix + key: count for key, _ in owner.named_parameters(recurse=False)}
+    for key, child in owner.named_children():
+        full = prefix + key
+        if full in around or full in blocks:
+            inside = (block == full or block.startswith(f"{full}.") for block in blocks)
+            count = 1 + max(index for index, is_inside in enumerate(inside) if is_inside)
+        elif child.state_dict():
+            found[full] = count
+    return found
+
+
+def _rows_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the blocks of ``model``: its longest list or, where transformers says that it has an encoder and
+    a decoder, the longest of each."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return _longest_list(model)
+    halves = (model.get_encoder(), model.get_decoder())  # type: ignore[operator]
+    names = {id(module): name for name, module in reversed([*model.named_modules()])}
+    return tuple(f"{names[id(half)]}.{block}" for half in halves for block in _longest_list(half))
 
 
 def _longest_list(model: nn.Module) -> tuple[str, ...]:
@@ -117,8 +138,8 @@ def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def block_bytes(model: nn.Module, units: Units) -> list[float]:
-    """Return the bytes of the parameters of each block; those of what runs before and behind belong to the
-    first and to the last."""
+    """Return the bytes of the parameters of each block; those of what is beside it belong to the one before
+    or, of the front, to the first."""
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def nbytes(unit: str) -> float:
@@ -130,4 +151,6 @@ def block_bytes(model: nn.Module, units: Units) -> list[float]:
     found = [nbytes(name) for name in units.blocks]
     found[0] += sum(map(nbytes, units.front))
     found[-1] += sum(map(nbytes, units.behind))
+    for name, count in units.between:
+        found[count - 1] += nbytes(name)
     return found

@@ -60,17 +60,20 @@ class Pair(nn.Module):
 
 
 class Biased(nn.Module):
-    """Blocks that take, beside their input, what the front has computed."""
+    """Blocks that take, beside their input, what the front has computed; ``outside``: and it is changed, or
+    added, between two blocks."""
 
-    def __init__(self, *, frozen: bool) -> None:
+    def __init__(self, *, frozen: bool = False, outside: str = "") -> None:
         super().__init__()
+        self.outside = outside
         self.embed = nn.Embedding(37, WIDTH).requires_grad_(not frozen)
         self.blocks = nn.ModuleList(Adding() for _ in range(4))
 
     def forward(self, ids: Tensor) -> Tensor:
         first = x = self.embed(ids)
         for block in self.blocks:
-            x = block(x, first)
+            given = block(x, first * 2 if self.outside == "changed" else first)
+            x = x + given if self.outside == "added" else given
         return x
 
 
@@ -97,10 +100,42 @@ def staged(
 def run_all(parts: list[StagedModel], *args: Tensor) -> Any:
     """Run the stages of all parts in order."""
     stages = sorted((stage for part in parts for stage in part.stages), key=lambda stage: stage.index)
-    out: Any = None
-    for stage in stages:
-        out = stage.run(out, args, {})
+    takes = [stage.takes(args, {}) if stage.index else () for stage in stages]
+    out: Any = ()
+    for stage, own, following in zip(stages, takes, [*takes[1:], ()], strict=True):
+        out = stage.run(out, own, following, args, {})
     return out
+
+
+class Halves(nn.Module):
+    """An encoder and a decoder of torch's own layers, with weights between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+        self.embed = nn.Embedding(37, WIDTH)
+        layer, norm = nn.TransformerEncoderLayer(**sizes), nn.LayerNorm(WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+        self.start = nn.Embedding(37, WIDTH)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2, nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, 37)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        memory = self.encoder(self.embed(ids))
+        out: Tensor = self.head(self.decoder(self.start(ids.flip(1)), memory))
+        return out
+
+
+class Early(Halves):
+    """Has the decoder's input made in front of the encoder, past which nothing carries it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start = self.embed(ids.flip(1))
+        out: Tensor = self.head(self.decoder(start, self.encoder(self.embed(ids))))
+        return out
+
+
+ROWS = [f"{half}.layers.{index}" for half in ("encoder", "decoder") for index in range(2)]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
@@ -108,6 +143,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "untied": (lambda: Language(tied=False), IDS),
     "convolutional": (convolutional, torch.ones(2, 3, 8, 8)),
     "weights around": (Around, IDS),
+    "blocks that share a tensor": (Biased, IDS),
+    "blocks that share a frozen one": (lambda: Biased(frozen=True), IDS),
+    "halves": (Halves, IDS),
 }
 
 
@@ -117,7 +155,8 @@ def test_stages_give_the_bits_of_the_whole(name: str, owned: list[tuple[int, ...
     build, inputs = CASES[name]
     torch.manual_seed(4)
     whole = build()
-    parts = [staged(build, own) for own in owned]
+    how = {"blocks": ROWS} if name == "halves" else {}
+    parts = [staged(build, own, **how) for own in owned]
     wanted, got = whole(inputs), run_all(parts, inputs)
     for a, b in (
         zip(got.values(), wanted.values(), strict=True) if isinstance(wanted, dict) else [(got, wanted)]
@@ -158,7 +197,7 @@ def test_what_begins_on_meta_has_the_values_of_one_process(owned: list[tuple[int
 def test_train_and_eval_reach_every_stage_of_a_rank() -> None:
     part = staged(Around, (0, 3))
     part.module.eval()
-    part.stages[0].run(None, (IDS,), {})
+    part.stages[0].run((), (), (), (IDS,), {})
     assert not part.stages[0].tree.training
 
 
@@ -178,11 +217,34 @@ def test_what_runs_behind_and_is_registered_before_is_named() -> None:
     assert torch.equal(run_all(parts, IDS)["out"], wanted)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_blocks_that_need_more_than_one_tensor_are_refused(frozen: bool) -> None:
-    build = lambda: Biased(frozen=frozen)  # noqa: E731
-    with pytest.raises(ConfigError, match="argument 1"):
-        run_all([staged(build, (i,)) for i in range(4)], IDS)
+@pytest.mark.parametrize("outside", ["changed", "added"])
+def test_what_is_made_between_blocks_of_another_stage_is_refused(outside: str) -> None:
+    build = lambda: Biased(outside=outside)  # noqa: E731
+    with pytest.raises(ConfigError, match=r"blocks\.[12]' is called with 'argument \d'.* NaN"):
+        run_all([staged(build, own) for own in ((0,), (1,))], IDS)
+
+
+def test_what_no_block_is_called_with_on_the_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.0' is called with 'argument 0'"):
+        run_all([staged(Early, (i,), blocks=ROWS) for i in range(4)], IDS)
+
+
+def test_a_dry_run_draws_no_random_numbers() -> None:
+    stage = staged(Around, (1,)).stages[0]
+    stage.tree.register_forward_pre_hook(lambda _module, args: (args[0] + torch.rand(6).long(),))
+    before = torch.get_rng_state()
+    assert stage.takes((IDS,), {}) == (0,)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_weight_beside_blocks_has_its_stage() -> None:
+    model = Halves()
+    units = find_units(model, blocks=ROWS)
+    assert units.front == ("embed",)
+    assert units.between == (("start", 2), ("encoder.norm", 2))
+    assert units.behind == ("head", "decoder.norm")
+    for name in ("start", "encoder.norm"):
+        assert [name in units.of_stage(*each) for each in ((0, 1), (1, 2), (2, 4))] == [False, True, False]
 
 
 def test_models_that_cannot_be_cut_are_refused_with_a_way_out() -> None:

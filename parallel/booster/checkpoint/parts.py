@@ -30,7 +30,7 @@ from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
-from gemini.parallel.pipeline.passing import Incoming, Passing
+from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
@@ -177,7 +177,7 @@ def stream(
             passing.send(value, 0, 0)
             passing.finish()
         elif place == 0:
-            coming = Incoming(passing, owner, 0, (spec.dtype, spec.shape))
+            coming = Incoming(passing, owner, 0, Form(spec.dtype, tuple(spec.shape)))
             value = coming.wait(f"waits for {spec.name} of another stage (a save)")
     if place == 0 and value is not None:
         sink(value)
