@@ -29,6 +29,7 @@ class ChunkKind(Enum):
     SHARD = "shard"
     GRAD_SHARD = "grad_shard"
     EXCHANGE = "exchange"
+    ROOM = "room"
 
     @property
     def starts_at_zero(self) -> bool:

@@ -182,7 +182,8 @@ class ProcessGroupPeers(Peers):
             dist.broadcast(tensor, group=self._replicas, group_src=0)
 
     def sum(self, values: torch.Tensor) -> None:
-        self._reduce(values, dist.ReduceOp.SUM, "adds up a norm (clipping) or weights (state_dict, saving)")
+        doing = "adds up a norm (clipping), weights (state_dict, saving) or a whole parameter (step)"
+        self._reduce(values, dist.ReduceOp.SUM, doing)
 
     def largest(self, values: torch.Tensor) -> None:
         self._reduce(values, dist.ReduceOp.MAX, "looks for overflow (step) or takes a norm (clipping)")

@@ -30,6 +30,7 @@ CHUNK_KINDS = (
     "shard",
     "grad_shard",
     "exchange",
+    "room",
 )
 _TOO_MANY_BYTES = 2**62  # the core adds them up in 64 bits
 READ, MODIFIED, WRITTEN = MODES = "rmw"

@@ -247,6 +247,7 @@ class ManagedModel:
         keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
         and stalls since the last call with it, or since the beginning."""
         stats = usage_and_traffic(self.storage, self.manager)
+        stats["small_state_bytes"] = sum(each.small_state_bytes for each in tuple(self.optimizers))
         if since_last:
             before, self._counted = self._counted, counters(stats)
             stats = without(stats, before)

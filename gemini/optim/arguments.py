@@ -38,11 +38,12 @@ def check_optimizer(
 ) -> UpdateRule:
     """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
     rule = rule_of(optim, elementwise=elementwise)
-    if rule.whole and model.manager.sharding is not None:
+    if rule.whole and model.manager.part is not None:
         raise ConfigError(
-            f"{type(optim).__name__} needs whole parameters, and over several ranks each has parts of them; "
-            "train with one process, or with an optimizer that is element-wise: HybridAdam, Lion, or one of "
-            "torch's but Muon and Adafactor"
+            f"{type(optim).__name__} needs whole parameters, and this model was cut before it was wrapped "
+            "(model_ranks: tensor or pipeline parallelism): what it would take for one may be a part; train "
+            "over ranks of data alone, without model_ranks, or with an optimizer that is element-wise: "
+            "HybridAdam, Lion, or one of torch's but Muon and Adafactor"
         )
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)

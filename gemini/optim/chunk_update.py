@@ -12,9 +12,11 @@ from torch._C import _DisableFuncTorch as OutsideTransforms
 from gemini.chunk.chunk import StateSpec
 from gemini.optim.host_update import HostPart, update_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
+from gemini.optim.whole_over_ranks import WholeOverRanks
 from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
+from gemini.runtime.storage.model_storage import Room
 from gemini.system.profiling import shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
@@ -89,9 +91,11 @@ class ChunkUpdate:
         steps: Mapping[ManagedSlot, UpdateStep],
         completeness: Completeness,
         kept: tuple[UpdateRule, tuple[StateSpec, ...]],
+        room: Room | None = None,
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
-        has a gradient. ``kept``: by which rule, and the states that it uses."""
+        has a gradient. ``kept``: by which rule, and the states that it uses. ``room``: where parameters are
+        whole of which ranks have parts."""
         self.order = order
         self.tensors = _tensors(group)
         chunk_of = manager.chunks.table.chunk_of
@@ -106,7 +110,11 @@ class ChunkUpdate:
         self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
         self._left: list[_Piece | WholeParameter]
-        if self._rule.whole:
+        if self._rule.whole and manager.sharding is not None:
+            assert room is not None  # it came with the states
+            ranks = manager.sharding, room
+            self._left = [WholeOverRanks(group, slot, states, chunk_of, *ranks) for slot in steps]
+        elif self._rule.whole:
             self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps if slot.pieces]
         else:
             self._left = [
@@ -186,6 +194,7 @@ class ChunkUpdate:
                 self._prepare([part])()
                 put_back()
                 del self._left[0]
+        left.end(self._manager.chunks)
 
     def _step_elsewhere(self) -> None:
         """Have the small states of parameters of which other ranks have all elements take the step, too."""

@@ -65,8 +65,8 @@ class GeminiOptimizer(ManagedGroups):
 
     Args:
         optim: a CPUAdam, HybridAdam, Lion, Lamb, or one of torch's but LBFGS and SparseAdam, over parameters
-            of ``model`` (made before or after wrapping). Lamb, Muon and Adafactor need whole parameters: one
-            process.
+            of ``model`` (made before or after wrapping). Lamb, Muon and Adafactor need whole parameters: not
+            for a model that was cut before it was wrapped (``model_ranks``).
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
@@ -119,14 +119,14 @@ class GeminiOptimizer(ManagedGroups):
         self.stand_for(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
+        self.steps: dict[ManagedSlot, int] = {}
+        self.small: dict[ManagedSlot, dict[str, Any]] = {}
         self._refuse_others()
         self.make_states(optim)
         forget_states(self)
         model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
-        self.steps: dict[ManagedSlot, int] = {}
-        self.small: dict[ManagedSlot, dict[str, Any]] = {}
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
@@ -437,7 +437,7 @@ class GeminiOptimizer(ManagedGroups):
         with self._completeness.change():
             for update in updates:
                 self._count(update)
-            if self.overlap and self._in_backward is None and manager.can_defer_updates:
+            if self.overlap and self._in_backward is None and self.can_defer_updates:
                 manager.pending.add(updates)
                 for slot in updated:
                     slot.trainable_grad.retire_aliases()
@@ -489,7 +489,8 @@ class GeminiOptimizer(ManagedGroups):
             if steps:
                 order = self._orders[group]
                 manager, kept = self.model.manager, (self.rule, self.states_of(group))
-                updates.append(self.update_type(manager, group, order, steps, self._completeness, kept))
+                room = self.model.storage.room
+                updates.append(self.update_type(manager, group, order, steps, self._completeness, kept, room))
         return updates
 
 

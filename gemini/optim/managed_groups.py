@@ -49,6 +49,19 @@ class ManagedGroups(WrappedOptimizer):
         """What is kept of parameters, by torch's names."""
         return tuple(dict.fromkeys(state.name for states in self._states.values() for state in states))
 
+    @property
+    def small_state_bytes(self) -> int:
+        """What small states take beside the chunks. Any thread may ask."""
+        each = (value for kept in self.small.copy().values() for value in kept.copy().values())
+        return sum(value.nbytes for value in each if isinstance(value, torch.Tensor))
+
+    @property
+    def can_defer_updates(self) -> bool:
+        """Whether updates may wait for the next use of their chunks. Where ranks make them together, each
+        would come to them at a time of its own."""
+        manager = self.model.manager
+        return manager.can_defer_updates and not (self.rule.whole and manager.is_sharded)
+
     def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
         """Return what is kept of the parameters of a group."""
         return self._states[group.plan.updated_dtype]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gemini.chunk import ChunkManager
 from gemini.chunk.chunk import StateSpec
 from gemini.optim.rule import Part, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot
@@ -67,6 +68,9 @@ class WholeParameter:
                     part.copy_(values)
 
         return Part(whole, grad, states, half_out, step, 0), put_back
+
+    def end(self, chunks: ChunkManager) -> None:
+        """The update is over, and nothing is pinned."""
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         view = self._slot.param_view

@@ -105,7 +105,8 @@ class Growth:
     def _grow(self, more: Mapping[ChunkGroup, Kept]) -> None:
         storage, manager = self._storage, self._manager
         missing = storage.missing(more)
-        if not missing and (storage.trains or not more):
+        is_known = all(group.kept.joined(kept) == group.kept for group, kept in more.items())
+        if not missing and is_known and (storage.trains or not more):
             return
         manager.refuse_closed()
         manager.threads.refuse_other("a change of what trains")
@@ -145,7 +146,8 @@ def with_gathered(
     sizes: DataSizes, gather_bytes: int, operator_bytes: int, operator_name: str
 ) -> ModelDataSize:
     """Return what a placement policy needs to know; what is whole at times counts as being there always."""
-    # A gradient is made while another is exchanged, which takes the room of a third.
-    whole = gather_bytes + 3 * sizes.largest_gradient
+    # A gradient is made while another is exchanged, which takes the room of a third. An update that needs all
+    # of a parameter comes when they are gone.
+    whole = max(gather_bytes + 3 * sizes.largest_gradient, sizes.room)
     working = max(sizes.working, operator_bytes) + whole
     return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)

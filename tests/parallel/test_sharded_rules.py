@@ -11,7 +11,7 @@ from processes import own_part, run_on_ranks
 from sharded_harness import SMALL_CHUNKS, assert_near, batch, mlp
 from torch import Tensor
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, Lion, checkpoint
+from gemini import GeminiDDP, GeminiOptimizer, Lion, checkpoint
 
 STEPS = 5
 TINY = {"min_chunk_size_mb": 2**-8, "search_range_mb": 2**-8, "device_bytes": "1MiB", "non_model_bytes": 0}
@@ -83,16 +83,3 @@ def test_small_states_are_those_of_ranks_that_have_no_part_of_a_parameter_too(tm
             assert states[number].keys() == entry.keys()
             for name, value in entry.items():
                 assert torch.equal(states[number][name], value), (number, name)
-
-
-def _muon() -> str:
-    with GeminiDDP(mlp(), **TINY) as model:
-        matrices = [param for param in model.parameters() if param.dim() == 2]
-        with pytest.raises(ConfigError) as refused:
-            GeminiOptimizer(torch.optim.Muon(matrices), model)
-        return str(refused.value)
-
-
-def test_what_needs_whole_parameters_is_refused_over_ranks() -> None:
-    for message in run_on_ranks(_muon, 2):
-        assert "train with one process" in message

@@ -53,6 +53,7 @@ class GroupPlan:
     """A parameter chunk and the chunks that may go with it. Over ranks ``pieces`` cover this rank's part.
 
     ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
+    ``largest_numel``: the elements of the largest parameter.
     """
 
     numel: int
@@ -63,6 +64,7 @@ class GroupPlan:
     blocks: tuple[tuple[int, int], ...]
     share: Share | None
     block_bytes: int
+    largest_numel: int
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -105,6 +107,15 @@ class GroupPlan:
                 numel = round_up(max(numel, 1), CHUNK_ALIGN_BYTES // state.dtype.itemsize)
                 yield self._spec(ChunkKind.STATE, numel, state.dtype, state.key)
 
+    def room(self, kept: Kept) -> ChunkSpec | None:
+        """Return the chunk in which the largest parameter is put together for an update that needs all of
+        it, with its gradient and states; None where no other rank has parts of it."""
+        if self.share is None or not kept.whole:
+            return None
+        dtypes = (torch.float32, self.updated_dtype, *(state.dtype for state in kept.states))
+        numel = sum(places_in_room(max(self.largest_numel, 1), dtypes)[1]) // torch.float32.itemsize
+        return self._spec(ChunkKind.ROOM, numel, torch.float32)
+
     def at_first(self) -> Iterator[ChunkSpec]:
         """Yield the chunks that wrapping makes, in the order in which they are built."""
         yield from self.params()
@@ -129,7 +140,8 @@ class DataSizes:
 
     ``total``: all that is kept. ``working``: the most that an update needs on DEVICE at once. ``largest``:
     the largest chunk. Over several ranks, of what is whole only while it is used: ``windows``, all parameter
-    chunks; ``small_windows``, those of them that stay; ``largest_window``; ``largest_gradient``.
+    chunks; ``small_windows``, those of them that stay; ``largest_window``; ``largest_gradient``; ``room``, in
+    which an update that needs all of a parameter has it.
     """
 
     total: int
@@ -139,6 +151,14 @@ class DataSizes:
     small_windows: int = 0
     largest_window: int = 0
     largest_gradient: int = 0
+    room: int = 0
+
+
+def places_in_room(numel: int, dtypes: Iterable[torch.dtype]) -> tuple[list[int], list[int]]:
+    """Return where tensors of ``numel`` elements begin that lie one behind another, aligned as chunks are,
+    and what each takes, in bytes."""
+    sizes = [round_up(numel * dtype.itemsize, CHUNK_ALIGN_BYTES) for dtype in dtypes]
+    return [0, *accumulate(sizes)][:-1], sizes
 
 
 def plan_groups(
@@ -156,10 +176,11 @@ def plan_groups(
             numel = share.whole_numel(bare_numel) if share is not None else bare_numel
             first, end = share.range_of(numel) if share is not None else (0, numel)
             pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
-            blocks = _blocks_of(pieces, spec.layout.slots_of(chunk))
-            plans.append(
-                GroupPlan(numel, spec.dtype, spec.trainable, spec.master, pieces, blocks, share, block_bytes)
-            )
+            slots = spec.layout.slots_of(chunk)
+            blocks = _blocks_of(pieces, slots)
+            kind = spec.dtype, spec.trainable, spec.master
+            largest = max((slot.numel for slot in slots), default=0)
+            plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest))
     return plans
 
 
@@ -194,6 +215,7 @@ def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
         sum(nbytes for nbytes in windows if stays_whole(nbytes, largest_window)),
         largest_window,
         most("largest_gradient"),
+        most("room"),
     )
 
 
@@ -209,6 +231,7 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
         for index in range(len(plan.pieces))
     ]
     whole = [chunk for chunk in values if plan.share is not None and chunk.kind not in _SHARDS]
+    room = plan.room(need.kept)
     return DataSizes(
         total=sum(chunk.nbytes for chunk in (*kept, *masters, *states)),
         working=sum(chunk.nbytes for chunk in kept)
@@ -216,6 +239,7 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
         largest=max(chunk.nbytes for chunk in (*values, *masters, *states)),
         windows=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.PARAM),
         largest_gradient=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.GRAD),
+        room=room.nbytes if room is not None else 0,
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,13 @@ class MakeChunks(Protocol):
     def __call__(
         self, specs: Sequence[ChunkSpec], budgets: TierBudgets, *, expected: Sequence[ChunkSpec]
     ) -> ChunkManager: ...
+
+
+class Room(NamedTuple):
+    """A chunk for what one update needs at once, without content between updates, and its tensor."""
+
+    chunk: Chunk
+    tensor: int
 
 
 class GradientWatcher(Protocol):
@@ -203,11 +210,14 @@ class ModelStorage:
         expected = [chunk for plan in plans for chunk in plan.later(expected_states)]
         if share is not None and plans:  # one for what trains now, and a larger one some day
             expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
+            arrays = tuple(state for state in expected_states if not state.per_block)
+            expected += _largest_room((plan, Kept(arrays, True)) for plan in plans)
         self.chunks = make_chunks(specs, budgets, expected=expected)
         self.groups = self._build(plans)
         self.trains = False  # there was an optimizer: gradients count as well
         self.exchange: Chunk | None = None  # where parts of a gradient arrive from other ranks
         self.widen_exchange()
+        self.room: Room | None = None  # where a parameter of which ranks have parts is whole for its update
         self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
         self.slots: dict[str, ManagedSlot] = {}
         self.mixture = Mixture()
@@ -268,10 +278,12 @@ class ModelStorage:
             if group.grad is None:
                 found += [*group.plan.gradients(), *group.plan.masters()]
             found += group.plan.states(_new(kept.states, group.kept.states))
-        return found
+        room = self._wider_room(more)
+        return found if room is None else [*found, room]
 
     def add(self, more: Mapping[ChunkGroup, Kept]) -> None:
         """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
+        room = self._wider_room(more)
         for group, kept in more.items():
             if group.grad is None:
                 self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
@@ -279,7 +291,16 @@ class ModelStorage:
                     self._add_state(piece, MASTER, self.chunks.add_chunk(spec))
             self._add_states(group, _new(kept.states, group.kept.states))
             group.kept = group.kept.joined(kept)
+        if room is not None:
+            chunk = self.chunks.add_chunk(room)
+            self.room = Room(chunk, self.chunks.add_tensor(chunk))
         self.trains = True
+
+    def _wider_room(self, more: Mapping[ChunkGroup, Kept]) -> ChunkSpec | None:
+        """Return the room that updates need with ``more``, None where what there is is large enough."""
+        held = self.room.chunk.spec.numel if self.room is not None else 0
+        largest = _largest_room((group.plan, group.kept.joined(kept)) for group, kept in more.items())
+        return next((room for room in largest if room.numel > held), None)
 
     def widen_exchange(self) -> bool:
         """See to it that parts of each gradient have room; say whether there is a new chunk for them."""
@@ -329,6 +350,12 @@ class ModelStorage:
 
 def _exchange(plan: GroupPlan) -> ChunkSpec:
     return ChunkSpec(ChunkKind.EXCHANGE, plan.numel, torch.float32, plan.block_bytes)
+
+
+def _largest_room(updated: Iterable[tuple[GroupPlan, Kept]]) -> list[ChunkSpec]:
+    """Return the room that all these have enough of; nothing where none needs one."""
+    rooms = [room for plan, kept in updated if (room := plan.room(kept)) is not None]
+    return [max(rooms, key=lambda room: room.numel)] if rooms else []
 
 
 def _new(states: Iterable[StateSpec], known: Sequence[StateSpec]) -> list[StateSpec]:
