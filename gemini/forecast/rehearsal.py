@@ -29,7 +29,6 @@ from gemini.chunk.cpu_memory import CpuDevice
 from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import AnyMemory
 from gemini.errors import ConfigError, GeminiError
-from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
 from gemini.model.ddp import GeminiDDP
@@ -45,6 +44,7 @@ from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
+from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
 
 _UNLIMITED = 2**62
 
