@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
@@ -20,7 +21,24 @@ from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.simulator import Costs, simulate
 from gemini.parallel.pipeline.split import Split, choose_ranges
 from gemini.parallel.pipeline.units import Units, find_units
+from gemini.parallel.sequence.outline import SequenceOutline
+from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.outline import outline_part
+from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
+
+# Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the
+# micro-batch into this rank's part of sequences; None: they stay whole.
+Run = Callable[[nn.Module, SequenceOutline | None], torch.Tensor]
+
+_aten = torch.ops.aten
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_args: Any, **_options: Any) -> int:
+    """Return those of the CPU's attention, which torch does not count, from shapes."""
+    return int(sdpa_flop_count(q, k, v))
+
+
+_FLOPS_OF_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 _ADAM_BYTES = 8  # two moments of an element
 _MASTER_BYTES = 4  # of an element of a 16-bit parameter
@@ -32,6 +50,7 @@ class LayoutChoices:
     the further options of :class:`gemini.parallel.HybridParallelPlugin` by their names there."""
 
     layout: Layout
+    sp_mode: str = "ulysses"
     style: str = "1f1b"
     chunks: int = 1
     num_micro_batches: int = 1
@@ -44,13 +63,14 @@ class LayoutChoices:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank along ``pp``; those along ``dp`` and ``tp`` have as much. Sizes in bytes.
+    """A rank along ``pp``; those along ``dp`` and ``tp`` have as much, and those along ``sp``, of which it is
+    the first: it has no fewer heads than others where they do not divide. Sizes in bytes.
 
     ``blocks`` are the first and last name in each of its ``stages``, none where nothing is cut.
     ``gradient_bytes``: the most at a time; ``state_bytes``: Adam's, with fp32 masters of 16-bit parameters.
     ``activation_bytes``: the most that forward passes keep for backward in this schedule; what operators need
-    for a moment comes on top.
-    ``idle``: part of the step.
+    for a moment comes on top. ``message_bytes``: the most that attention between parts of sequences sends and
+    receives at once, backward included. ``idle``: part of the step.
     """
 
     rank: int
@@ -60,12 +80,18 @@ class RankPlan:
     gradient_bytes: int
     state_bytes: int
     activation_bytes: int
+    message_bytes: int
     idle: float
+
+    @property
+    def unplaced_bytes(self) -> int:
+        """What is on DEVICE wherever chunks are."""
+        return self.activation_bytes + self.message_bytes
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.activation_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.unplaced_bytes
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,8 @@ class LayoutPlan:
         choices, layout = self.choices, self.choices.layout
         return {
             "processes": layout.world_size,
-            **{name: getattr(layout, name) for name in ("tp", "pp", "dp")},
+            **{name: getattr(layout, name) for name in ("tp", "pp", "sp", "dp")},
+            "sp_mode": choices.sp_mode if layout.sp > 1 else None,
             "zero_stage": choices.zero_stage,
             "schedule": choices.style,
             "stages_per_rank": choices.chunks,
@@ -95,26 +122,26 @@ class LayoutPlan:
         }
 
 
-def plan_layout(
-    model: nn.Module,
-    run: Callable[[nn.Module], torch.Tensor],
-    choices: LayoutChoices,
-) -> LayoutPlan:
+def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPlan:
     """Return what each rank of a layout has of ``model``.
 
     Args:
         model: whole, on any device; a copy of it on ``meta`` is cut and run.
-        run: runs it on one micro-batch, on ``meta``, and returns the loss.
+        run: as :data:`Run`.
 
     Raises:
-        ConfigError: the model does not go over so many ranks; the message says over how many it does.
+        ConfigError: the model does not go over so many ranks; the message says over how many it does. It
+            cannot work on parts of sequences, or a batch cannot be cut so.
     """
     layout = choices.layout
     order = make_order(choices.style, layout.pp, choices.num_micro_batches, choices.chunks)
     model = trainable_outline(model)
     units, ranges = _divided(model, choices, order.num_stages)
+    if layout.sp > 1:
+        refuse_unfit_model(_cuttable(model))  # before layers are cut, as the plugin does
     outline_part(_cuttable(model), layout.tp, **(choices.cut or {}))
-    work = _measured(model, run, units, ranges, order)
+    sequences = SequenceOutline(_cuttable(model), layout.sp, choices.sp_mode) if layout.sp > 1 else None
+    work = _measured(model, run, units, ranges, order, sequences)
     shares = [float(each) for each in work.flops] if any(work.flops) else None
     clock = simulate(order, Costs(1.0, 1.0, 1.0), shares)
     peaks = simulate(order, Costs(), [float(each) for each in work.held_bytes]).peak_activations
@@ -134,6 +161,7 @@ def plan_layout(
                 gradients,
                 states,
                 round(peaks[rank]),
+                max(work.message_bytes[stage] for stage in stages),
                 clock.idle[rank] / clock.seconds if clock.seconds else 0.0,
             )
         )
@@ -219,26 +247,33 @@ def _gradient_bytes(numel: int, part: int, wide: int, choices: LayoutChoices) ->
 
 @dataclass(frozen=True)
 class _Work:
-    """What one micro-batch takes in each stage: floating-point operations of forward, bytes that stay."""
+    """What one micro-batch takes in each stage: floating-point operations of forward, bytes that stay, bytes
+    of messages at once."""
 
     flops: list[int]
     held_bytes: list[int]
+    message_bytes: list[int]
 
 
 def _measured(
     model: nn.Module,
-    run: Callable[[nn.Module], torch.Tensor],
+    run: Run,
     units: Units,
     ranges: Sequence[tuple[int, int]],
     order: Order,
+    sequences: SequenceOutline | None,
 ) -> _Work:
     """Run the model once on ``meta``, whole, and tell its stages apart by where their blocks begin."""
     held = _Held([*model.parameters(), *model.buffers()], len(ranges))
-    counter = FlopCounterMode(display=False)
-    marks = [0]
+    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS_OF_CPU)
+    marks, messages = [0], list[int]()
+
+    def mark() -> None:
+        marks.append(counter.get_total_flops())
+        messages.append(0 if sequences is None else sequences.take_message_bytes())
 
     def begin(stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        marks.append(counter.get_total_flops())
+        mark()
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
         passed = [each for each in tensors if each.requires_grad] or tensors[:1]
         held.pass_on(stage, passed, is_sent=order.rank_of[stage - 1] != order.rank_of[stage])
@@ -251,9 +286,17 @@ def _measured(
         if stage
     ]
     try:
-        # Regions of tensor parallelism draw seeds.
-        with torch.random.fork_rng(devices=[]), held.watched(), counter, torch.device("meta"):
-            run(model)
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # regions of tensor parallelism draw seeds
+            for context in (
+                held.watched(),
+                counter,
+                _Truths(sequences),
+                torch.device("meta"),
+                AttentionOfCpu(),
+            ):
+                stack.enter_context(context)
+            run(model, sequences)
     finally:
         for hook in hooks:
             hook.remove()
@@ -262,9 +305,25 @@ def _measured(
             f"{len(marks)} of {len(ranges)} stages were begun: blocks run one after another, once each; say "
             "which with blocks=[...]"
         )
-    marks.append(counter.get_total_flops())
+    mark()
     flops = [after - before for before, after in pairwise(marks)]
-    return _Work(flops, held.nbytes)
+    return _Work(flops, held.nbytes, messages)
+
+
+class _Truths(TorchDispatchMode):
+    """Tells a model that asks for a truth value, which is not there (mostly: is this mask all true): yes, but
+    where sequences were filled up."""
+
+    def __init__(self, sequences: SequenceOutline | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sequences = sequences
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return self._sequences is None or not self._sequences.fills_up
+        return func(*args, **(kwargs or {}))
 
 
 class _Held:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -165,6 +165,13 @@ class Axis(ProcessGroupPeers):
 
     def _run(self, work: Any, group: dist.ProcessGroup) -> None:
         self._wait(work, f"computes over the axis {self.name} (forward, backward)", group)
+
+
+class HasAxes(Protocol):
+    """What is asked for the ranks along an axis: a mesh, or what is planned in its place."""
+
+    def axis(self, *names: str) -> Axis | None:
+        """See :meth:`Mesh.axis`."""
 
 
 class Arrival:

@@ -30,6 +30,8 @@ examples:
       for scripts: exit code 0 if it fits, 1 if not
   gemini plan gpt2-xl --tp 2 --pp 4 --accumulation 16 --zero-stage 1 --device-bytes 16GiB
       each rank's memory and idle time, where the model is cut over processes
+  gemini plan ./llama-8b --seq 65536 --sp 8 --sp-mode ring --dtype bf16 --device-bytes 40GiB
+      the same, where every sequence is cut
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
 
@@ -41,6 +43,8 @@ DEFAULT_TBW = "600TB"
 DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
+_AXES = ("tp", "pp", "sp", "dp")
+_SEQUENCE_MODES = ("ulysses", "ring")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 EXIT_MISFIT = 1
 
@@ -96,9 +100,17 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     for name, what in (
         ("tp", "parts that every layer is cut into"),
         ("pp", "ranks that have stages"),
-        ("dp", "copies of the model, over whose ranks ZeRO cuts"),
+        ("sp", "parts of every sequence, between which attention goes"),
+        ("dp", "copies of the model, over whose ranks, and those of --sp, ZeRO cuts"),
     ):
         group.add_argument(f"--{name}", type=_count, metavar="N", help=f"{what} (default: 1)")
+    group.add_argument(
+        "--sp-mode",
+        choices=_SEQUENCE_MODES,
+        default="ulysses",
+        help="how attention goes between parts: some heads of the whole sequence on each rank, or keys and "
+        "values round all ranks (default: ulysses)",
+    )
     group.add_argument(
         "--schedule",
         choices=_SCHEDULES,
@@ -160,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     source = find_model(options.model, asked)
-    if options.tp is not None or options.pp is not None or options.dp is not None:
+    if any(getattr(options, name) is not None for name in _AXES):
         from gemini.cli.plan_layout import run as run_layout
 
         return run_layout(options, source)

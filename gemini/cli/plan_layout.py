@@ -1,8 +1,10 @@
-"""``gemini plan --tp --pp --dp``: what each rank of a layout will hold, and how long it will be idle."""
+"""``gemini plan --tp --pp --sp --dp``: what each rank of a layout will hold, and how long it will be idle."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from torch import nn
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
+from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import ModelSource
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
+from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import format_bytes
 
@@ -32,8 +36,8 @@ def run(options: argparse.Namespace, source: ModelSource) -> int:
     if strange := [name for name in _NEED_MACHINE if getattr(options, name)]:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise ConfigError(
-            f"{named} with --tp, --pp or --dp: a layout is planned in bytes and parts of a step, without the "
-            "speeds and lower tiers of a machine; leave it out, or plan one process without --tp, --pp, --dp"
+            f"{named} with --tp, --pp, --sp or --dp: a layout is planned in bytes and parts of a step, "
+            "without the speeds and lower tiers of a machine; leave it out, or plan one process without them"
         )
     plan = plan_source(source, options.batch, _DTYPES[options.dtype], _choices(options))
     misfits = [] if options.device_bytes is None else misfits_of(plan, options.device_bytes)
@@ -47,13 +51,21 @@ def run(options: argparse.Namespace, source: ModelSource) -> int:
 
 
 def _choices(options: argparse.Namespace) -> LayoutChoices:
-    layout = Layout(tp=options.tp or 1, pp=options.pp or 1, dp=options.dp or 1)
-    style, chunks = options.schedule, options.stages_per_rank
+    sizes = {name: getattr(options, name) or 1 for name in ("tp", "pp", "sp", "dp")}
+    layout, (style, chunks) = Layout(**sizes), (options.schedule, options.stages_per_rank)
     if chunks is None:
         chunks = {"zbv": 2, "dualpipev": 2, "interleaved": 2, "zero_bubble": 2}.get(style, 1)
     if layout.pp == 1:
         style, chunks = "1f1b", 1
-    return LayoutChoices(layout, style, chunks, options.accumulation, options.zero_stage, options.split)
+    return LayoutChoices(
+        layout,
+        options.sp_mode,
+        style,
+        chunks,
+        options.accumulation,
+        options.zero_stage,
+        options.split,
+    )
 
 
 def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: LayoutChoices) -> LayoutPlan:
@@ -63,10 +75,36 @@ def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: La
         example.module.to(dtype)
     inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
 
-    def run_once(model: nn.Module) -> torch.Tensor:
-        return source.loss(model(*inputs), inputs)
+    names = list(inspect.signature(example.module.forward).parameters)
+
+    def run_once(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
+        if sequence is None:
+            return source.loss(model(*inputs), inputs)
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            own = (sequence.cut(inputs[0]),)
+            return source.loss(model(*own), own)
+        return _run_part(model, sequence, dict(zip(names, inputs, strict=False)), source.loss)
 
     return plan_layout(example.module, run_once, choices)
+
+
+def _run_part(
+    model: nn.Module, sequence: SequenceOutline, inputs: dict[str, Any], loss: LossFunction
+) -> torch.Tensor:
+    """Run a part of ``inputs``, by the names that ``model`` has for them; one that is called with tokens may
+    have any name for these."""
+    tokens = next(iter(inputs.values()))
+    if "input_ids" in inputs or "inputs_embeds" in inputs or not _are_tokens(tokens):
+        own = sequence.cut(inputs)
+        return loss(model(**own), tuple(own[name] for name in inputs))
+    own = sequence.cut({"input_ids": tokens, **inputs})
+    given = tuple(own[name] for name in inputs)
+    return loss(model(*given), given)
+
+
+def _are_tokens(value: Any) -> bool:
+    """Say whether ``value`` looks like token ids (batch, length)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def misfits_of(plan: LayoutPlan, device_bytes: int) -> list[str]:
@@ -74,11 +112,10 @@ def misfits_of(plan: LayoutPlan, device_bytes: int) -> list[str]:
     found = []
     for rank in plan.ranks:
         chunked = plan.choices.zero_stage == 3
-        needs, what = (
-            (rank.activation_bytes, "activations alone") if chunked else (rank.total_bytes, "all together")
-        )
+        alone = "activations alone" if plan.choices.layout.sp == 1 else "activations and messages alone"
+        needs, what = (rank.unplaced_bytes, alone) if chunked else (rank.total_bytes, "all together")
         if needs > device_bytes:
-            way_out = "more tp, more stages or a smaller --batch"
+            way_out = "more tp, more stages, more sp or a smaller --batch"
             if not chunked:
                 way_out += ", more dp (--zero-stage 2), or --zero-stage 3, whose chunks may lie below DEVICE"
             found.append(
@@ -99,19 +136,32 @@ def render(
     table.collapse_padding = True
     table.add_column("rank")
     table.add_column("blocks", no_wrap=True)
-    for name in ("parameters", "gradients", "states", "activations", "together", "idle"):
+    for name in (*_columns(plan), "together", "idle"):
         table.add_column(name, justify="right")
     for rank in plan.ranks:
         blocks = ", ".join(_stretch(first, last) for first, last in rank.blocks)
-        sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.state_bytes, rank.activation_bytes)
+        sizes = (getattr(rank, field) for field in _columns(plan).values())
         cells = [format_bytes(size) for size in (*sizes, rank.total_bytes)]
         table.add_row(str(rank.rank), blocks or "all", *cells, f"{rank.idle:.1%}")
     console.print(table)
     lines = Text("\n")
     lines.append(f"Ranks are idle for {plan.bubble:.1%} of a step")
     lines.append(f" ({choices.style}, {choices.num_micro_batches} micro-batches of {options.batch}).\n")
-    lines.append(_what_is_cut(choices.zero_stage, layout.dp))
+    lines.append(_what_is_cut(choices.zero_stage, layout.dp * layout.sp))
+    if layout.sp > 1:
+        lines.append(
+            f"Each rank of sp has 1 / {layout.sp} of every sequence, logits and labels included, and is a "
+            "data rank too. Messages are those of attention that are under way at once.\n"
+        )
     console.print(lines)
+
+
+def _columns(plan: LayoutPlan) -> dict[str, str]:
+    """Return the sizes of a table, by title: fields of RankPlan."""
+    sizes = ["parameters", "gradients", "states", "activations"]
+    if plan.choices.layout.sp > 1:
+        sizes.append("messages")
+    return {name: f"{name.removesuffix('s')}_bytes" for name in sizes}
 
 
 def _stretch(first: str, last: str) -> str:
@@ -120,8 +170,10 @@ def _stretch(first: str, last: str) -> str:
 
 def _verdict(plan: LayoutPlan, source: ModelSource, options: argparse.Namespace, misfits: list[str]) -> Panel:
     layout = plan.choices.layout
+    sp = f" x sp {layout.sp} ({plan.choices.sp_mode})" if layout.sp > 1 else ""
     title = (
-        f"{source.name} over {layout.world_size} processes: tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+        f"{source.name} over {layout.world_size} processes: "
+        f"tp {layout.tp} x pp {layout.pp}{sp} x dp {layout.dp}"
     )
     lines = Text()
     if misfits:

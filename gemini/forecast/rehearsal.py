@@ -6,7 +6,6 @@ is recorded is what a real step would record. Only memory, transfers and kernels
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,25 +14,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gemini import _C
-from gemini.chunk import (
-    CPU,
-    Chunk,
-    ChunkManager,
-    ChunkSpec,
-    ComputeDevice,
-    TensorIds,
-    TierBudgets,
-)
+from gemini.chunk import ChunkManager, ChunkSpec, ComputeDevice, TensorIds, TierBudgets
 from gemini.chunk.cpu_memory import CpuDevice
-from gemini.chunk.disk_file import DiskFile
 from gemini.chunk.memory import AnyMemory
 from gemini.errors import ConfigError, GeminiError
-from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel
+from gemini.offload.async_file import AsyncFile
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
@@ -45,6 +34,7 @@ from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
+from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
 
 _UNLIMITED = 2**62
 
@@ -116,74 +106,68 @@ def _as_refusal() -> Iterator[None]:
         ) from error
 
 
-class _MetaChunk(Chunk):
-    """A chunk whose window is nowhere."""
+class _NoWindow:
+    """Addresses of a chunk that has none."""
 
-    __slots__ = ()
-
-    def __init__(self, chunk_id: int, spec: ChunkSpec) -> None:
-        self.id = chunk_id
-        self.spec = spec
-        self.tensor = torch.empty(spec.numel, dtype=spec.dtype, device="meta")
+    address = 0  # where all of ``meta`` is
+    mapped = False
 
 
-class _Nowhere:
-    """Memory of chunks that hold nothing: all that operators ask of it."""
+_NO_WINDOW = _NoWindow()
+
+
+class _MetaMemory:
+    """Memory of chunks that hold nothing, all of which fit. See :class:`gemini.chunk.memory.ChunkMemory`;
+    what only transfers ask for is missing, as there are none."""
+
+    mapped_bytes = parked_bytes = 0
+
+    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_NoWindow, None]:
+        return _NO_WINDOW, None
+
+    def tensor(self, window: _NoWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
 
     def follow(self) -> None:
+        """Do nothing."""
+
+    def map(self, window: _NoWindow, *, zero: bool) -> None:
         """Do nothing."""
 
     def stall_seconds(self) -> float:
         return 0.0
 
+    def link_stats(self) -> dict[str, dict[str, float]]:
+        nothing = {"bytes": 0, "seconds": 0.0, "shared_seconds": 0.0}
+        return {link: nothing for link in ("h2d", "d2h", "disk_read", "disk_write")}
+
     def address_range(self) -> tuple[int, int]:
-        return 0, 1  # where all of ``meta`` is
+        return 0, 1
+
+    def close(self, windows: object, exposed: object) -> None:
+        """Do nothing."""
 
 
 class _MetaDevice(CpuDevice):
-    """The CPU, as far as what is decided goes: what it would hold (buffers) is on ``meta``."""
+    """The CPU, as far as what is decided goes: what it would hold (chunks, buffers) is on ``meta``."""
 
     torch_device = torch.device("meta")
 
+    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+        return cast(AnyMemory, _MetaMemory())
 
-class _MetaChunks(ChunkManager):
-    """The chunk table, with room for everything, over chunks without memory.
 
-    Every moment opens a period of the meter.
-    """
+class _MeteredChunks(ChunkManager):
+    """Chunks without memory, with room for everything. Every moment opens a period of the meter."""
 
     def __init__(self, specs: Sequence[ChunkSpec], meter: Meter) -> None:
-        self.budgets = TierBudgets(_UNLIMITED)
-        self._expected_bytes = Counter()
-        self.table = _C.ChunkTable(_UNLIMITED, 0, 0)
-        self.chunks = [_MetaChunk(self.table.add_chunk(spec.nbytes), spec) for spec in specs]
-        self.device = CPU
-        self._memory = cast(AnyMemory, _Nowhere())
-        self._waited_s = 0.0
-        self.observer = self.stow = None
-        self._park_limit_bytes = _UNLIMITED
-        self._parks_always = False
+        super().__init__(specs, TierBudgets(_UNLIMITED), _MetaDevice())
         self._meter = meter
-        self._in_flight = {}
-        self._disk = DiskFile(self.budgets, 0, self.table)
-        self._unfounded = set()
-        self._needs_reconcile = self._under_pressure = self._closed = self._runs_behind = False
-
-    def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
-        self.chunks.append(_MetaChunk(self.table.add_chunk(spec.nbytes), spec))
-        return self.chunks[-1]
 
     def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
         if traced:
             self._meter.open_period()
         super().acquire(tensors, traced=traced, on_host=on_host)
-
-    def link_stats(self) -> dict[str, dict[str, float]]:
-        nothing = {"bytes": 0, "seconds": 0.0, "shared_seconds": 0.0}
-        return {link: nothing for link in ("h2d", "d2h", "disk_read", "disk_write")}
-
-    def _execute(self, actions: Sequence[_C.Action]) -> None:
-        """Allocate and drop: there is nothing to map."""
 
 
 class _RehearsedManager(GeminiManager):
@@ -224,7 +208,7 @@ class _RehearsedModel(GeminiDDP):
             blueprint.groups,
             blueprint.search.chunk_numel,
             blueprint.budgets,
-            lambda specs, budgets, *, expected: _MetaChunks(specs, self.meter),
+            lambda specs, budgets, *, expected: _MeteredChunks(specs, self.meter),
         )
         room = TierCapacity(_UNLIMITED, 0, 0, non_model_bytes=0)
         manager = _RehearsedManager(storage.chunks, replace(blueprint.context, capacity=room))

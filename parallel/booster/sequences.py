@@ -10,12 +10,13 @@ import torch
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.sequence import SequenceParallel
+from gemini.parallel.sequence.outline import SequenceOutline
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 Count = Callable[[Any], float]
 
 
-def own_part(sequence: SequenceParallel, batch: Any) -> dict[str, torch.Tensor]:
+def own_part(sequence: SequenceParallel | SequenceOutline, batch: Any) -> dict[str, torch.Tensor]:
     """Return this rank's part of a batch of whole sequences, by the names of the model's keywords. Raises
     ConfigError as :meth:`SequenceParallel.cut`, and for a batch that is no dict."""
     if not isinstance(batch, Mapping):

@@ -19,6 +19,7 @@ from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.order import Order
 from gemini.parallel.sequence.ring import ring_attention
 from gemini.parallel.sequence.ulysses import ulysses_attention
+from gemini.parallel.tensor.outline import OutlineAxis
 
 
 class _Join(torch.autograd.Function):
@@ -60,12 +61,13 @@ class SequenceAttention:
         """Attend with this rank's queries to the keys and values of all ranks; arguments are those of
         ``scaled_dot_product_attention``, masks as :class:`AttentionMask` has them.
 
-        On ``meta`` nobody is asked: what is returned has the shape of the output.
+        On ``meta`` nobody is asked: what is returned has the shape of the output. Over an
+        :class:`OutlineAxis` it is computed there as a rank computes it.
 
         Raises:
             ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.
         """
-        if query.is_meta:
+        if query.is_meta and not isinstance(self.axis, OutlineAxis):
             return query.new_empty(*query.shape[:-1], value.size(-1))
         if self.axis is None:
             return functional.scaled_dot_product_attention(

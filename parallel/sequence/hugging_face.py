@@ -146,8 +146,9 @@ def _mask(
 
 
 def _is_at_the_end(padding: torch.Tensor) -> bool:
-    """Say whether nothing that counts is behind what does not; ``padding``: (batch, length), True counts."""
-    return bool((padding[:, 1:] <= padding[:, :-1]).all())
+    """Say whether nothing that counts is behind what does not; ``padding``: (batch, length), True counts. On
+    ``meta``, where there are no values, it is so."""
+    return padding.is_meta or bool((padding[:, 1:] <= padding[:, :-1]).all())
 
 
 def _complete(
@@ -192,12 +193,12 @@ def _positions(
 
 def _mask_of_documents(attention: SequenceAttention, positions: torch.Tensor) -> torch.Tensor | None:
     """Return what tokens of the documents that lie side by side in a sequence may see, (batch, 1, rows here,
-    keys); None for one document. All ranks call this."""
+    keys); None for one document, as on ``meta``. All ranks call this."""
     axis, order = attention.axis, attention.order
     assert axis is not None
     every = order.whole(axis.all_gather(positions), 1)
     documents = (every.diff(dim=1, prepend=every[:, :1] - 1) != 1).cumsum(1)
-    if not bool(documents.any()):
+    if documents.is_meta or not bool(documents.any()):
         return None
     places = torch.arange(every.size(1), device=every.device)
     here = order.positions(positions.size(1), axis.rank, every.device)

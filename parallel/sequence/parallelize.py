@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.mesh import Axis, HasAxes
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.batch import Batch, cut_batch, filled, shifted
 from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
@@ -34,7 +34,7 @@ class SequenceParallel:
     ``GeminiDDP(model, process_group=mesh.group("dp", "sp"))``.
     """
 
-    def __init__(self, mesh: Mesh, method: str = "ulysses", *, zigzag: bool | None = None) -> None:
+    def __init__(self, mesh: HasAxes, method: str = "ulysses", *, zigzag: bool | None = None) -> None:
         """``method``: ``"ulysses"``, by all-to-alls of heads, or ``"ring"``, in which keys and values go
         round. ``zigzag``: of the ring, whether each rank has a stretch from the front and one from the back,
         which balances a causal mask; by default it does. All ranks call this.
@@ -147,7 +147,7 @@ class SequenceParallel:
                     f"{length + missing} tokens"
                 )
             return value if value.size(2) == 1 else self.order.part(value, self.rank, 2)
-        if value.dim() < 2 or value.size(1) != length:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.size(1) != length:
             return value
         if missing and name == "position_ids":
             behind = torch.arange(1, missing + 1, device=value.device)
@@ -167,7 +167,7 @@ def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
 
 def parallelize_sequence(
     model: nn.Module,
-    mesh: Mesh,
+    mesh: HasAxes,
     method: str = "ulysses",
     *,
     zigzag: bool | None = None,

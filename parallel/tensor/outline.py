@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.mesh import Axis
+from gemini.parallel.mesh import Arrival, Axis
 from gemini.parallel.partition import Partition
 from gemini.parallel.tensor.parallelize import apply_styles, planned
 from gemini.parallel.tensor.styles import Style
@@ -97,6 +97,9 @@ class OutlineAxis(Axis):
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         return [parts[0].new_empty(tuple(shape)) for shape in shapes]
+
+    def pass_on(self, tensor: torch.Tensor) -> Arrival:
+        return Arrival(torch.empty_like(tensor), tensor, lambda: None)
 
     def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
         return OutlineAxis(len(tuple(ranks)))

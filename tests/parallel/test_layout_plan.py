@@ -127,7 +127,6 @@ def test_equal_stages_are_idle_for_as_long_as_the_formula_says() -> None:
         ({"tp_size": 3}, "tp may be 1, 2, 4, 8"),
         ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 3}, "pp may be 1 to 1"),
         ({"pp_size": 2, "pp_style": "interleaved", "num_microbatches": 3}, "multiple of 2"),
-        ({"sp_size": 2}, "sp_size=1"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_with_those_that_can(options: dict[str, Any], message: str) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gemini.forecast.attention import AttentionOfCpu
 from gemini.forecast.meter import Meter, Period
+from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
 
 KIB = 1024
 

@@ -39,12 +39,14 @@ from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, sp
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
+from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import METHODS, refuse_unfit_model
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.nn import partition_along
 from gemini.parallel.tensor.styles import Style
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.placement import PlacementPolicy
+from gemini.runtime.intercept.nested import map_tensors
 
 
 class HybridParallelPlugin(Plugin):
@@ -236,24 +238,41 @@ class HybridParallelPlugin(Plugin):
         return Parts(staged, partition, tied, whole, mesh, self._rank_of)
 
     def plan(
-        self, model: nn.Module, run: Callable[[nn.Module], torch.Tensor], *, data_ranks: int = 1
+        self, model: nn.Module, run: Callable[..., torch.Tensor], batch: Any = None, *, data_ranks: int = 1
     ) -> LayoutPlan:
         """Return what each rank will have of ``model``, which is whole and stays as it is, over
-        ``tp_size * pp_size * data_ranks`` processes: bytes of parameters, gradients, Adam's states and
-        activations, and for which part of a step it is idle. Needs no other process.
+        ``tp_size * pp_size * sp_size * data_ranks`` processes: bytes of parameters, gradients, Adam's states
+        and activations, and for which part of a step it is idle. Needs no other process.
 
-        ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss.
+        Args:
+            run: ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss;
+                with a ``batch`` it is ``run(model, batch)``.
+            batch: one micro-batch, on any device; ``run`` gets it on ``meta``, with ``sp_size`` above 1 this
+                rank's part of it, as ``execute_pipeline`` cuts it.
 
         Raises:
-            ConfigError: the model does not go over so many; the message says over how many it does.
+            ConfigError: the model does not go over so many; the message says over how many it does. It
+                cannot work on parts of sequences, or there is no ``batch`` that can be cut into them.
         """
-        if self._sizes.sp > 1:
+        if isinstance(model, BuiltStages):
             raise ConfigError(
-                f"plan() knows no parts of sequences: plan with sp_size=1, inputs of 1 / {self._sizes.sp} of "
-                f"the length and data_ranks={self._sizes.sp * data_ranks}, which have as much"
+                "BuiltStages are parts already, and plan() cuts a whole model: give it that one"
             )
+        if self._sizes.sp > 1 and batch is None:
+            raise ConfigError(
+                f"sp_size {self._sizes.sp}: give plan() a micro-batch of whole sequences, plan(model, run, "
+                "batch); run(model, batch) is given this rank's part of it"
+            )
+
+        def run_part(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
+            if batch is None:
+                return run(model)
+            mine = map_tensors(batch, lambda tensor: tensor.to("meta"))
+            return run(model, mine if sequence is None else own_part(sequence, mine))
+
         choices = LayoutChoices(
             replace(self._sizes, dp=data_ranks),
+            self._sp_mode,
             self._schedule.style,
             self._schedule.chunks,
             self._schedule.num_microbatches or 1,
@@ -263,7 +282,7 @@ class HybridParallelPlugin(Plugin):
             self._units,
             self._cut,
         )
-        return plan_layout(model, run, choices)
+        return plan_layout(model, run_part, choices)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
