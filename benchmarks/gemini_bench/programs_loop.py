@@ -18,7 +18,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gemini.parallel.engine import Engine, initialize, launch_from_torch, shutdown
 from gemini.parallel.trainer import Accuracy, MultiTimer, Trainer, hooks
-from gemini_bench.paired import Contender, Timings, require_same_job, run_paired, spread_row, wall_seconds
+from gemini_bench.paired import (
+    Contender,
+    Spread,
+    Timings,
+    require_same_job,
+    run_paired,
+    spread_row,
+    wall_seconds,
+)
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 
@@ -72,11 +80,8 @@ def run(session: Session) -> CaseResult:
 
 def _time_rows(settings: Settings, place: str, timing: dict[str, Any]) -> list[Row]:
     times, plain = Timings(timing), KINDS[0]
-    step = times.milliseconds(plain)
-    each = dataclasses.replace(
-        step, **{name: value / settings.steps for name, value in dataclasses.asdict(step).items()}
-    )
-    rows: list[Row] = [spread_row(f"{plain}, {place}: step of {timing['batch']} rows", each, "ms")]
+    step = Spread.of([1e3 * seconds / settings.steps for seconds in timing["seconds"][plain]])
+    rows: list[Row] = [spread_row(f"{plain}, {place}: step of {timing['batch']} rows", step, "ms")]
     for kind in KINDS[1:]:
         added, ratio = times.excess(kind, plain, settings.steps), times.ratio(kind, plain)
         rows += [
