@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemini.parallel.engine import Engine, initialize, launch_from_torch, shutdown
+from gemini.parallel.engine import Engine, get_dist_logger, initialize, launch_from_torch, shutdown
 from gemini.parallel.trainer import Accuracy, MultiTimer, Trainer, hooks
 from gemini_bench.paired import (
     Contender,
@@ -166,11 +165,7 @@ def engine_epoch(job: Job) -> Callable[[], None]:
 
 def trainer_epoch(job: Job) -> Callable[[], None]:
     """Return the same epoch by a trainer that logs loss, throughput, learning rate and times."""
-    logger = logging.getLogger(__name__)
-    logger.setLevel(logging.INFO)  # its lines are made; where they go is not this case's
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
-    trainer = Trainer(job.engine(), timer=MultiTimer(), logger=logger)
+    trainer = Trainer(job.engine(), timer=MultiTimer(), logger=get_dist_logger())
     used = [
         hooks.LossHook(),
         hooks.AccuracyHook(Accuracy()),

@@ -52,8 +52,15 @@ class Settings:
 
 
 QUICK = Settings(
-    **{"hidden": 32, "intermediate": 64, "layers": 2, "heads": 4, "vocab": 96, "seq": 10},
-    **{"device_bytes": "64KiB", "host_bytes": "16KiB", "rounds": 1},
+    hidden=32,
+    intermediate=64,
+    layers=2,
+    heads=4,
+    vocab=96,
+    seq=10,
+    device_bytes="64KiB",
+    host_bytes="16KiB",
+    rounds=1,
 )
 
 
@@ -133,7 +140,7 @@ def _peaks(runs: Sequence[Mapping[str, Any]], which: str) -> list[int]:
 
 
 def _least(found: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> int:
-    return min(one[name] for runs in found.values() for one in runs)
+    return min(int(one[name]) for runs in found.values() for one in runs)
 
 
 def _require(name: str) -> None:

@@ -131,5 +131,5 @@ def _digests(handle: Any, optimizer: Any) -> Iterator[tuple[str, str]]:
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{value.dtype} {tuple(value.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

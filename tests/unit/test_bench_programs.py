@@ -148,11 +148,23 @@ def test_states_that_only_one_side_has_are_unlike() -> None:
     assert programs_resume.unlike(want, {**want, "losses": {"2": 2.5}}) == ["the loss of step 2"]
 
 
+def wait_for_samples(peaks: PhasePeaks) -> None:
+    """Wait until the sampler has slept three times from now on, and so sampled in between."""
+
+    def slept() -> int:
+        lines = Path(f"/proc/{peaks._sampler.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+    enough = slept() + 3
+    while slept() < enough:
+        time.sleep(0.001)
+
+
 def test_peaks_are_of_their_phase() -> None:
     with PhasePeaks() as peaks:
         peaks.end("before")
         held = b"x" * (96 * MIB)
-        time.sleep(0.2)
+        wait_for_samples(peaks)
         del held
         peaks.end("holding")
         peaks.end("after")
