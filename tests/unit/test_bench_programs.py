@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -107,7 +108,7 @@ def test_saving_and_resuming_are_compared_with_not_stopping(tmp_path: Path) -> N
     found: dict[str, dict[str, Any]] = {}
 
     def keep(task: str, options: dict[str, Any], result: dict[str, Any]) -> None:
-        found[options["kind"]] = {**result, "digests": dict(result["digests"])}
+        found[options["kind"]] = copy.deepcopy(result)
         damage(task, options, result)
 
     result = programs_resume.run(Session(tmp_path, quick=True, run=here(keep)))
