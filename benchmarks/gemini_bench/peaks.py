@@ -75,7 +75,8 @@ def main(pid: int) -> None:
             continue
         if not os.read(sys.stdin.fileno(), 1):  # not readline(), whose buffer select() would not see
             return
-        print(json.dumps([resident, unmapped]), flush=True)
+        sys.stdout.write(json.dumps([resident, unmapped]) + "\n")
+        sys.stdout.flush()
         resident, unmapped = memory_of(pid)
 
 

@@ -39,6 +39,7 @@ class Phases(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, peaks: PhasePeaks, begins_by: str, save_step: int) -> None:
         self.peaks, self.begins_by, self.save_step = peaks, begins_by, save_step
+        self.trained: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End what comes before the first step, resuming too."""
@@ -47,6 +48,7 @@ class Phases(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End a step."""
         self.peaks.end("training")
+        self.trained.append(state.global_step)
         control.should_save = state.global_step == self.save_step
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -63,10 +65,12 @@ def train(settings: Settings, kind: str, place: Path) -> dict[str, Any]:
         trainer = _trainer(settings, kind, directory)
         peaks.end("building")
         save_step = settings.save_step if kind == "saving" else 0
-        trainer.add_callback(Phases(peaks, "resume" if kind == "resumed" else "beginning", save_step))
+        phases = Phases(peaks, "resume" if kind == "resumed" else "beginning", save_step)
+        trainer.add_callback(phases)
         source = place / "saving" / f"checkpoint-{settings.save_step}"
         trainer.train(resume_from_checkpoint=str(source) if kind == "resumed" else None)
         peaks.end("training")
+    logs = [log for log in trainer.state.log_history if "loss" in log]  # of steps before a checkpoint, too
     optimizer = unwrapped(trainer.optimizer)
     digests = dict(_digests(trainer.handle, optimizer))
     return {
@@ -75,7 +79,7 @@ def train(settings: Settings, kind: str, place: Path) -> dict[str, Any]:
         "disk_bytes": trainer.handle.stats()["disk"]["bytes"],
         "resident": peaks.resident,
         "unmapped": peaks.unmapped,
-        "losses": {str(log["step"]): log["loss"] for log in trainer.state.log_history if "loss" in log},
+        "losses": {str(log["step"]): log["loss"] for log in logs if log["step"] in phases.trained},
         "digests": digests,
     }
 
