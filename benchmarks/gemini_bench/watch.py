@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -60,15 +60,18 @@ def run_watched(
     sample_seconds: float = 0.002,
     timeout_seconds: float = 3600.0,
     stop: threading.Event | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> WatchedRun:
     """Run ``command`` to its end, or kill it once a sample of its resident memory exceeds ``limit_bytes`` or
     ``stop`` is set.
 
     The process gets SIGKILL also when this function is left by an exception (Ctrl-C): none outlives the call.
-    Children of the process are not counted.
+    Children of the process are not counted. ``environ``: its environment; None: this process's.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environ
+        )
         start = time.monotonic()
         peak = 0
         killed: Ending | None = None

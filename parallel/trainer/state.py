@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from gemini.parallel.engine import BaseSchedule, Engine
 from gemini.parallel.trainer.metrics import Metric
@@ -12,7 +12,7 @@ from gemini.parallel.trainer.timer import MultiTimer
 class Logs(Protocol):
     """A logger: of :mod:`logging`, or :class:`gemini.parallel.launch.DistributedLogger`."""
 
-    def info(self, message: object, *args: object, **kwargs: Any) -> None:
+    def info(self, message: object, /, *args: object) -> None:
         """Log at level INFO."""
         ...
 

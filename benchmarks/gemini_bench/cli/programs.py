@@ -1,0 +1,68 @@
+"""``gemini bench programs``: the command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
+
+HELP = f"""\
+cases:
+  loop    steps of about 50 ms by a plain loop of torch, by an engine and by a trainer with its usual hooks,
+          on the same model and data, epochs in turns: what engine and trainer add to a step, in a process
+          that is alone and in one that has launched
+  resume  GeminiTrainer of transformers, 110M parameters, their Adam states on DISK: the memory that saving
+          and resuming add to training, and whether all bits are those of not stopping
+  import  `import gemini` after torch, in processes in turns with `import torch`, bytecode cached: its time,
+          and the large packages that it must not load
+
+A figure is a median, with the lowest and highest; a ratio is the median of the ratios within a turn.
+'resume' needs transformers and accelerate (pip install "gemini-runtime[hf]").
+
+examples:
+  gemini bench programs --out benchmarks/results/programs.json
+  gemini bench programs --only resume --disk-dir /mnt/nvme
+  gemini bench programs --quick --json
+
+{EXIT_CODES.format(tiny="with --quick")}
+Measure on a machine that does nothing else. A case takes 1 to 4 minutes; 'resume' needs 3 GB of memory and
+for a while 5 GB of disk.
+"""
+
+
+def add_programs(kinds: Any) -> None:
+    """Add ``gemini bench programs`` to ``kinds``."""
+    parser = kinds.add_parser(
+        "programs",
+        help="what programs pay: engine and trainer, saving and resuming, the import",
+        description="Measure what a program pays for the ways in which it may use the runtime.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny settings: see that every case runs, no figures"
+    )
+    parser.add_argument(
+        "--disk-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where checkpoints and the DISK tier get a directory, removed at the end (default: .)",
+    )
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cases of ``gemini bench programs``, print the record, and return the exit code."""
+    from gemini_bench import programs
+    from gemini_bench.session import Session
+
+    names = programs.chosen(options.only)
+    check_paths(options.disk_dir, options.out)
+    session = Session(
+        disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
+    return publish(programs.run(session, names, command()), options)
