@@ -51,8 +51,8 @@ def run(options: argparse.Namespace, source: ModelSource) -> int:
 
 
 def _choices(options: argparse.Namespace) -> LayoutChoices:
-    sizes = {name: getattr(options, name) or 1 for name in ("tp", "pp", "sp", "dp")}
-    layout, (style, chunks) = Layout(**sizes), (options.schedule, options.stages_per_rank)
+    dp, pp, sp, tp = (getattr(options, name) or 1 for name in ("dp", "pp", "sp", "tp"))
+    layout, (style, chunks) = Layout(dp, pp, sp, tp), (options.schedule, options.stages_per_rank)
     if chunks is None:
         chunks = {"zbv": 2, "dualpipev": 2, "interleaved": 2, "zero_bubble": 2}.get(style, 1)
     if layout.pp == 1:
