@@ -67,6 +67,7 @@ def _nadam(saved: Path, load: bool) -> tuple[dict[str, Tensor], dict[int, dict[s
     return weights, states
 
 
+@pytest.mark.usefixtures("one_thread")  # as many as a rank has
 def test_small_states_are_those_of_ranks_that_have_no_part_of_a_parameter_too(tmp_path: Path) -> None:
     plain = mlp()
     optimizer = torch.optim.NAdam(plain.parameters())

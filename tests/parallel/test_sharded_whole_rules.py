@@ -23,6 +23,9 @@ from gemini.comm.peers import ModelRanks, Share
 from gemini.runtime.growth import with_gathered
 from gemini.runtime.storage.data_sizes import GroupSpec, Kept, Needs, data_sizes, plan_groups
 
+# As many threads as a rank has: a product, or a norm, over two has other bits.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 TIGHT = {"min_chunk_size_mb": 2**-6, "search_range_mb": 2**-6, "non_model_bytes": 0}
 
