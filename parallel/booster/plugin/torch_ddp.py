@@ -85,7 +85,7 @@ class TorchDDPPlugin(Plugin):
 
     def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return the model in the wrapper that trains it; ``dtype`` is autocast's, None for fp32."""
-        if self.ranks.is_group and any(param.requires_grad for param in model.parameters()):
+        if self.ranks.size > 1 and any(param.requires_grad for param in model.parameters()):
             options = {"process_group": self.process_group, **self._options}
             return DataParallel(model, device, dtype, **options)
         return SingleProcess(model, device, dtype)
