@@ -22,8 +22,8 @@ from gemini.system.device import current_device
 class TorchDDPPlugin(Plugin):
     """Train with :class:`torch.nn.parallel.DistributedDataParallel`, whose arguments these are.
 
-    Without a process group the model trains on this process alone, and the arguments do nothing there. The
-    model is moved to the current GPU where there is one. Any torch optimizer may be used.
+    With one rank the model trains on this process alone, and the arguments do nothing there. The model is
+    moved to the current GPU where there is one. Any torch optimizer may be used.
 
     Args:
         broadcast_buffers: copy buffers from rank 0 before every forward pass.
