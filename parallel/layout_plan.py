@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -286,16 +286,15 @@ def _measured(
         if stage
     ]
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))  # regions of tensor parallelism draw seeds
-            for context in (
-                held.watched(),
-                counter,
-                _Truths(sequences),
-                torch.device("meta"),
-                AttentionOfCpu(),
-            ):
-                stack.enter_context(context)
+        # Regions of tensor parallelism draw seeds.
+        with (
+            torch.random.fork_rng(devices=[]),
+            held.watched(),
+            counter,
+            _Truths(sequences),
+            torch.device("meta"),
+            AttentionOfCpu(),
+        ):
             run(model, sequences)
     finally:
         for hook in hooks:

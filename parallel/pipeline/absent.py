@@ -127,12 +127,13 @@ class Absent(nn.Module):
         """Return what has the shapes of the module's output.
 
         Raises:
-            ConfigError: the module runs behind the blocks, and was taken for one that runs before them.
+            ConfigError: the module runs behind a block, and was taken for one that runs before it.
         """
         self._passage.refuse_others(self._name)
         if self._passage.has_entered:
             raise ConfigError(
-                f"{self._name!r} is registered before the blocks and runs behind them; say "
+                f"{self._name!r} is on another stage, for it counts as running where it is registered, and "
+                f"it is called behind a block of this one; if it runs behind all blocks, say "
                 f"behind=[{self._name!r}] where the model is split"
             )
         return self._answer(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,10 +52,17 @@ def loss_of(output: Tensor, ids: Tensor) -> Tensor:
 def train_whole(steps: int, *, tied: bool = True, max_norm: float = MAX_NORM) -> Trained:
     """Train in one process, with plain PyTorch."""
     model = language(tied=tied)
+    return train_alone(model, lambda step: loss_of(model(batch_of(step)), batch_of(step)), steps, max_norm)
+
+
+def train_alone(
+    model: nn.Module, loss_of_step: Callable[[int], Tensor], steps: int, max_norm: float = MAX_NORM
+) -> Trained:
+    """Train any model so."""
     optimizer = CPUAdam(model.parameters(), **ADAM)
     found = Trained([], [], {})
     for step in range(steps):
-        loss = loss_of(model(batch_of(step)), batch_of(step))
+        loss = loss_of_step(step)
         loss.backward()
         found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()

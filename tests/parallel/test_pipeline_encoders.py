@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_harness import ADAM, CHUNKS, MAX_NORM
+from pipeline_harness import ADAM, CHUNKS, MAX_NORM, Trained, train_alone
 from processes import run_on_ranks
 from torch import Tensor, nn
 
-from gemini import CPUAdam
+from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
 from gemini.parallel.pipeline import find_units, split
 from gemini.parallel.pipeline.batches import cut_batch
@@ -67,6 +67,9 @@ def build(name: str) -> nn.Module:
         "eos_token_id": 2,
         "decoder_start_token_id": 1,
     }
+    if name == "bart":
+        sizes["decoder_layers"] = 2
+        return t.BartForConditionalGeneration(t.BartConfig(**sizes, max_position_embeddings=16))
     if name == "marian":
         return t.MarianMTModel(t.MarianConfig(**sizes, max_position_embeddings=16))
     config = t.WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, max_target_positions=16)
@@ -92,18 +95,9 @@ def loss_of(output: Any, _batch: dict[str, Tensor]) -> Tensor:
 
 
 @cache
-def whole(name: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def whole(name: str) -> Trained:
     model = build(name)
-    optimizer = CPUAdam(model.parameters(), **ADAM)
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss = model(**batch_of(name, step)).loss
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return train_alone(model, lambda step: model(**batch_of(name, step)).loss, STEPS)
 
 
 def _train(name: str, style: str, options: dict[str, Any], path: str) -> tuple[list[float], list[float], int]:
@@ -188,6 +182,21 @@ def test_gradients_are_those_of_the_whole(name: str, style: str, chunks: int) ->
                 assert torch.allclose(param.grad, wanted[key], rtol=1e-4, atol=1e-7), (ranges, key)
 
 
+@pytest.mark.parametrize("ranges", [[(0, 1), (1, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)]])
+def test_what_runs_elsewhere_than_it_is_registered_is_refused(ranges: list[tuple[int, int]]) -> None:
+    model = build("bart")
+    staged = split(model, find_units(model), ranges, range(2))
+    engine, batches = Engine(staged, Alone(), None, 0), cut_batch(batch_of("bart", 0), 2)
+    order = on_one_rank(make_order("1f1b", 2, 2, 1))
+
+    def train() -> None:
+        engine.learn(batches, lambda text: [text])
+        engine.run(order, batches, loss_of, [0.5, 0.5])
+
+    with pytest.raises(ConfigError, match=r"model\.(encoder|decoder)\.layer"):
+        train()
+
+
 def cuts(num_blocks: int, num_stages: int) -> list[tuple[tuple[int, int], ...]]:
     """Every way to cut the blocks into stages."""
     inner = combinations(range(1, num_blocks), num_stages - 1)
@@ -202,11 +211,11 @@ def test_encoders_and_decoders_train_in_stages(
     tmp_path: Path, name: str, style: str, options: dict[str, Any]
 ) -> None:
     path = str(tmp_path / "saved")
-    losses, norms, weights = whole(name)
+    wanted = whole(name)
     for got, got_norms, peak in run_on_ranks(_train, 2, name, style, options, path):
-        assert got == pytest.approx(losses, rel=1e-5)
-        assert got_norms == pytest.approx(norms, rel=1e-6)
+        assert got == pytest.approx(wanted.losses, rel=1e-5)
+        assert got_norms == pytest.approx(wanted.norms, rel=1e-6)
         assert peak <= 600 * 1024
     read = type(build(name)).from_pretrained(path)
     for key, value in read.state_dict().items():
-        assert torch.allclose(value, weights[key], atol=2e-5), key
+        assert torch.allclose(value, wanted.weights[key], atol=2e-5), key

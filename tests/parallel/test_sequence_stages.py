@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_harness import ADAM, CHUNKS
+from pipeline_harness import ADAM, CHUNKS, MAX_NORM, Trained, train_alone
 from processes import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from gemini.parallel import Booster, HybridParallelPlugin
 transformers = pytest.importorskip("transformers", reason="models of transformers")
 
 VOCABULARY, LENGTH, STEPS = 61, 9, 3  # a length that two does not divide
-MAX_NORM = 0.05  # less than any gradient has
 DEVICE = 240 * 1024  # less than a stage with its gradients and states
 TIGHT = {"device_bytes": DEVICE, "host_bytes": "16MiB"}
 SIZES = {
@@ -78,19 +77,10 @@ def labels_of(batch: dict[str, Tensor]) -> float:
 
 
 @cache
-def train_whole(name: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train in one process; return losses, norms and weights."""
+def train_whole(name: str) -> Trained:
+    """Train in one process."""
     model = build(name)
-    optimizer = CPUAdam(model.parameters(), **ADAM)
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss = model(**batch_of(step)).loss
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return train_alone(model, lambda step: model(**batch_of(step)).loss, STEPS)
 
 
 def boosted(name: str, options: dict[str, Any]) -> tuple[HybridParallelPlugin, Booster, Any, Any]:
@@ -103,10 +93,10 @@ def boosted(name: str, options: dict[str, Any]) -> tuple[HybridParallelPlugin, B
     return plugin, booster, model, optimizer
 
 
-Trained = tuple[list[float], list[float], int]  # losses, norms, the most bytes that were on DEVICE
+Seen = tuple[list[float], list[float], int]  # losses, norms, the most bytes that were on DEVICE
 
 
-def train(name: str, options: dict[str, Any], path: str = "") -> Trained:
+def train(name: str, options: dict[str, Any], path: str = "") -> Seen:
     """Train over the ranks; save to ``path``."""
     plugin, booster, model, optimizer = boosted(name, options)
     criterion = loss_of_logits if name == "gpt2" else loss_of
@@ -124,7 +114,7 @@ def train(name: str, options: dict[str, Any], path: str = "") -> Trained:
     return losses, norms, peak
 
 
-def train_all(cases: list[tuple[str, dict[str, Any], str]]) -> list[Trained]:
+def train_all(cases: list[tuple[str, dict[str, Any], str]]) -> list[Seen]:
     return [train(*case) for case in cases]
 
 
@@ -166,8 +156,8 @@ def test_models_in_stages_and_parts_of_sequences_train_as_one_process_does(tmp_p
     for trained in every:
         for (name, options), (losses, norms, peak) in zip(CASES, trained, strict=True):
             wanted = train_whole(name)
-            assert losses == pytest.approx(wanted[0], rel=1e-5), (name, options)
-            assert norms == pytest.approx(wanted[1], rel=1e-6), (name, options)
+            assert losses == pytest.approx(wanted.losses, rel=1e-5), (name, options)
+            assert norms == pytest.approx(wanted.norms, rel=1e-6), (name, options)
             assert peak <= DEVICE or "device_bytes" not in options, (name, options)
     ample, tight = (trained for trained in every[0][:2])
     assert ample[:2] == tight[:2]
@@ -177,7 +167,7 @@ def test_models_in_stages_and_parts_of_sequences_train_as_one_process_does(tmp_p
         assert all(torch.equal(value, other[key]) for key, value in load_file(file).items())
     for index, (name, options) in enumerate(CASES):
         read = type(build(name)).from_pretrained(tmp_path / str(index) / "model")
-        for key, value in train_whole(name)[2].items():
+        for key, value in train_whole(name).weights.items():
             error = float((read.state_dict()[key] - value).abs().max())
             assert error <= 1e-4, (name, options, key)  # Adam magnifies the rounding of gradients near zero
 
@@ -197,11 +187,11 @@ def test_models_in_stages_and_parts_of_sequences_train_as_one_process_does(tmp_p
 def test_layers_and_data_go_with_stages_and_parts_of_sequences() -> None:
     wanted = train_whole("llama")
     for losses, norms, _ in run_on_ranks(train, 8, "llama", {**GRID, "tp_size": 2}, timeout=180.0):
-        assert losses == pytest.approx(wanted[0], rel=1e-5)
-        assert norms == pytest.approx(wanted[1], rel=1e-6)
+        assert losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert norms == pytest.approx(wanted.norms, rel=1e-6)
     for losses, norms, _ in run_on_ranks(train, 8, "gpt2", {**GRID, "sp_mode": "ring"}, timeout=180.0):
-        assert losses == pytest.approx(train_whole("gpt2")[0], rel=1e-5)
-        assert norms == pytest.approx(train_whole("gpt2")[1], rel=1e-6)
+        assert losses == pytest.approx(train_whole("gpt2").losses, rel=1e-5)
+        assert norms == pytest.approx(train_whole("gpt2").norms, rel=1e-6)
 
 
 def update_in(calls: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_on_ranks
+from same_bits import assert_same
 from sharded_harness import WIDTH, batch, columns, mlp
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -84,17 +85,6 @@ def _train(
     return weights, states, stats
 
 
-def _assert_same(got: Any, want: Any, path: str = "") -> None:
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), path
-        for key, value in want.items():
-            _assert_same(got[key], value, f"{path}/{key}")
-    elif isinstance(want, Tensor):
-        assert torch.equal(got, want), path
-    else:
-        assert got == want, path
-
-
 @pytest.mark.parametrize("build", BUILD)
 @pytest.mark.parametrize("rule", MAKE)
 def test_ranks_make_the_steps_of_the_unmanaged_model(build: str, rule: str) -> None:
@@ -102,8 +92,8 @@ def test_ranks_make_the_steps_of_the_unmanaged_model(build: str, rule: str) -> N
     small = [value for entry in want[1].values() for value in entry.values() if rule == "adafactor"]
     for weights, states, stats in run_on_ranks(_train, 2, build, rule, {}):
         assert stats["small_state_bytes"] == sum(value.nbytes for value in small)
-        _assert_same(weights, want[0])
-        _assert_same(states, want[1])
+        assert_same(weights, want[0])
+        assert_same(states, want[1])
 
 
 def _least(rule: str, directory: str) -> int:
@@ -125,8 +115,8 @@ def test_the_least_budget_that_is_asked_for_holds_and_no_bit_changes(rule: str, 
     ):
         assert stats["device"]["peak_bytes"] <= least < stats["model_data_bytes"]
         assert stats["disk_write"]["bytes"] > 0
-        _assert_same(weights, want[0])
-        _assert_same(states, want[1])
+        assert_same(weights, want[0])
+        assert_same(states, want[1])
 
 
 def test_a_room_that_is_larger_than_what_is_gathered_counts() -> None:
@@ -148,8 +138,8 @@ def test_masters_are_put_together_too(rule: str) -> None:
     halves = {"mixed_precision": "bf16"}
     want = _train("wide", rule, halves)
     for weights, states, _ in run_on_ranks(_train, 2, "wide", rule, halves):
-        _assert_same(weights, want[0])
-        _assert_same(states, want[1])
+        assert_same(weights, want[0])
+        assert_same(states, want[1])
 
 
 @pytest.mark.parametrize("rule", MAKE)
@@ -159,8 +149,8 @@ def test_a_checkpoint_of_ranks_goes_on_over_ranks_and_in_one_process(rule: str, 
     rest = "mlp", rule, {}, range(2, STEPS), saved
     want = _plain("mlp", rule)
     for weights, states, _ in [*run_on_ranks(_train, 2, *rest), _train(*rest)]:
-        _assert_same(weights, want[0])
-        _assert_same(states, want[1])
+        assert_same(weights, want[0])
+        assert_same(states, want[1])
 
 
 def _cut() -> str:

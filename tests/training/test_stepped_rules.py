@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import assert_same
 from test_rules import MODELS, Loss, Make, mlp, num_bytes, square, tight
 from torch import Tensor, nn
 from torch import optim as torch_optim
@@ -66,17 +67,6 @@ def train(net: nn.Module, optimizers: list[GeminiOptimizer], loss: Loss, steps: 
         optimizers[0].backward(loss(net, step))
         for optimizer in optimizers:
             optimizer.step()
-
-
-def assert_same(got: Any, want: Any, path: str = "") -> None:
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), path
-        for key, value in want.items():
-            assert_same(got[key], value, f"{path}/{key}")
-    elif isinstance(want, Tensor):
-        assert torch.equal(got, want), path
-    else:
-        assert got == want, path
 
 
 @pytest.mark.parametrize("rule", ELEMENT_WISE)

@@ -1,0 +1,20 @@
+"""Nested values, as optimizers keep them, compared bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def assert_same(got: Any, want: Any, path: str = "") -> None:
+    """Fail where ``got`` differs from ``want``, with the path of what does."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), path
+        for key, value in want.items():
+            assert_same(got[key], value, f"{path}/{key}")
+    elif isinstance(want, Tensor):
+        assert torch.equal(got, want), path
+    else:
+        assert got == want, path
