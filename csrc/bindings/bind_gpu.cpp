@@ -119,8 +119,8 @@ py::object dlpack(const Gpu& gpu, const py::object& window, uint8_t code, uint8_
 
 void bind_gpu_memory(py::module_& m) {
   py::class_<GpuWindow, std::unique_ptr<GpuWindow, py::nodelete>>(
-      m, "GpuWindow", "An address range of a GPU that never changes, with or without memory.")
-      .def_property_readonly("address", &GpuWindow::address)
+      m, "GpuWindow", "Where a chunk's memory is seen on a GPU, with or without memory.")
+      .def_property_readonly("address", &GpuWindow::address, "Of a floating one: for now.")
       .def_property_readonly("nbytes", &GpuWindow::nbytes, "Bytes, as asked for.")
       .def_property_readonly("span_bytes", &GpuWindow::span_bytes, "Bytes that it costs.")
       .def_property_readonly("mapped", &GpuWindow::mapped, "Whether there is memory behind it.");
@@ -129,12 +129,19 @@ void bind_gpu_memory(py::module_& m) {
              return std::make_unique<GpuSpace>(gpu.lanes, total_bytes, num_windows);
            }),
            py::arg("gpu"), py::arg("total_bytes"), py::arg("num_windows"))
-      .def("create", &GpuSpace::create, py::arg("nbytes"),
-           py::return_value_policy::reference_internal, "Cut off the next window.")
+      .def(
+          "create",
+          [](GpuSpace& self, int64_t nbytes, bool floats) {
+            return self.create(nbytes, floats ? Addresses::kFloating : Addresses::kFixed);
+          },
+          py::arg("nbytes"), py::kw_only(), py::arg("floats") = false,
+          py::return_value_policy::reference_internal,
+          "Cut off the next window; one that floats has other addresses each time it is given "
+          "memory.")
       .def("poison", &GpuSpace::poison, ReleaseGil(), py::arg("window"),
            "Have a window without memory read as NaN, and take what is written to it.")
       .def("find", &GpuSpace::find, py::arg("address"),
-           "Return the index of the window that contains the address, -1 if none does.")
+           "Return the index of the window that contains the address for good, -1 if none does.")
       .def_property_readonly("address", &GpuSpace::address)
       .def_property_readonly("reserved_bytes", &GpuSpace::reserved_bytes);
   py::class_<GpuArena>(m, "GpuArena", "GPU memory of one budget, recycled between windows.")
@@ -166,6 +173,8 @@ void bind_gpu_memory(py::module_& m) {
       .def_property_readonly("mapped_bytes", &GpuArena::mapped_bytes)
       .def_property_readonly("parked_bytes", &GpuArena::parked_bytes)
       .def_property_readonly("peak_bytes", &GpuArena::peak_bytes)
+      .def_property_readonly("num_mappings", &GpuArena::num_mappings,
+                             "Blocks so far that were mapped where they did not show.")
       .def_property_readonly("capacity", &GpuArena::capacity);
 }
 

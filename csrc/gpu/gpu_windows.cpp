@@ -26,20 +26,28 @@ Uses& GpuWindow::uses() {
   return uses_;
 }
 
-void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks) {
-  if (shown_ == blocks) return;
+bool GpuFrame::shows_parked() const {
+  return !shown_.empty() &&
+         std::ranges::all_of(shown_, [](const auto& block) { return block && block->parked; });
+}
+
+int64_t GpuFrame::show(GpuLanes& lanes, const Blocks& blocks) {
+  if (shown_ == blocks) return 0;
   if (poisoned_) lanes.await(lanes.mark(Lane::kCompute));  // a stray operator may be reading it
   if (poisoned_ || shown_.size() != blocks.size()) hide(lanes);
   shown_.resize(blocks.size());
+  int64_t num_new = 0;
   for (size_t place = 0; place < blocks.size();) {
     const size_t first = place;
     while (place < blocks.size() && shown_[place] != blocks[place]) ++place;
     if (first < place) show(lanes, blocks, first, place);
+    num_new += static_cast<int64_t>(place - first);
     while (place < blocks.size() && shown_[place] == blocks[place]) ++place;
   }
+  return num_new;
 }
 
-void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind) {
+void GpuFrame::show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind) {
   const int64_t nbytes = blocks.front()->nbytes();
   const auto address = [&](size_t place) {
     return address_ + place * static_cast<uint64_t>(nbytes);
@@ -61,15 +69,21 @@ void GpuWindow::show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t
   }
 }
 
-void GpuWindow::hide(GpuLanes& lanes) {
-  if (poisoned_) poison_->unmap(address_, span_bytes_);
+void GpuFrame::hide(GpuLanes& lanes) {
+  if (poisoned_) poison_->unmap(address_, nbytes_);
   poisoned_ = false;
   for (size_t place = 0; place < shown_.size(); ++place) hide(lanes, place);
   shown_.clear();
   left_ = {};
 }
 
-void GpuWindow::hide(GpuLanes& lanes, size_t place) {
+void GpuFrame::hide(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block) {
+  for (size_t place = 0; place < shown_.size(); ++place) {
+    if (shown_[place] == block) hide(lanes, place);
+  }
+}
+
+void GpuFrame::hide(GpuLanes& lanes, size_t place) {
   std::shared_ptr<GpuBlock>& shown = shown_[place];
   if (!shown) return;
   lanes.await(left_);
@@ -79,10 +93,10 @@ void GpuWindow::hide(GpuLanes& lanes, size_t place) {
   shown.reset();
 }
 
-void GpuWindow::poison(GpuLanes& lanes) {
+void GpuFrame::poison(GpuLanes& lanes) {
   if (poisoned_) return;
   hide(lanes);
-  poison_->map(address_, span_bytes_);
+  poison_->map(address_, nbytes_);
   poisoned_ = true;
 }
 
@@ -144,7 +158,7 @@ GpuSpace::~GpuSpace() {
   try {
     for (const auto& window : windows_) {
       if (window->mapped()) lanes_->await(window->uses());
-      window->hide(*lanes_);
+      window->frame_->hide(*lanes_);
     }
     lanes_->driver().release(begin_, reserved_bytes_);
   } catch (const Error&) {
@@ -152,7 +166,7 @@ GpuSpace::~GpuSpace() {
   }
 }
 
-GpuWindow* GpuSpace::create(int64_t nbytes) {
+GpuWindow* GpuSpace::create(int64_t nbytes, Addresses addresses) {
   process_.require("this GpuSpace");
   if (nbytes <= 0) {
     throw StateError("a window needs a positive size, got " + std::to_string(nbytes));
@@ -164,8 +178,12 @@ GpuWindow* GpuSpace::create(int64_t nbytes) {
                       " reserved bytes are used; make the window space larger");
   }
   const GpuAddress address = begin_ + static_cast<uint64_t>(used_bytes_);
-  windows_.push_back(
-      std::unique_ptr<GpuWindow>(new GpuWindow(address, nbytes, span_bytes, poison_)));
+  auto frame = std::make_unique<GpuFrame>(address, span_bytes, poison_);
+  begins_.reserve(begins_.size() + 1);
+  windows_.push_back(std::unique_ptr<GpuWindow>(
+      new GpuWindow(*this, std::move(frame), nbytes, span_bytes, addresses)));
+  begins_.push_back(address);
+  idle_.reserve(windows_.size());
   used_bytes_ += span_bytes;
   return windows_.back().get();
 }
@@ -173,17 +191,18 @@ GpuWindow* GpuSpace::create(int64_t nbytes) {
 void GpuSpace::poison(GpuWindow& window) {
   process_.require("this GpuSpace");
   if (window.mapped()) throw StateError("a window with memory is not poisoned");
-  window.poison(*lanes_);
+  window.frame_->poison(*lanes_);
 }
 
 int64_t GpuSpace::find(GpuAddress address) const {
-  const auto after = std::upper_bound(
-      windows_.begin(), windows_.end(), address,
-      [](GpuAddress value, const auto& window) { return value < window->address(); });
-  if (after == windows_.begin()) return -1;
-  const GpuWindow& window = **std::prev(after);
-  if (address - window.address() >= static_cast<uint64_t>(window.span_bytes())) return -1;
-  return std::prev(after) - windows_.begin();
+  const auto after = std::ranges::upper_bound(begins_, address);
+  if (after == begins_.begin()) return -1;
+  const auto index = std::prev(after) - begins_.begin();
+  const GpuWindow& window = *windows_[static_cast<size_t>(index)];
+  if (window.floats() || address - *std::prev(after) >= static_cast<uint64_t>(window.span_bytes())) {
+    return -1;
+  }
+  return index;
 }
 
 GpuArena::GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int64_t unit_bytes)
@@ -206,6 +225,7 @@ void GpuArena::map_incoming(GpuWindow& window) {
                       std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
                       " bytes are mapped; unmap other windows or raise the budget");
   }
+  if (window.floats()) move_to_parked(window);
   Blocks blocks(static_cast<size_t>(nbytes / block_bytes(window)));
   mapped_bytes_ += nbytes;
   try {
@@ -214,7 +234,7 @@ void GpuArena::map_incoming(GpuWindow& window) {
     for (std::shared_ptr<GpuBlock>& block : blocks) {
       if (!block) block = std::make_shared<GpuBlock>(lanes_, block_bytes(window));
     }
-    window.show(*lanes_, blocks);
+    num_mappings_ += window.frame_->show(*lanes_, blocks);
   } catch (...) {
     mapped_bytes_ -= nbytes;
     for (const std::shared_ptr<GpuBlock>& block : blocks) {
@@ -225,7 +245,21 @@ void GpuArena::map_incoming(GpuWindow& window) {
   window.uses_ = {};
   for (const std::shared_ptr<GpuBlock>& block : blocks) window.uses_.include(block->uses);
   window.blocks_ = std::move(blocks);
+  std::erase(window.space_.idle_, &window);
   peak_bytes_ = std::max(peak_bytes_, mapped_bytes_ + parked_bytes_);
+}
+
+void GpuArena::move_to_parked(GpuWindow& window) {
+  PassedUses passed(*lanes_);
+  GpuWindow* found = nullptr;
+  for (GpuWindow* const idle : window.space_.idle_) {
+    if (idle->span_bytes() != window.span_bytes() || !idle->frame_->shows_parked()) continue;
+    const bool waits = !std::ranges::all_of(
+        idle->frame_->shown(), [&](const auto& block) { return passed.contain(block->uses); });
+    if (!found || !waits) found = idle;
+    if (!waits) break;
+  }
+  if (found) std::swap(window.frame_, found->frame_);
 }
 
 void GpuArena::map(GpuWindow& window, Content content) {
@@ -238,8 +272,9 @@ void GpuArena::map(GpuWindow& window, Content content) {
 
 void GpuArena::take_parked(const GpuWindow& window, Blocks& taken) {
   const int64_t nbytes = block_bytes(window);
-  for (size_t place = 0; place < std::min(taken.size(), window.shown_.size()); ++place) {
-    const auto own = std::ranges::find(parked_, window.shown_[place]);
+  const Blocks& shown = window.frame_->shown();
+  for (size_t place = 0; place < std::min(taken.size(), shown.size()); ++place) {
+    const auto own = std::ranges::find(parked_, shown[place]);
     if (own != parked_.end() && (*own)->nbytes() == nbytes) taken[place] = take(own);
   }
   const auto take_those = [&](auto&& suits) {
@@ -262,23 +297,25 @@ std::shared_ptr<GpuBlock> GpuArena::take(Blocks::iterator parked) {
   std::shared_ptr<GpuBlock> block = std::move(*parked);
   parked_.erase(parked);
   parked_bytes_ -= block->nbytes();
+  block->parked = false;
   return block;
 }
 
 void GpuArena::park(const std::shared_ptr<GpuBlock>& block) {
   parked_.push_back(block);
   parked_bytes_ += block->nbytes();
+  block->parked = true;
 }
 
 void GpuArena::unmap(GpuWindow& window, Spare spare) {
   process_.require("this GpuArena");
   if (!window.mapped()) throw StateError("the window is not mapped");
   window.uses().note(Lane::kCompute, lanes_->mark(Lane::kCompute));
-  window.left_ = window.uses();
+  window.frame_->leave(window.uses());
   const Blocks blocks = std::exchange(window.blocks_, {});
   mapped_bytes_ -= window.span_bytes();
   for (const std::shared_ptr<GpuBlock>& block : blocks) {
-    block->uses = window.left_;
+    block->uses = window.uses_;
     park(block);
   }
   if (spare == Spare::kReturned) {
@@ -286,7 +323,8 @@ void GpuArena::unmap(GpuWindow& window, Spare spare) {
     std::rotate(parked_.begin(), parked_.end() - num_left, parked_.end());
     for (std::ptrdiff_t i = 0; i < num_left; ++i) drop_oldest();
   }
-  if (debug_level() >= kPoisonLevel) window.poison(*lanes_);
+  if (debug_level() >= kPoisonLevel) window.frame_->poison(*lanes_);
+  if (window.floats()) window.space_.idle_.push_back(&window);
 }
 
 void GpuArena::trim(int64_t parked_limit_bytes) {
@@ -297,9 +335,10 @@ void GpuArena::trim(int64_t parked_limit_bytes) {
 void GpuArena::drop_oldest() {
   const std::shared_ptr<GpuBlock> block = parked_.front();
   lanes_->await(block->uses);
-  while (!block->shown_by.empty()) block->shown_by.back()->hide(*lanes_);
+  while (!block->shown_by.empty()) block->shown_by.back()->hide(*lanes_, block);
   parked_.erase(parked_.begin());
   parked_bytes_ -= block->nbytes();
+  block->parked = false;
 }
 
 }  // namespace gemini

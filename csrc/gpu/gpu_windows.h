@@ -12,8 +12,9 @@
 
 namespace gemini {
 
-class GpuWindow;
 class GpuPoison;
+class GpuFrame;
+class GpuSpace;
 
 // Physical memory. `uses` are the last ones: nothing waits for them before there is a next one.
 class GpuBlock {
@@ -27,8 +28,9 @@ class GpuBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] GpuDriver::Block handle() const noexcept { return handle_; }
 
-  Uses uses;                         // while it is parked
-  std::vector<GpuWindow*> shown_by;  // they keep it alive
+  Uses uses;  // while it is parked
+  bool parked = false;
+  std::vector<GpuFrame*> shown_by;  // they keep it alive
 
  private:
   const std::shared_ptr<GpuLanes> lanes_;
@@ -38,18 +40,63 @@ class GpuBlock {
 
 using Blocks = std::vector<std::shared_ptr<GpuBlock>>;
 
-// An address range that is a chunk's for the whole run. Made by GpuSpace, which owns it; given
-// memory by GpuArena: blocks of one size, side by side.
+// Addresses of a reservation, and the blocks that are mapped there side by side, all of one size.
 //
-// A window that has lost its blocks goes on showing them, since taking a mapping away has to wait
-// for the GPU: they may be under other windows meanwhile. So a stale window must not be read; with
+// A mapping stays when the memory is taken from a window, since taking it away has to wait for the
+// GPU: the blocks may be under other windows meanwhile. So what is stale must not be read; with
 // GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written stays.
+class GpuFrame {
+ public:
+  GpuFrame(GpuAddress address, int64_t nbytes, std::shared_ptr<GpuPoison> poison)
+      : address_(address), nbytes_(nbytes), poison_(std::move(poison)) {}
+  GpuFrame(const GpuFrame&) = delete;
+  GpuFrame& operator=(const GpuFrame&) = delete;
+
+  [[nodiscard]] GpuAddress address() const noexcept { return address_; }
+  // What is mapped, null: nothing, by place.
+  [[nodiscard]] const Blocks& shown() const noexcept { return shown_; }
+  // Whether all of it shows blocks that are parked.
+  [[nodiscard]] bool shows_parked() const;
+
+  // Shows `blocks` and no others; returns how many it did not show before. Waits for the GPU only
+  // where it showed another one in the place of such.
+  int64_t show(GpuLanes& lanes, const Blocks& blocks);
+  // Takes the mappings away, after the last use through them; of poison the caller knows the last.
+  void hide(GpuLanes& lanes);
+  void hide(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block);
+  // Shows poison, until it is given a block.
+  void poison(GpuLanes& lanes);
+  // The last uses through its addresses, when the blocks left.
+  void leave(const Uses& uses) { left_ = uses; }
+
+ private:
+  // The same of places next to each other, none of which shows its block. Asks for access to those
+  // alone: what the others show may be in use.
+  void show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind);
+  void hide(GpuLanes& lanes, size_t place);
+
+  const GpuAddress address_;
+  const int64_t nbytes_;
+  const std::shared_ptr<GpuPoison> poison_;  // the space's
+  bool poisoned_ = false;
+  Blocks shown_;
+  Uses left_;
+};
+
+// kFixed: a window's addresses never change, tensors may view it for good. kFloating: they are
+// others each time it is given memory, those that show it already where there are such: mapping
+// costs a millisecond of the host beside a copy from the GPU.
+enum class Addresses { kFixed, kFloating };
+
+// Where a chunk's memory is seen on the GPU. Made by GpuSpace, which owns it; given memory by
+// GpuArena: blocks of one size, side by side.
 class GpuWindow {
  public:
   GpuWindow(const GpuWindow&) = delete;
   GpuWindow& operator=(const GpuWindow&) = delete;
 
-  [[nodiscard]] GpuAddress address() const noexcept { return address_; }     // never changes
+  [[nodiscard]] GpuAddress address() const noexcept { return frame_->address(); }
+  [[nodiscard]] bool floats() const noexcept { return addresses_ == Addresses::kFloating; }
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as asked for
   [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
   [[nodiscard]] bool mapped() const noexcept { return !blocks_.empty(); }
@@ -60,30 +107,21 @@ class GpuWindow {
   friend class GpuSpace;
   friend class GpuArena;
 
-  GpuWindow(GpuAddress address, int64_t nbytes, int64_t span_bytes,
-            std::shared_ptr<GpuPoison> poison)
-      : address_(address), nbytes_(nbytes), span_bytes_(span_bytes), poison_(std::move(poison)) {}
+  GpuWindow(GpuSpace& space, std::unique_ptr<GpuFrame> frame, int64_t nbytes, int64_t span_bytes,
+            Addresses addresses)
+      : space_(space),
+        nbytes_(nbytes),
+        span_bytes_(span_bytes),
+        addresses_(addresses),
+        frame_(std::move(frame)) {}
 
-  // Shows `blocks` and no others. Waits for the GPU only where it showed another one before.
-  void show(GpuLanes& lanes, const Blocks& blocks);
-  // The same of places next to each other, none of which shows its block. Asks for access to those
-  // alone: what the others show may be in use.
-  void show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind);
-  // Takes the mappings away, after the last use through them; of poison the caller knows the last.
-  void hide(GpuLanes& lanes);
-  void hide(GpuLanes& lanes, size_t place);
-  // Shows poison, until it is given a block.
-  void poison(GpuLanes& lanes);
-
-  const GpuAddress address_;
+  GpuSpace& space_;
   const int64_t nbytes_;
   const int64_t span_bytes_;
-  const std::shared_ptr<GpuPoison> poison_;  // the space's
-  bool poisoned_ = false;
-  Blocks blocks_;  // none: not mapped
-  Blocks shown_;   // what is mapped at its addresses, null: nothing, by place
-  Uses uses_;      // while it is mapped
-  Uses left_;      // the last uses through its addresses, when the blocks left
+  const Addresses addresses_;
+  std::unique_ptr<GpuFrame> frame_;  // one of its space's
+  Blocks blocks_;                    // none: not mapped
+  Uses uses_;                        // while it is mapped
 };
 
 // A piece of memory that is under all of every poisoned window, made when it is needed first.
@@ -112,26 +150,31 @@ class GpuSpace {
   GpuSpace& operator=(const GpuSpace&) = delete;
 
   // Throws StateError when not positive, OutOfBudget when the reservation is used up.
-  GpuWindow* create(int64_t nbytes);
+  GpuWindow* create(int64_t nbytes, Addresses addresses = Addresses::kFixed);
 
   // Poisons one of its windows that has no block: tensors over it may be used once more, by
   // mistake. Throws StateError when it is mapped.
   void poison(GpuWindow& window);
 
-  // The index, in order of creation, of the window that contains `address`; -1 if none does.
+  // The index, in order of creation, of the window that contains `address` for good; -1 if none
+  // does.
   [[nodiscard]] int64_t find(GpuAddress address) const;
 
   [[nodiscard]] GpuAddress address() const noexcept { return begin_; }
   [[nodiscard]] int64_t reserved_bytes() const noexcept { return reserved_bytes_; }
 
  private:
+  friend class GpuArena;
+
   ProcessGuard process_;
   const std::shared_ptr<GpuLanes> lanes_;
   const int64_t reserved_bytes_;
   const GpuAddress begin_;
   const std::shared_ptr<GpuPoison> poison_;
   int64_t used_bytes_ = 0;
-  std::vector<std::unique_ptr<GpuWindow>> windows_;  // ascending addresses
+  std::vector<GpuAddress> begins_;  // of the windows when they were made, ascending
+  std::vector<std::unique_ptr<GpuWindow>> windows_;
+  std::vector<GpuWindow*> idle_;  // floating ones that had memory, the longest idle first
 };
 
 // The GPU memory of one budget: blocks that are recycled between windows. A window gets as many of
@@ -165,9 +208,15 @@ class GpuArena {
   [[nodiscard]] int64_t parked_bytes() const noexcept { return parked_bytes_; }
   [[nodiscard]] int64_t peak_bytes() const noexcept { return peak_bytes_; }
   [[nodiscard]] int64_t capacity() const noexcept { return capacity_bytes_; }
+  // Blocks so far that were mapped where they did not show: each costs the host a call of the
+  // driver that waits, a millisecond beside a copy from the GPU.
+  [[nodiscard]] int64_t num_mappings() const noexcept { return num_mappings_; }
 
  private:
   [[nodiscard]] int64_t block_bytes(const GpuWindow& window) const;
+  // Gives a floating window addresses that show parked blocks alone, where there are any: first
+  // those of blocks that nobody waits for.
+  void move_to_parked(GpuWindow& window);
   // Takes parked blocks for a window, by place: its own, else those that nobody waits for, else the
   // oldest; leaves null where there is none of the size.
   void take_parked(const GpuWindow& window, Blocks& taken);
@@ -182,6 +231,7 @@ class GpuArena {
   int64_t mapped_bytes_ = 0;
   int64_t parked_bytes_ = 0;
   int64_t peak_bytes_ = 0;
+  int64_t num_mappings_ = 0;
   Blocks parked_;  // oldest first
 };
 

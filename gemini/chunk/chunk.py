@@ -3,6 +3,7 @@ of parameters, as the chunks of its states know it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,6 +50,11 @@ class ChunkSpec:
     state: str = ""
 
     @property
+    def floats(self) -> bool:
+        """Whether nothing keeps its addresses between uses: updates ask for them each time."""
+        return self.kind in (ChunkKind.MASTER, ChunkKind.STATE)
+
+    @property
     def label(self) -> str:
         """What it is called in traces and reports, where states of usual names have those."""
         return self.state if self.state in CHUNK_KINDS else self.kind.value
@@ -67,11 +73,11 @@ def whole_blocks(nbytes: int, block_bytes: int) -> int:
 class Chunk:
     """A chunk and its addresses. The window lives as long as any tensor that views it.
 
-    ``tensor`` is the flat view of the window, shape ``(numel,)``. Its memory may be read or written only
-    while the chunk is pinned on DEVICE; elsewhere the address range holds nothing.
+    Its memory may be read or written only while the chunk is pinned on DEVICE; elsewhere the address range
+    holds nothing.
     """
 
-    __slots__ = ("disk_offset", "host_place", "id", "spec", "tensor", "window")
+    __slots__ = ("_address", "_tensor", "_view", "disk_offset", "host_place", "id", "spec", "window")
 
     def __init__(
         self,
@@ -80,14 +86,23 @@ class Chunk:
         window: Window,
         host_place: HostPlace | None,
         disk_offset: int,
-        tensor: torch.Tensor,
+        view: Callable[[], torch.Tensor],
     ) -> None:
+        """``view`` returns the flat view of the window, where it is now."""
         self.id = chunk_id
         self.spec = spec
         self.window = window
         self.host_place = host_place
         self.disk_offset = disk_offset
-        self.tensor = tensor
+        self._view = view
+        self._tensor, self._address = view(), window.address
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The flat view of the window, shape ``(numel,)``; another one where a chunk that floats has moved."""
+        if self.window.address != self._address:
+            self._tensor, self._address = self._view(), self.window.address
+        return self._tensor
 
     @property
     def host(self) -> HostPlace:

@@ -27,7 +27,9 @@ class CpuMemory:
         self._host_arena = _C.Arena(max(budgets.host_bytes, 1))
         self.engine = _C.TransferEngine(file.native if file is not None else None)
 
-    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_C.Window, _C.Window | None]:
+    def windows(
+        self, nbytes: int, *, later: bool = False, floats: bool = False
+    ) -> tuple[_C.Window, _C.Window | None]:
         host_window = None
         if self._host_space is not None:
             host_window = (self._host_later if later else self._host_space).create(nbytes)

@@ -101,8 +101,10 @@ class GpuMemory:
         self._engine = _C.GpuEngine(gpu, file.native if file is not None else None)
         self._warned = False
 
-    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_C.GpuWindow, _C.HostPlace | None]:
-        window = (self._later if later else self._space).create(nbytes)
+    def windows(
+        self, nbytes: int, *, later: bool = False, floats: bool = False
+    ) -> tuple[_C.GpuWindow, _C.HostPlace | None]:
+        window = self._later.create(nbytes) if later else self._space.create(nbytes, floats=floats)
         return window, _C.HostPlace(nbytes) if self._has_host else None
 
     def tensor(self, window: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -76,10 +77,10 @@ class ChunkManager:
 
     def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
         chunk_id = self.table.add_chunk(spec.nbytes)
-        window, place = self._memory.windows(spec.nbytes, later=not reserved)
-        tensor = self._memory.tensor(window, spec.dtype, spec.numel)
+        window, place = self._memory.windows(spec.nbytes, later=not reserved, floats=spec.floats)
+        view = partial(self._memory.tensor, window, spec.dtype, spec.numel)
         offset = self._disk.place(spec.nbytes, expected=expected)
-        chunk = Chunk(chunk_id, spec, window, place, offset, tensor)
+        chunk = Chunk(chunk_id, spec, window, place, offset, view)
         self.chunks.append(chunk)
         if reserved:
             self._by_window.append(chunk_id)

@@ -22,7 +22,8 @@ _CHUNKS_AHEAD = 16
 
 
 class Window(Protocol):
-    """A chunk's addresses on DEVICE, which never change, with or without memory behind them."""
+    """A chunk's addresses on DEVICE, with or without memory behind them. They never change, but for those of
+    a window that floats."""
 
     @property
     def address(self) -> int: ...
@@ -50,9 +51,10 @@ class ChunkMemory(Protocol[W, H]):
     """The memory of one model's chunks and what moves their bytes, over windows ``W`` and HOST places ``H``
     of its own. For the thread that trains."""
 
-    def windows(self, nbytes: int, *, later: bool = False) -> tuple[W, H | None]:
+    def windows(self, nbytes: int, *, later: bool = False, floats: bool = False) -> tuple[W, H | None]:
         """Return the window and, where there is a HOST tier, the place of a chunk; ``later``: one that the
-        sizes it was opened with do not count."""
+        sizes it was opened with do not count; ``floats``: its addresses may be others each time that it is
+        given memory, where that is faster."""
 
     def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the flat tensor over a window, on the computing device. It keeps the addresses."""

@@ -122,7 +122,7 @@ class _MetaMemory:
 
     mapped_bytes = parked_bytes = 0
 
-    def windows(self, nbytes: int, *, later: bool = False) -> tuple[_NoWindow, None]:
+    def windows(self, nbytes: int, *, later: bool = False, floats: bool = False) -> tuple[_NoWindow, None]:
         return _NO_WINDOW, None
 
     def tensor(self, window: _NoWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ namespace {
 
 class GpuBlocks : public testing::TestWithParam<uint32_t> {};
 
-// Windows of one, two and three blocks, more than fit; one in four leaves at random, none fits to
-// any that took its blocks.
+// Windows of one, two and three blocks, more than fit, every other group of three floating; one in
+// four leaves at random, none fits to any that took its blocks.
 TEST_P(GpuBlocks, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
   constexpr size_t kNumChunks = 9;
   const int64_t capacity = 5 * kChunkBytes;
@@ -28,7 +28,8 @@ TEST_P(GpuBlocks, AnyDelaysGiveEveryOperatorWhatTheOneBeforeLeft) {
   std::vector<std::unique_ptr<HostPlace>> places;
   for (size_t i = 0; i < kNumChunks; ++i) {
     const int64_t nbytes = static_cast<int64_t>(i % 3 + 1) * kChunkBytes;
-    windows.push_back(space.create(nbytes));
+    windows.push_back(
+        space.create(nbytes, i / 3 % 2 == 0 ? Addresses::kFloating : Addresses::kFixed));
     places.push_back(std::make_unique<HostPlace>(nbytes));
   }
   std::vector<int64_t> values(kNumChunks, 0);
@@ -111,7 +112,49 @@ TEST(GpuArenaBlocks, WindowGetsItsOwnBlocksBackAndOthersOnlyWhereTheyAreGone) {
   arena.trim(0);  // the other block; what showed it shows nothing now
   arena.unmap(small, Spare::kParked);
   arena.map(large, Content::kAny);
+  EXPECT_EQ(machine.gpu->num_maps(), 4);
+}
+
+// Three chunks take turns in memory for two, which two frames show: nothing is mapped after those.
+TEST(GpuArenaBlocks, FloatingWindowsGoWhereTheirMemoryIsShown) {
+  constexpr size_t kNumChunks = 3;
+  Machine machine;
+  GpuSpace space(machine.lanes, 2 * kNumChunks * kChunkBytes, kNumChunks);
+  GpuArena arena(machine.lanes, 4 * kChunkBytes, kChunkBytes);
+  std::vector<GpuWindow*> windows;
+  for (size_t i = 0; i < kNumChunks; ++i) {
+    windows.push_back(space.create(2 * kChunkBytes, Addresses::kFloating));
+  }
+  for (size_t turn = 0; turn < 12; ++turn) {
+    GpuWindow& window = *windows[turn % kNumChunks];
+    if (turn >= 2) arena.unmap(*windows[(turn - 2) % kNumChunks], Spare::kParked);
+    arena.map(window, Content::kZeros);
+    machine.increment(window, 0);
+    EXPECT_EQ(space.find(window.address()), -1);  // they are nobody's for good
+  }
+  EXPECT_EQ(machine.gpu->num_maps(), 4);
+  machine.finish();
+  EXPECT_EQ(machine.wrong, 0U);
+}
+
+// A fixed window takes one of two blocks of a frame: the floating one finds the other frame.
+TEST(GpuArenaBlocks, FloatingWindowTakesAFrameOfWhichAllBlocksAreThere) {
+  Machine machine;
+  GpuSpace space(machine.lanes, 5 * kChunkBytes, 3);
+  GpuArena arena(machine.lanes, 5 * kChunkBytes, kChunkBytes);
+  GpuWindow& one = *space.create(2 * kChunkBytes, Addresses::kFloating);
+  GpuWindow& other = *space.create(2 * kChunkBytes, Addresses::kFloating);
+  GpuWindow& fixed = *space.create(kChunkBytes);
+  arena.map(one, Content::kAny);
+  arena.map(other, Content::kAny);
+  const GpuAddress whole = other.address();
+  arena.unmap(one, Spare::kParked);
+  arena.unmap(other, Spare::kParked);
+  arena.map(fixed, Content::kAny);  // the oldest that is parked: of the first
+  arena.map(one, Content::kAny);
+  EXPECT_EQ(one.address(), whole);
   EXPECT_EQ(machine.gpu->num_maps(), 5);
+  machine.finish();
 }
 
 TEST(GpuArenaBlocks, WindowThatIsNoMultipleHasABlockOfItsOwnSize) {
