@@ -26,6 +26,10 @@ Uses& GpuWindow::uses() {
   return uses_;
 }
 
+bool GpuBlock::is_home() const {
+  return std::ranges::any_of(shown_by, [](const GpuFrame* frame) { return !frame->floats(); });
+}
+
 bool GpuFrame::shows_parked() const {
   return !shown_.empty() &&
          std::ranges::all_of(shown_, [](const auto& block) { return block && block->parked; });
@@ -178,7 +182,7 @@ GpuWindow* GpuSpace::create(int64_t nbytes, Addresses addresses) {
                       " reserved bytes are used; make the window space larger");
   }
   const GpuAddress address = begin_ + static_cast<uint64_t>(used_bytes_);
-  auto frame = std::make_unique<GpuFrame>(address, span_bytes, poison_);
+  auto frame = std::make_unique<GpuFrame>(address, span_bytes, addresses, poison_);
   begins_.reserve(begins_.size() + 1);
   windows_.push_back(std::unique_ptr<GpuWindow>(
       new GpuWindow(*this, std::move(frame), nbytes, span_bytes, addresses)));
@@ -289,6 +293,9 @@ void GpuArena::take_parked(const GpuWindow& window, Blocks& taken) {
   };
   const auto fits = [&](const auto& block) { return block->nbytes() == nbytes; };
   PassedUses passed(*lanes_);
+  take_those([&](const auto& block) {
+    return fits(block) && !block->is_home() && passed.contain(block->uses);
+  });
   take_those([&](const auto& block) { return fits(block) && passed.contain(block->uses); });
   take_those(fits);
 }

@@ -28,6 +28,9 @@ class GpuBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] GpuDriver::Block handle() const noexcept { return handle_; }
 
+  // Whether addresses that are a window's for good show it: that window may come back.
+  [[nodiscard]] bool is_home() const;
+
   Uses uses;  // while it is parked
   bool parked = false;
   std::vector<GpuFrame*> shown_by;  // they keep it alive
@@ -40,6 +43,11 @@ class GpuBlock {
 
 using Blocks = std::vector<std::shared_ptr<GpuBlock>>;
 
+// kFixed: a window's addresses never change, tensors may view it for good. kFloating: they are
+// others each time it is given memory, those that show it already where there are such: mapping
+// costs a millisecond of the host beside a copy from the GPU.
+enum class Addresses { kFixed, kFloating };
+
 // Addresses of a reservation, and the blocks that are mapped there side by side, all of one size.
 //
 // A mapping stays when the memory is taken from a window, since taking it away has to wait for the
@@ -47,12 +55,14 @@ using Blocks = std::vector<std::shared_ptr<GpuBlock>>;
 // GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written stays.
 class GpuFrame {
  public:
-  GpuFrame(GpuAddress address, int64_t nbytes, std::shared_ptr<GpuPoison> poison)
-      : address_(address), nbytes_(nbytes), poison_(std::move(poison)) {}
+  GpuFrame(GpuAddress address, int64_t nbytes, Addresses addresses,
+           std::shared_ptr<GpuPoison> poison)
+      : address_(address), nbytes_(nbytes), addresses_(addresses), poison_(std::move(poison)) {}
   GpuFrame(const GpuFrame&) = delete;
   GpuFrame& operator=(const GpuFrame&) = delete;
 
   [[nodiscard]] GpuAddress address() const noexcept { return address_; }
+  [[nodiscard]] bool floats() const noexcept { return addresses_ == Addresses::kFloating; }
   // What is mapped, null: nothing, by place.
   [[nodiscard]] const Blocks& shown() const noexcept { return shown_; }
   // Whether all of it shows blocks that are parked.
@@ -77,16 +87,12 @@ class GpuFrame {
 
   const GpuAddress address_;
   const int64_t nbytes_;
+  const Addresses addresses_;
   const std::shared_ptr<GpuPoison> poison_;  // the space's
   bool poisoned_ = false;
   Blocks shown_;
   Uses left_;
 };
-
-// kFixed: a window's addresses never change, tensors may view it for good. kFloating: they are
-// others each time it is given memory, those that show it already where there are such: mapping
-// costs a millisecond of the host beside a copy from the GPU.
-enum class Addresses { kFixed, kFloating };
 
 // Where a chunk's memory is seen on the GPU. Made by GpuSpace, which owns it; given memory by
 // GpuArena: blocks of one size, side by side.
