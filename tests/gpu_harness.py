@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -50,24 +52,23 @@ class LateDevice(SimulatedDevice):
         """Run torch's operators and the kernels late for the block."""
         make_row, run_rows = rule.make_row, rule.run_rows
         run_table, sum_of_squares = step_rows.run_table, gradients.sum_of_squares
-        update_on_host = chunk_update.update_on_host
+        prepare_on_host = chunk_update.prepare_on_host
         lend = GpuMemory.lend
-        used: list[Tensor] = []
+        used_by: dict[int, list[Tensor]] = defaultdict(list)  # by the rows that a thread has made
 
         def noted_loan(memory: GpuMemory, window: Any) -> Any:
             self.operators.kept_by_nobody.add(window.address)
             return lend(memory, window)
 
         def noted_row(param: Tensor, grad: Tensor, *more: Any, **options: Any) -> Any:
-            used.extend((param, grad))
+            used_by[get_ident()].extend((param, grad))
             return make_row(param, grad, *more, **options)
 
         def late_rows(rows: Sequence[Any], steps: Sequence[Any], device: object, *more: Any) -> bool:
+            used = used_by.pop(get_ident(), [])
             if device == "cpu" and isinstance(device, str):  # on HOST, by the CPU
-                used.clear()
                 return run_rows(rows, steps, device, *more)
-            self.operators.launch(used.copy(), lambda: run_rows(rows, steps))
-            used.clear()
+            self.operators.launch(used, lambda: run_rows(rows, steps))
             return True
 
         def awaited_sum(tensor: Tensor) -> float:
@@ -78,12 +79,18 @@ class LateDevice(SimulatedDevice):
             self.operators.synchronize()  # an unmanaged Adam's kernel, which is not late
             return run_table(*arguments)
 
-        def update_at_once(*arguments: Any) -> None:
+        def prepare_at_once(*arguments: Any) -> Callable[[], None]:
             with _disable_current_modes():  # what the CPU does is done when the call returns
-                update_on_host(*arguments)
+                update = prepare_on_host(*arguments)
+
+            def update_at_once() -> None:
+                with _disable_current_modes():
+                    update()
+
+            return update_at_once
 
         monkeypatch.setattr(GpuMemory, "lend", noted_loan)
-        monkeypatch.setattr(chunk_update, "update_on_host", update_at_once)
+        monkeypatch.setattr(chunk_update, "prepare_on_host", prepare_at_once)
         monkeypatch.setattr(rule, "make_row", noted_row)
         monkeypatch.setattr(rule, "run_rows", late_rows)
         monkeypatch.setattr(step_rows, "run_table", awaited_table)

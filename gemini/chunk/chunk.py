@@ -99,7 +99,7 @@ class Chunk:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The flat view of the window, shape ``(numel,)``; another one where a chunk that floats has moved."""
+        """The flat view of the window, shape ``(numel,)``; another one when a chunk that floats has moved."""
         if self.window.address != self._address:
             self._tensor, self._address = self._view(), self.window.address
         return self._tensor

@@ -10,11 +10,12 @@ import torch
 from torch._C import _DisableFuncTorch as OutsideTransforms
 
 from gemini.chunk.chunk import StateSpec
-from gemini.optim.host_update import HostPart, update_on_host
+from gemini.optim.host_update import HostPart, prepare_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_over_ranks import WholeOverRanks
 from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
+from gemini.runtime.gate.update_thread import GivenWork
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 from gemini.runtime.storage.model_storage import Room
 from gemini.system.profiling import shown_as
@@ -109,6 +110,7 @@ class ChunkUpdate:
         self._states = states
         self._used = list(steps)  # what has a gradient to be given up
         self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
+        self._begun: list[tuple[_Piece, GivenWork]] = []  # what the CPU is at, pinned on HOST
         self._left: list[_Piece | WholeParameter]
         if self._rule.whole and manager.sharding is not None:
             assert room is not None  # it came with the states
@@ -131,6 +133,24 @@ class ChunkUpdate:
         """The chunks, ascending, that each operator still to run needs at once."""
         return tuple(piece.chunks for piece in self._left)
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether all of it belongs on HOST and none of it was begun."""
+        is_on_host = self._manager.order.is_on_host
+        alone = self._manager.sharding is None and not self._begun and bool(self._left)
+        return alone and all(isinstance(left, _Piece) and is_on_host(left.chunks) for left in self._left)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the CPU is at a part of it, or has done it since."""
+        return bool(self._begun)
+
+    def begin(self) -> None:
+        """Begin all pieces, by the CPU in the background; those that cannot be had on HOST are updated on
+        DEVICE now. Raises as :meth:`run`."""
+        with OutsideTransforms():
+            self._manager.shortage.twice(lambda: self._begin(self._manager.updates.late))
+
     def run_now(self) -> None:
         """Run the update inside the step: each piece is a moment of it."""
         self._manager.shortage.twice(lambda: self._run(self._manager.updates.inside))
@@ -146,18 +166,34 @@ class ChunkUpdate:
             self._manager.shortage.twice(lambda: self._run(self._manager.updates.late))
 
     @shown_as("update")
-    def _run(self, operator: _Operator) -> None:
-        if self._rewritten is None:
-            take = self._manager.written.take
-            with self._completeness.change():
-                self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
+    def _begin(self, operator: _Operator) -> None:
+        rewritten = self._taken_rewritten()
         while self._left:
-            self._update(self._left[0], self._rewritten, operator)
+            left = self._left[0]
+            if isinstance(left, _Piece) and self._belongs_on_host(left):
+                self._give(left, rewritten)
+            else:
+                self._update(left, rewritten, operator)
+
+    @shown_as("update")
+    def _run(self, operator: _Operator) -> None:
+        rewritten = self._taken_rewritten()
+        while self._begun:
+            self._take_back()
+        while self._left:
+            self._update(self._left[0], rewritten, operator)
         if self._rule.keeps_small and self._elsewhere:
             self._step_elsewhere()
         while self._used:  # once each: where this runs again, others may have come to their places
             self._used[-1].trainable_grad.end_update()
             del self._used[-1]
+
+    def _taken_rewritten(self) -> set[ManagedSlot]:
+        if self._rewritten is None:
+            take = self._manager.written.take
+            with self._completeness.change():
+                self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
+        return self._rewritten
 
     def _update(
         self, left: _Piece | WholeParameter, rewritten: set[ManagedSlot], operator: _Operator
@@ -217,11 +253,40 @@ class ChunkUpdate:
         )
 
     def _update_on_host(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
-        parts = [HostPart(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
         tensors = left.written + left.grads
         with operator(tensors, left.written, on_host=True), torch.no_grad(), self._completeness.change():
-            update_on_host(self._manager.chunks, self._group, left.piece, parts, (self._rule, left.states))
+            self._prepare_on_host(left, rewritten)()
             del self._left[0]
+
+    def _prepare_on_host(self, left: _Piece, rewritten: set[ManagedSlot]) -> Callable[[], None]:
+        parts = [HostPart(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
+        return prepare_on_host(
+            self._manager.chunks, self._group, left.piece, parts, (self._rule, left.states)
+        )
+
+    def _give(self, left: _Piece, rewritten: set[ManagedSlot]) -> None:
+        """Pin a piece on HOST, have the CPU update it, and leave it pinned."""
+        updates = self._manager.updates
+        updates.pin_late(left.written + left.grads, on_host=True)
+        try:
+            work = GivenWork(self._prepare_on_host(left, rewritten))
+        except BaseException:
+            updates.unpin(left.written + left.grads, left.written)
+            raise
+        self._begun.append((left, work))
+        del self._left[0]
+        work.give(updates.thread)
+
+    def _take_back(self) -> None:
+        """Wait until the CPU has updated the piece that was begun first, and unpin it."""
+        (left, work), updates = self._begun[0], self._manager.updates
+        try:
+            work.wait(updates.thread)
+        except Exception:
+            self._completeness.begin(_HALF_UPDATED)
+            raise
+        del self._begun[0]
+        updates.unpin(left.written + left.grads, left.written)
 
     def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
         """Return what updates the memory of ``parts``, which is pinned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -29,35 +29,46 @@ class HostPart(NamedTuple):
     rewritten: bool
 
 
-def update_on_host(
+def prepare_on_host(
     chunks: ChunkManager,
     group: ChunkGroup,
     piece: StatePiece,
     parts: Sequence[HostPart],
     rule_and_states: tuple[UpdateRule, tuple[StateSpec, ...]],
-) -> None:
-    """Update ``parts`` of a piece in place by a rule with these states; its chunks and those of parameters
-    and gradients are pinned on HOST. The same arithmetic as on DEVICE: placement changes no bit
-    (docs/notes/adam.md)."""
+) -> Callable[[], None]:
+    """Return what updates ``parts`` of a piece in place by a rule with these states, on any thread, while its
+    chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to them first. The
+    same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
     param_chunk, grad_chunk, first = group.updated
     if grad_chunk is None:
         raise StateError("a group of frozen parameters has no update")
-    values, grads = host_tensor(chunks, param_chunk), host_tensor(chunks, grad_chunk)
     rule, states = rule_and_states
-    held = {state: host_tensor(chunks, piece.chunks[state.key]) for state in states}
-    masters = host_tensor(chunks, piece.chunks[MASTER]) if piece.has_master else None
-    found: list[Part] = []
-    for part in parts:
-        start, stop = part.slot.overlapping(piece)
-        flat = {state.name: kept[part.slot.place_in(piece, state)] for state, kept in held.items()}
-        place = slice(start - first, stop - first)
-        param, half_out = values[place], None
-        if masters is not None:
-            param, half_out = masters[start - piece.start : stop - piece.start], param
-            if part.rewritten:
-                param.copy_(half_out)
-        found.append(Part(param, grads[place], flat, half_out, part.step, start - part.slot.start))
-    rule.prepare(found, "cpu", chunks.device.processors)()
+    kept = [piece.chunks[state.key] for state in states]
+    used = [param_chunk, grad_chunk, *kept, *([piece.chunks[MASTER]] if piece.has_master else [])]
+    tensors = {chunk.id: host_tensor(chunks, chunk, wait=False) for chunk in used}
+    values, grads = tensors[param_chunk.id], tensors[grad_chunk.id]
+
+    def run() -> None:
+        for chunk in used:
+            chunks.wait_host(chunk)
+        found: list[Part] = []
+        for part in parts:
+            start, stop = part.slot.overlapping(piece)
+            flat = {
+                state.name: tensors[chunk.id][part.slot.place_in(piece, state)]
+                for state, chunk in zip(states, kept, strict=True)
+            }
+            place = slice(start - first, stop - first)
+            param, half_out = values[place], None
+            if piece.has_master:
+                masters = tensors[piece.chunks[MASTER].id]
+                param, half_out = masters[start - piece.start : stop - piece.start], param
+                if part.rewritten:
+                    param.copy_(half_out)
+            found.append(Part(param, grads[place], flat, half_out, part.step, start - part.slot.start))
+        rule.prepare(found, "cpu", chunks.device.processors)()
+
+    return run
 
 
 @cache

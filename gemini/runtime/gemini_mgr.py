@@ -182,6 +182,7 @@ class GeminiManager(Gate):
             self.settle()
             if self.sharding is not None:
                 self.sharding.settle_transfers()
+            self.finish_begun()
             self.chunks.recover()
             if self.sharding is not None:
                 self.sharding.repin()
@@ -304,6 +305,7 @@ class GeminiManager(Gate):
                 self.run_pending()
                 self.snapshot.close(finish=True)
         finally:
+            self.updates.thread.close()
             self.snapshot.close(finish=False)
             self.pending.clear()
             self.gradient_scale.forget()

@@ -62,15 +62,16 @@ class Workers:
     """A few threads; close them. Unlike those of concurrent.futures they take work also while the program
     ends."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(
+        self, num_threads: int, name: str = "checkpoint-io", purpose: str = "reads and writes of checkpoints"
+    ) -> None:
         """Start the threads. Raises ThreadError, with none left behind."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             for number in range(num_threads):
-                name = f"gemini-checkpoint-io-{number}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                start_thread(thread, "reads and writes of checkpoints")
+                thread = threading.Thread(target=self._run, name=f"gemini-{name}-{number}", daemon=True)
+                start_thread(thread, purpose)
                 self._threads.append(thread)
         except BaseException:
             self.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def on_host(monkeypatch: pytest.MonkeyPatch, gpu: ComputeDevice) -> list[int]:
     """Return a list that gets the first element of each piece that the CPU updates."""
     updated: list[int] = []
-    update = chunk_update.update_on_host
+    prepare = chunk_update.prepare_on_host
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments: Any) -> Callable[[], None]:
         updated.append(arguments[2].start)
-        update(*arguments)
+        return prepare(*arguments)
 
-    monkeypatch.setattr(chunk_update, "update_on_host", noted)
+    monkeypatch.setattr(chunk_update, "prepare_on_host", noted)
     return updated
 
 
@@ -208,15 +208,15 @@ def test_a_kernel_that_raises_leaves_nothing_pinned(
         train(model, optimizer, gpu.torch_device, range(3))
         save(tmp_path / "saved", model, optimizer)
         want = train(model, optimizer, gpu.torch_device, range(3, 6))
-        update = chunk_update.update_on_host
+        prepare = chunk_update.prepare_on_host
 
         def fail(*_arguments: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(chunk_update, "update_on_host", fail)
+        monkeypatch.setattr(chunk_update, "prepare_on_host", fail)
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, gpu.torch_device, range(6, 7))
-        monkeypatch.setattr(chunk_update, "update_on_host", update)
+        monkeypatch.setattr(chunk_update, "prepare_on_host", prepare)
         load(tmp_path / "saved", model, optimizer)
         assert train(model, optimizer, gpu.torch_device, range(3, 6)) == want
 

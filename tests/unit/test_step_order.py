@@ -21,6 +21,11 @@ class Waiting:
     accesses: tuple[tuple[int, ...], ...]
     tensors: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
+    can_begin: bool = False
+    is_begun: bool = False
+
+    def begin(self) -> None:
+        """Do nothing."""
 
     def run(self) -> None:
         """Do nothing."""
@@ -105,3 +110,14 @@ def test_every_update_comes_once_and_nothing_of_its_group_before_it(
         assert placed.count(update.accesses[0]) == 1
         before = {chunk for chunks in placed[:position] for chunk in chunks}
         assert not before & update.chunks
+
+
+def test_what_the_cpu_begins_comes_with_updates_that_are_due() -> None:
+    """Groups 0 to 3, used in this order: where the first becomes due the next two that the CPU makes are
+    begun, and where the second does the last one."""
+    step = trace(*((F, (group,)) for group in range(4)))
+    waiting = [
+        Waiting(group, frozenset({group}), ((group, 10 + group),), can_begin=group > 0) for group in range(4)
+    ]
+    placed = [place.chunks for place in place_updates(step, waiting, first=False, inside=False)]
+    assert placed == [(0, 10), (1, 11), (2, 12), (0,), (3, 13), (1,), (2,), (3,)]

@@ -18,7 +18,7 @@ from gemini.runtime.gate.addresses import ParametersByAddress, Strays
 from gemini.runtime.gate.gradients import GradientScale, LooseBytes, Slot
 from gemini.runtime.gate.guards import OneThread, TensorLock
 from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot, StepObserver
-from gemini.runtime.gate.pending import PendingUpdates
+from gemini.runtime.gate.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.gate.state_piece import WrittenTensors
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr
 
@@ -308,11 +308,23 @@ class Gate(ABC):
             OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
         """
         for update in self.pending.needed_by(tensors):
-            if self.observer is None:
-                update.run()
-            else:
-                self.observer.run_update(update)
-            self.pending.remove(update)
+            self._run_update(update)
+            for following in self.pending.next_to_begin():
+                following.begin()
+
+    def finish_begun(self) -> None:
+        """Run to their end the updates that the CPU has begun, which keep chunks pinned. Raises as
+        :meth:`run_due`."""
+        if self._due:
+            for update in self.pending.begun():
+                self._run_update(update)
+
+    def _run_update(self, update: PendingUpdate) -> None:
+        if self.observer is None:
+            update.run()
+        else:
+            self.observer.run_update(update)
+        self.pending.remove(update)
 
     # -- where memory is -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ See docs/notes/overlap.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Protocol
 
 
@@ -27,9 +28,28 @@ class PendingUpdate(Protocol):
         """The chunks, ascending, that each operator still to run needs at once."""
         ...
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether all of it belongs on HOST and none of it was begun: :meth:`begin` leaves it to the CPU."""
+        ...
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the CPU is at it, or has done it since: chunks are pinned on HOST until :meth:`run`."""
+        ...
+
+    def begin(self) -> None:
+        """Begin all of it, in the background where that is possible. Raises as :meth:`run`."""
+        ...
+
     def run(self) -> None:
         """Do what is left, if anything. What fails to start can be repeated: it has changed nothing."""
         ...
+
+
+# How many updates by the CPU are begun where a pending one becomes due: it has something to do while those on
+# DEVICE wait for their states, and what it uses is pinned step by step.
+BEGUN_AT_ONCE = 2
 
 
 class PendingUpdates:
@@ -65,6 +85,14 @@ class PendingUpdates:
         """Return what has to run before ``tensors`` may be used, in forward order."""
         found = self.by_tensor
         return _in_order(found[tensor] for tensor in tensors if tensor in found)
+
+    def next_to_begin(self) -> list[PendingUpdate]:
+        """Return what the CPU is to begin where an update has become due, in forward order."""
+        return list(islice((update for update in self.all() if update.can_begin), BEGUN_AT_ONCE))
+
+    def begun(self) -> list[PendingUpdate]:
+        """Return what the CPU has begun, in forward order."""
+        return [update for update in self.all() if update.is_begun]
 
 
 def _in_order(updates: Iterable[PendingUpdate]) -> list[PendingUpdate]:

@@ -20,7 +20,8 @@ from gemini.memstats.trace import BACKWARD, OPTIMIZER
 from gemini.placement.iteration import update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.pending import PendingUpdate
+from gemini.runtime.gate.pending import BEGUN_AT_ONCE, PendingUpdate
+from gemini.runtime.gate.update_thread import UpdateThread
 from gemini.runtime.step.learned import Learned, PlacementContext
 from gemini.runtime.step.meters import StepMeter
 from gemini.runtime.step.planned import Place, Planned, PromisedStep
@@ -269,9 +270,9 @@ def place_updates(
     """Return the moments of a step.
 
     A pending update comes before the first moment that uses a chunk of its group, all of them at the
-    beginning where ``first``; ``inside``: the step ends with the update that the trace ends with, but for
-    those parts that run ``early``. Before the first moment of the trace lies its last period: the iteration
-    repeats.
+    beginning where ``first``; behind each come those that the CPU begins then. ``inside``: the step ends with
+    the update that the trace ends with, but for those parts that run ``early``. Before the first moment of
+    the trace lies its last period: the iteration repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
     updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
@@ -281,19 +282,29 @@ def place_updates(
     left = {update.order: update for update in pending}
     period = len(trace.phases) - 1
 
+    begins = [update.order for update in pending if update.can_begin]
+
     def place(orders: Sequence[int]) -> None:
         for order in orders:
-            accesses = left.pop(order).accesses
-            places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
+            if order in left:
+                accesses = left.pop(order).accesses
+                places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
+
+    def run(orders: Sequence[int]) -> None:
+        for order in orders:
+            place([order])
+            place([each for each in begins if each in left][:BEGUN_AT_ONCE])
 
     behind: dict[int, list[int]] = {}
     for update in early if inside else ():
         behind.setdefault(update.behind, []).extend(update.moments)
     if first:
-        place(list(left))
+        run(list(left))
+    ran: set[int] = set()
     for moment in core:
-        needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting}
-        place(sorted(needed & left.keys()))
+        needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting} - ran
+        run(sorted(needed))
+        ran |= needed
         places.append(Place(trace.accesses[moment], moment, moment))
         places += [Place(trace.accesses[index], moment, index) for index in behind.get(moment, ())]
         period = moment
@@ -364,11 +375,15 @@ def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace)
 
 class UpdateOperators:
     """Each pins ``tensors`` for a block; those in ``dirty`` count as written. ``on_host``: where they lie on
-    HOST, for the CPU, else on DEVICE. Raises as :meth:`Gate.pre_op`."""
+    HOST, for the CPU, else on DEVICE. Raises as :meth:`Gate.pre_op`.
+
+    ``thread``: on which the CPU may update what stays pinned beyond a block.
+    """
 
     def __init__(self, gate: Gate, order: StepOrder) -> None:
         self._gate = gate
         self._order = order
+        self.thread = UpdateThread()
 
     @contextmanager
     def inside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
@@ -382,17 +397,26 @@ class UpdateOperators:
     @contextmanager
     def late(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
         """Of a pending update: it waits for none, and counts to the step before."""
-        traced = self._gate.next_late_moment(self._order, tensors, on_host=on_host)
+        self.pin_late(tensors, on_host=on_host)
         try:
-            self._order.note_late(traced=traced)
             yield
         finally:
-            self._gate.post_ops(tensors, dirty)
+            self.unpin(tensors, dirty)
+
+    def pin_late(self, tensors: TensorIds, *, on_host: bool) -> None:
+        """Pin ``tensors`` as :meth:`late` does, until :meth:`unpin`."""
+        traced = self._gate.next_late_moment(self._order, tensors, on_host=on_host)
+        self._order.note_late(traced=traced)
+
+    def unpin(self, tensors: TensorIds, dirty: TensorIds) -> None:
+        """Unpin ``tensors``, of which those in ``dirty`` were written."""
+        self._gate.post_ops(tensors, dirty)
 
     @contextmanager
     def aside(self, tensors: TensorIds) -> Iterator[None]:
         """Pin ``tensors`` on DEVICE, to read them as they are: no moment of anything, and what is pending of
-        their update stays pending."""
+        their update stays pending, but for what the CPU has begun."""
+        self._gate.finish_begun()
         self._gate.settle()
         self._gate.chunks.acquire(tensors, traced=False)
         try:

@@ -78,9 +78,10 @@ class HostUpdates:
         ends first: the link to DEVICE, the link from it, and the CPU. Of equals the most."""
         if room_bytes is None or "h2d" not in links or "d2h" not in links:
             return len(self.groups)
-        stays = max(0, room_bytes - self.param_bytes)
         up = down = cpu = best = 0.0
         on_device, count = self.state_bytes, len(self.groups)
+        # States stay beside parameters and, at the end of backward, the gradients of updates on DEVICE.
+        stays = room_bytes - self.param_bytes - sum(group.grad_bytes for group in self.groups)
         for index in range(len(self.groups), -1, -1):
             if index < len(self.groups):
                 group = self.groups[index]
@@ -88,7 +89,8 @@ class HostUpdates:
                 down += group.grad_bytes
                 cpu += group.numel / self.elements_per_second
                 on_device -= group.state_bytes
-            moved = max(0, on_device - stays)
+                stays += group.grad_bytes
+            moved = max(0, on_device - max(0, stays))
             seconds = max(
                 (up + moved) / links["h2d"].bytes_per_second,
                 (down + moved) / links["d2h"].bytes_per_second,
