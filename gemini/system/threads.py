@@ -98,7 +98,8 @@ class Workers:
         for _ in threads:
             self._work.put(None)
         for thread in threads:
-            thread.join()
+            if thread is not threading.current_thread():  # which dropped the last reference to its owner
+                thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

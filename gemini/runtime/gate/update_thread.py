@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -16,20 +16,21 @@ class UpdateThread:
 
     def __init__(self) -> None:
         self._workers: Workers | None = None
+        self._end: Callable[[], object] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
         """Have ``work``, which raises nothing, done after what was submitted before. Raises ThreadError."""
         if self._workers is None:
             self._workers = Workers(1, "update", "updates by the CPU")
-            atexit.register(self.close)  # what runs then uses memory that goes away
+            # Also at exit: what runs uses memory that goes away.
+            self._end = weakref.finalize(self, self._workers.close)
         self._workers.submit(work)
 
     def close(self) -> None:
         """Do what was submitted and end the thread. Idempotent."""
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            atexit.unregister(self.close)
-            workers.close()
+        self._workers = None
+        if self._end is not None:
+            self._end()
 
 
 class GivenWork:
