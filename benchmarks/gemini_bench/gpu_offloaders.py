@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from gemini.jobs.gpt.model import language_loss
+from gemini.system.device import cuda_capability
 from gemini_bench.adam_peers import HYPER
 from gemini_bench.gpu_device import CUDA, BenchDevice
 from gemini_bench.gpu_trainee import SEED
@@ -116,6 +117,8 @@ class DeepSpeedTrainee:
         if device.compute.torch_device.type != CUDA:
             raise OffloaderAbsent("it offloads from a GPU alone")
         os.environ["DS_ACCELERATOR"] = CUDA
+        # It reads the capabilities to build for as two numbers: no 9.0a.
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*cuda_capability(device.compute.torch_device))
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed = importlib.import_module("deepspeed")

@@ -305,10 +305,9 @@ class ChunkManager:
         return all(_C.Tier.DEVICE in tiers or not tiers for tiers in copies)
 
     def wait_host(self, chunk: Chunk) -> None:
-        """Wait until the CPU may use a chunk that is pinned on HOST; that counts as a stall."""
-        start = time.perf_counter()
+        """Wait until the CPU may use a chunk that is pinned on HOST. On any thread; no operator waits for it,
+        so it counts as no stall."""
         self._memory.wait_host(chunk.host)
-        self._waited_s += time.perf_counter() - start
 
     def chunk_at(self, address: int) -> int:
         """Return the id of the chunk whose window holds ``address``, or -1."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gemini.errors import ConfigError, StateError
 from gemini.system.threads import start_thread, wait_until_idle
@@ -103,8 +104,9 @@ class Attendance:
     that is alive elsewhere may take its time, as long as not all ranks wait for each other.
     """
 
-    def __init__(self, store: Any, place: int, count: int) -> None:
-        self._store, self._place, self._count = store, place, count
+    def __init__(self, store: Any, place: int, count: int, group: dist.ProcessGroup) -> None:
+        """``group``: whose ranks they are; the signs end with it."""
+        self._store, self._place, self._count, self._group = store, place, count, group
         self.patience_s = patience_seconds()
         self._beat_s = min(_LONGEST_BEAT_SECONDS, self.patience_s / _BEATS)
         self._beat = self._calls = 0
@@ -189,6 +191,8 @@ class Attendance:
     def beat(self) -> bool:
         """Give a sign and, while somebody waits, look at the others'; say whether this rank goes on. For the
         thread of the signs alone."""
+        if not self._left and not _exists(self._group):
+            self._left = "destroyed its process group"
         left = bool(self._left)
         self._publish()
         if time.monotonic() < self._looks_until:
@@ -306,6 +310,14 @@ def patience_seconds() -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{PATIENCE_VARIABLE} is {said!r}; give a number of seconds, 60 for example")
     return seconds
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except (ValueError, RuntimeError):  # it was destroyed
+        return False
+    return True
 
 
 def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seconds: float) -> None:

@@ -57,7 +57,9 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._timeout = _shortest_timeout(group, replicas)
         self._among_all = _new_group(ranks, self._timeout)
-        self.attendance = Attendance(store_of(self._among_all), self._share.place, len(ranks))
+        self.attendance = Attendance(
+            store_of(self._among_all), self._share.place, len(ranks), self._among_all
+        )
         self._messages = Messages(self._among_all, ranks, self._wait)
         # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
         self._on_host = group

@@ -136,6 +136,11 @@ def cuda_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, major and minor."""
+    return torch.cuda.get_device_capability(device)
+
+
 def cuda_memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return the free and the total bytes of a CUDA device."""
     free, total = torch.cuda.mem_get_info(device)

@@ -94,7 +94,7 @@ class Collectives:
         if self.size > 1 and dist.get_backend(self._group) == "gloo":
             assert self._group is not None
             store = store_of(self._group, self.first(uuid4().hex))
-            self._attendance = Attendance(store, self.rank, self.size)
+            self._attendance = Attendance(store, self.rank, self.size, self._group)
             weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False
 
     def leave(self, why: str) -> None:
