@@ -44,8 +44,8 @@ class Settings:
     width: int = 512
     layers: int = 6
     classes: int = 10
-    steps: int = 20
-    rounds: int = 21
+    steps: int = 5
+    rounds: int = 101
     step_seconds: float = 0.05
     batch: int = 0
 
