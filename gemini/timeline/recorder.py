@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from gemini import _C
@@ -196,12 +196,12 @@ class TimelineRecorder:
         if self._steps_left == 0:
             self.stop()
 
-    def run_update(self, update: PendingUpdate) -> None:
-        """Run an update that was put off and note it."""
+    def run_update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
+        """Call ``run``, a part of an update that was put off, and note it."""
         begin_s = _now()
         outer, self._late = self._late, True
         try:
-            update.run()
+            run()
         finally:
             self._late = outer
             self._raw.append(("updated", begin_s, _now(), tuple(update.tensors)))

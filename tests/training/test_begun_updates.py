@@ -235,3 +235,12 @@ def test_what_a_pass_does_not_use_is_finished_before_the_next_step() -> None:
     with GpuModel(module, device=gpu, **options) as model:
         assert run(model, optimizer_of(model, gpu_margin_mem_ratio=0.0), module) == expected
         assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_timeline_shows_what_is_begun_and_what_is_waited_for(managed: tuple[GpuModel, Any]) -> None:
+    model, optimizer = managed
+    train(model, optimizer, torch.device("cpu"), STEPS[:3])
+    with model.record_timeline() as recorder:
+        train(model, optimizer, torch.device("cpu"), STEPS[3:4])
+    updates, groups = recorder.timeline().updates, len(model.storage.groups)
+    assert groups < len(updates) <= 2 * groups  # but for the first, each is begun, and later taken back

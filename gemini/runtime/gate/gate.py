@@ -308,23 +308,26 @@ class Gate(ABC):
             OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
         """
         for update in self.pending.needed_by(tensors):
-            self._run_update(update)
+            self._finish_update(update)
             for following in self.pending.next_to_begin():
-                following.begin()
+                self._update(following, following.begin)
 
     def finish_begun(self) -> None:
         """Run to their end the updates that the CPU has begun, which keep chunks pinned. Raises as
         :meth:`run_due`."""
         if self._due:
             for update in self.pending.begun():
-                self._run_update(update)
+                self._finish_update(update)
 
-    def _run_update(self, update: PendingUpdate) -> None:
-        if self.observer is None:
-            update.run()
-        else:
-            self.observer.run_update(update)
+    def _finish_update(self, update: PendingUpdate) -> None:
+        self._update(update, update.run)
         self.pending.remove(update)
+
+    def _update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
+        if self.observer is None:
+            run()
+        else:
+            self.observer.run_update(update, run)
 
     # -- where memory is -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ written elsewhere; an observer, where steps begin and end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gemini.chunk import ChunkObserver, TensorIds
@@ -104,5 +104,5 @@ class StepObserver(ChunkObserver, Protocol):
     def step_settled(self) -> None:
         """All that follows from the step is done."""
 
-    def run_update(self, update: PendingUpdate) -> None:
-        """Run ``update``, and let pass what it raises."""
+    def run_update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
+        """Call ``run``, which begins ``update`` or does what is left of it, and let pass what it raises."""
