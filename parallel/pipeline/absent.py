@@ -33,6 +33,38 @@ class FirstBlock(Exception):
         self.places = places
 
 
+class Nothing:
+    """What stands for tensors that another stage has: NaN, or zeros of a type without NaN, in one element of
+    memory by type and device."""
+
+    def __init__(self) -> None:
+        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._elements)
+
+    def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return what stands for ``tensor``, on ``device``."""
+        element = self._elements.get((tensor.dtype, device))
+        if element is None:
+            fill = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+            element = torch.full((), fill, dtype=tensor.dtype, device=device)
+            self._elements[tensor.dtype, device] = element
+        return element.expand(tensor.shape)
+
+    @contextmanager
+    def as_zeros(self) -> Iterator[None]:
+        """Have all of it be zeros within the block, unseen by autograd."""
+        before = [(element, element.clone()) for element in self._elements.values()]
+        for element, _ in before:
+            element.data.zero_()
+        try:
+            yield
+        finally:
+            for element, values in before:
+                element.data.copy_(values)
+
+
 class Passage:
     """The forward pass of a stage that is under way: what it has received, and whether it got there.
 
@@ -41,7 +73,9 @@ class Passage:
     where nothing is there but NaN, puts it in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nothing: Nothing | None = None) -> None:
+        """``nothing``: what stands-in tensors of the model are made of, where stages share it."""
+        self.nothing = Nothing() if nothing is None else nothing
         self.runs, self.has_entered = False, False
         self._takes: Sequence[int] | None = None
         self._gives: Sequence[int] = ()
@@ -154,7 +188,10 @@ class Absent(nn.Module):
             output = self._run(there_args, there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
-        return tree_map(lambda value: _nothing(value, device), output)
+        return tree_map(lambda value: self._nothing(value, device), output)
+
+    def _nothing(self, value: Any, device: torch.device) -> Any:
+        return self._passage.nothing.like(value, device) if isinstance(value, torch.Tensor) else value
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
@@ -275,14 +312,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _is_nothing(value: Any) -> bool:
     """Say whether a tensor was computed of what is absent."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
-
-
-def _nothing(value: Any, device: torch.device) -> Any:
-    """Return a tensor like one on ``meta``, on ``device``, in one element of memory."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    fill = torch.nan if value.is_floating_point() or value.is_complex() else 0
-    return torch.full((), fill, dtype=value.dtype, device=device).expand(value.shape)
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

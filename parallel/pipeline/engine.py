@@ -82,6 +82,7 @@ class Engine:
         self.takes: dict[tuple[int, str], tuple[int, ...]] = {}
         self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
         self._learned: set[str] = set()  # forms of batches of which that is known
+        self.checked: set[str] = set()  # and those whose first loss was looked at
         self._trainable = ""
         self._place = ""  # what is being done, for an error
 
@@ -302,13 +303,15 @@ class _Run:
         for tensor, returned in zip(received, returns, strict=True):
             tensor.requires_grad_(returned)
         takes, gives = self._takes(action.stage, number), self._takes(action.stage + 1, number)
-        outputs = self._engine.trained.forward(stage.run, (received, takes, gives, args, kwargs), {})
+        call = (received, takes, gives, args, kwargs)
+        outputs = self._engine.trained.forward(stage.run, call, {})
         if action.stage == self._order.num_stages - 1:
             if self._keeps:
                 self.done.outputs.append(_detached(outputs))
             if self._criterion is None:
                 return
             outputs = (self._loss(outputs, number),)
+            self._refuse_nothing(stage, outputs[0], call, number)
         else:
             following = Action(Kind.FORWARD, action.stage + 1, number)
             self._give(following, outputs)
@@ -318,15 +321,33 @@ class _Run:
             kept = tuple(each for each, returned in zip(received, returns, strict=True) if returned)
             self._held[action.stage, number] = _Held(kept, outputs)
 
+    def _refuse_nothing(self, stage: Stage, loss: torch.Tensor, call: tuple[Any, ...], number: int) -> None:
+        """Raise ConfigError the first time that a loss of such a batch is NaN because the model uses, behind
+        the blocks, what another stage has."""
+        form, checked = self._forms[number], self._engine.checked
+        if form in checked:
+            return
+        checked.add(form)
+        run = self._engine.trained.forward
+        if stage.makes_nan_of_nothing(loss, lambda: self._loss_of(run(stage.run, call, {}), number)):
+            raise ConfigError(
+                "the loss is NaN for it comes of something that another stage has: what runs in front of the "
+                "blocks, or a weight there, is used behind the last one (only what one block after another "
+                "is called with goes from stage to stage); have the blocks pass it on, or train without pp"
+            )
+
     def _loss(self, output: Any, number: int) -> torch.Tensor:
-        """Return the loss of a micro-batch, of what the model has returned."""
+        """Return the loss of a micro-batch, of what the model has returned, and keep it."""
+        loss = self._loss_of(output, number)
+        self.done.losses.append(loss.detach())
+        return loss
+
+    def _loss_of(self, output: Any, number: int) -> torch.Tensor:
         assert self._criterion is not None
         loss = self._criterion(output, self._batches[number])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(f"the criterion returned {_described(loss)}; it is to return one number")
-        loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        self.done.losses.append(loss.detach())
-        return loss
+        return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
     def _backward(self, action: Action, stage: Stage, scale: float | None) -> None:
         key = (action.stage, action.micro_batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from gemini.parallel.pipeline.absent import (
     EndOfStage,
     Exit,
     FirstBlock,
+    Nothing,
     Passage,
     Present,
     outline_of,
@@ -71,6 +72,15 @@ class Stage:
                 return self.tree(*args, **kwargs)
             except EndOfStage as end:
                 return end.outputs
+
+    def makes_nan_of_nothing(self, value: torch.Tensor, again: Callable[[], torch.Tensor]) -> bool:
+        """Say whether ``value``, which came of a run of this stage, has NaN that comes of what another stage
+        has: with zeros in the place of that, and :meth:`run` within it, ``again`` returns other ones."""
+        if not self.passage.nothing or not value.isnan().any():
+            return False
+        devices = [device] if (device := current_device()).type == "cuda" else []
+        with self.passage.nothing.as_zeros(), torch.no_grad(), torch.random.fork_rng(devices):
+            return not torch.equal(value.isnan(), again().isnan())
 
     def _follow(self) -> None:
         """Have copies be as what they are copies of: trained or evaluated, and whatever was set there."""
@@ -177,14 +187,15 @@ def split(
     _give_first_values(model, every - kept)
     stages = []
     around = {name for name, _ in model.named_modules() if _holds_units(name, every)}
+    nothing = Nothing()
     for index in own:
-        passage, mirrored = Passage(), []  # type: ignore[var-annotated]
+        passage, mirrored = Passage(nothing), []  # type: ignore[var-annotated]
         tree = _mirror(model, "", around, mirrored)
         _replace_absent(tree, units, ranges[index], outline, passage)
         _put_before(tree, units.blocks[slice(*ranges[index])], passage)
         stages.append(Stage(index, tree, passage, mirrored))
     for name in every - kept:
-        _put(model, name, outline, lambda n, o: Absent(n, o, Passage()))
+        _put(model, name, outline, Passage(nothing), Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
@@ -227,7 +238,7 @@ def _replace_absent(
         kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
         if stop < len(units.blocks) and name == units.blocks[stop]:
             kind = Exit
-        _put(tree, name, outline, lambda n, o, kind=kind: kind(n, o, passage))
+        _put(tree, name, outline, passage, kind)
 
 
 def _put_before(tree: nn.Module, blocks: Iterable[str], passage: Passage) -> None:
@@ -240,17 +251,16 @@ def _put_before(tree: nn.Module, blocks: Iterable[str], passage: Passage) -> Non
         owner._modules[key] = Present(name, block, passage)
 
 
-def _put(tree: nn.Module, name: str, outline: nn.Module, make: Any) -> None:
+def _put(tree: nn.Module, name: str, outline: nn.Module, passage: Passage, kind: type[Absent]) -> None:
     """Put a stand-in in the place of a module, or of a parameter that a module around blocks holds."""
     around, _, key = name.rpartition(".")
     owner = tree.get_submodule(around)
     if key in owner._modules:
-        owner._modules[key] = make(name, outline.get_submodule(name))
+        owner._modules[key] = kind(name, outline.get_submodule(name), passage)
         return
     param = owner._parameters.pop(key)
     assert param is not None
-    nothing = torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
-    owner.__dict__[key] = nothing  # no buffer: it is in no state dict
+    owner.__dict__[key] = passage.nothing.like(param, torch.device("cpu"))  # no buffer: in no state dict
 
 
 def aliases_in(model: nn.Module) -> dict[str, tuple[str, ...]]:

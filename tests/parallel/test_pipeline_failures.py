@@ -119,6 +119,43 @@ def test_ranks_beside_a_failed_stage_hear_of_it_too(sizes: dict[str, int]) -> No
         assert seconds < SOON
 
 
+class Skipping(nn.Module):
+    """Adds what comes in front of the blocks behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 37)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x + first)
+        return logits
+
+
+def _skip(style: str, sizes: dict[str, int]) -> str:
+    booster = Booster(plugin=HybridParallelPlugin(pp_style=style, num_microbatches=4, **sizes, **CHUNKS))
+    model: nn.Module = Skipping()
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    try:
+        booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_a_loss_of_what_another_stage_has_is_refused_on_all_ranks(style: str) -> None:
+    first, last = run_on_ranks(_skip, 2, style, {"pp_size": 2})
+    told, said = (last, first) if style == "zbv" else (first, last)
+    assert said.startswith("ConfigError: the loss is NaN for it comes of something that another stage has")
+    # Both ends of the model are on one rank in zbv: the last stage is refused nonetheless.
+    assert "used behind the last one" in told
+
+
 def _raise_between() -> tuple[str, float]:
     _set_patience(4.0)
     plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, tp_plan=PLAN, max_norm=1.0, **CHUNKS)

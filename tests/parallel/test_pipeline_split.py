@@ -224,6 +224,37 @@ def test_what_is_made_between_blocks_of_another_stage_is_refused(outside: str) -
         run_all([staged(build, own) for own in ((0,), (1,))], IDS)
 
 
+class Skipping(nn.Module):
+    """Blocks, and behind them something of the front; ``what``: its output, its weight, or NaN of its own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.start = nn.Parameter(torch.ones(WIDTH))
+        self.embed = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids) + self.start
+        for block in self.blocks:
+            x = block(x)
+        if self.what == "output":
+            return x + first
+        return x + self.start if self.what == "weight" else (x - x) / (x - x)
+
+
+@pytest.mark.parametrize(("what", "refused"), [("output", True), ("weight", True), ("NaN", False)])
+def test_nan_of_what_another_stage_has_is_told_from_the_models_own(what: str, refused: bool) -> None:
+    *before, last = (staged(lambda: Skipping(what), (i,)).stages[0] for i in range(4))
+    takes = [(), *(stage.takes((IDS,), {}) for stage in [*before[1:], last])]
+    received: tuple[Tensor, ...] = ()
+    for stage, own, following in zip(before, takes, takes[1:], strict=False):
+        received = stage.run(received, own, following, (IDS,), {})
+    run = lambda: last.run(received, takes[-1], (), (IDS,), {}).sum()  # noqa: E731
+    assert last.makes_nan_of_nothing(run(), run) == refused
+    assert bool(run().isnan())  # what stands for it is as before
+
+
 def test_what_no_block_is_called_with_on_the_way_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decoder\.layers\.0' is called with 'argument 0'"):
         run_all([staged(Early, (i,), blocks=ROWS) for i in range(4)], IDS)
