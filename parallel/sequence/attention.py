@@ -97,7 +97,10 @@ class SequenceAttention:
         )
         if self.method == "ring":
             if dropout_p > 0:
-                raise ConfigError("ring attention has no dropout; set it to 0, or take method='ulysses'")
+                raise ConfigError(
+                    "ring attention has no dropout; set it to 0, or take Ulysses (sp_mode='ulysses' of the "
+                    "plugin, method='ulysses' of parallelize_sequence)"
+                )
             return ring_attention(query, key, value, mask, scale=scale)
         return ulysses_attention(query, key, value, mask, dropout=dropout_p, scale=scale)
 
