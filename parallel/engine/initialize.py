@@ -108,7 +108,7 @@ def initialize(
         ConfigError: the configuration says what cannot be had together, or of this model.
     """
     join_launched_group()
-    said = global_context.config if config is None else read_config(config)
+    said = read_config(global_context.config if config is None else config)
     features = Features.read(said)
     if global_context.sequence_parallel_size > 1:
         raise ConfigError(
