@@ -321,7 +321,8 @@ def test_types_of_mixed_precision_are_those_of_a_booster() -> None:
     assert run(types.APEX, {"enabled": False}) == run(types.APEX, {"opt_level": "O0"}) != want
     assert run(types.TORCH, {"enabled": False}) != run(types.APEX, {"enabled": False})
     assert len(run(types.NAIVE, {"initial_scale": 2**5, "log_num_zeros_in_grad": False})) == 3
-    half, _, criterion = convert(model_of(), torch.optim.SGD([nn.Parameter(torch.ones(1))]), len, types.NAIVE)
+    model = model_of()
+    half, _, criterion = convert(model, torch.optim.SGD(model.parameters()), len, types.NAIVE)
     assert criterion is len
     assert {param.dtype for param in half.parameters()} == {torch.float16}
     for mode, config, error in (
