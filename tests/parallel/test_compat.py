@@ -136,6 +136,27 @@ def test_other_names_are_errors_as_of_any_module(statement: str) -> None:
     assert not hasattr(documents.zero, "Nothing")
 
 
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("from gemini.compat.utils import save_chekpoint", r"did you mean utils\.save_checkpoint\?"),
+        ("import gemini.compat.nn.lr_schedular", r"did you mean nn\.lr_scheduler\?"),
+        ("from gemini.compat.kernel import anything", r"has no kernel; docs/compat\.md lists the names"),
+    ],
+)
+def test_an_import_that_fails_says_what_may_be_meant(statement: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        exec(statement)
+
+
+def test_all_names_of_a_module_may_be_imported_at_once() -> None:
+    found: dict[str, object] = {}
+    exec("from gemini.compat.nn.lr_scheduler import *", found)
+    assert set(found) - {"__builtins__"} == {
+        *("CosineAnnealingLR", "CosineAnnealingWarmupLR", "LinearWarmupLR")
+    }
+
+
 def test_compat_is_thin() -> None:
     files = list((ROOT / "gemini" / "compat").rglob("*.py"))
     assert len(files) > 5
