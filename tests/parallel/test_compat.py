@@ -400,6 +400,10 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_bytes(b"other")
     with pytest.raises(CheckpointError, match="is no file of save_checkpoint"):
         documents.utils.load_checkpoint(tmp_path / "other.pt", model_of())
+    for content in (model_of().state_dict(), torch.ones(2)):
+        torch.save(content, tmp_path / "state.pt")
+        with pytest.raises(CheckpointError, match=r"model\.load_state_dict\(torch\.load\(file\)\)"):
+            documents.utils.load_checkpoint(tmp_path / "state.pt", model_of())
 
 
 def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path) -> None:
