@@ -50,6 +50,8 @@ class Layout:
             ConfigError: it says something else, or its sizes do not multiply to ``world_size``.
         """
         said = dict(parallel or {})
+        if "moe" in said:
+            raise ConfigError("parallel: moe is still to come, with mixtures of experts; leave it out")
         _refuse_unknown("parallel", said, ("data", "pipeline", "tensor"))
         pipeline = said.get("pipeline", 1)
         if isinstance(pipeline, Mapping):
@@ -58,15 +60,15 @@ class Layout:
         size, mode, depth = _read_tensor(said.get("tensor"))
         if world_size % (pp * size):
             raise ConfigError(
-                f"parallel: pipeline {pp} x tensor {size} do not divide {world_size} processes; "
-                f"{_possible(world_size, mode, depth)}"
+                f"parallel: pipeline {pp} x tensor {size} do not divide {world_size} processes; start a "
+                f"multiple of {pp * size}, or {_possible(world_size, mode, depth)}"
             )
         rest = world_size // (pp * size)
         dp = _checked_size("data", said.get("data", rest))
         if dp != rest:
             raise ConfigError(
                 f"parallel: data {dp} x pipeline {pp} x tensor {size} are {dp * pp * size} processes, and "
-                f"there are {world_size}; leave data out ({rest} here), or "
+                f"there are {world_size}; start as many, leave data out ({rest} here), or "
                 f"{_possible(world_size, mode, depth)}"
             )
         if mode == "sequence":

@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -37,6 +38,8 @@ def look_up(module: str, name: str) -> Any:
     Raises:
         AttributeError: there is none, or it is still to come, and why.
     """
+    if name == "__all__":  # from gemini.compat.nn import *
+        return [each for each in names_in(module) if not each.startswith("_")]
     path = f"{module}.{name}" if module else name
     if path in MODULES:
         return importlib.import_module(f"{_ROOT}.{path}")
@@ -97,7 +100,17 @@ class _Finder(MetaPathFinder):
             return None
         if reason := why_absent(name):  # the last part of ``from gemini.compat.trainer import Trainer``
             raise ImportError(f"{fullname} is still to come: {reason}", name=fullname)
-        return ModuleSpec(fullname, _Loader(), is_package=True) if name in MODULES else None
+        if name in MODULES:
+            return ModuleSpec(fullname, _Loader(), is_package=True)
+        if name.rpartition(".")[2].startswith("_"):
+            return None
+        near = get_close_matches(name, [*NAMES, *MODULES], 1, cutoff=0.8)
+        guess = f" (did you mean {near[0]}?)" if near else ""
+        # No ModuleNotFoundError: Python passes that one over in ``from gemini.compat.utils import nothing``.
+        raise ImportError(
+            f"{_ROOT} has no {name}{guess}; docs/compat.md lists the names of the documents that it has",
+            name=fullname,
+        )
 
 
 def add_finder() -> None:

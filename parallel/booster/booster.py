@@ -272,6 +272,8 @@ class Booster:
             )
         if model in self._models or (optimizer is not None and optimizer in self._optimizers):
             raise ConfigError("this model or optimizer is boosted already")
+        if optimizer is not None:
+            _check_parameters(model, optimizer)
 
     def _check_dataloader(self, dataloader: DataLoader[Any]) -> None:
         if self.plugin.ranks.size > 1 and not isinstance(
@@ -282,6 +284,18 @@ class Booster:
                 "plugin.prepare_dataloader(...) unless its dataset does",
                 self.plugin.ranks.size,
             )
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that would leave all of the model as it is. What it has besides, such as the
+    parameters of a criterion, is the program's own."""
+    own = {id(param) for param in model.parameters()}
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if own and not own & updated:
+        raise ConfigError(
+            f"the optimizer updates no parameter of this {type(model).__name__}: make it of "
+            "model.parameters(), of the model that is given here and when all of it is there"
+        )
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -18,6 +18,7 @@ from gemini.parallel.colo.specs import (
     check_parts,
 )
 from gemini.parallel.colo.tensor import ColoTensor
+from gemini.system.device import resolve_device
 
 _RECORDS = ("process_group", "recorded_spec", "compute_spec")
 
@@ -109,8 +110,10 @@ def ColoInitContext(
     records. They are whole: what is to be cut is cut when the model is wrapped.
 
     Raises:
-        ConfigError: the spec is for another number of processes than the group has.
+        ConfigError: the spec is for another number of processes than the group has, or there is no such
+            device.
     """
+    place = device if device is None or str(device) == "meta" else resolve_device(device)
     group = default_pg or ProcessGroup()
     spec = default_dist_spec or ReplicaSpec()
     check_parts(spec, group)
@@ -123,7 +126,7 @@ def ColoInitContext(
     handle = register_module_parameter_registration_hook(note)
     try:
         torch.set_default_dtype(dtype or before)
-        with torch.device(device) if device is not None else nullcontext():
+        with torch.device(place) if place is not None else nullcontext():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -52,8 +52,8 @@ class Engine:
         self.accumulation, self.clip_grad_norm = accumulation, clip_grad_norm
         self.gradient_handlers = list(gradient_handlers)
         self.schedule = schedule or NonPipelineSchedule()
-        self.num_updates = 0
         self.booster = booster
+        self.num_updates = 0
         self._iteration = 0  # of those that an update needs
 
     @property
@@ -63,7 +63,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if self._iteration == self.accumulation - 1:
+        if self.is_last_iteration:
             return self.model(*args, **kwargs)
         with self.no_sync():
             return self.model(*args, **kwargs)
@@ -95,7 +95,7 @@ class Engine:
             self.optimizer.backward(loss)
             return
         loss = loss / self.accumulation
-        if self._iteration == self.accumulation - 1:
+        if self.is_last_iteration:
             self.optimizer.backward(loss)
             return
         with self.no_sync():
@@ -107,7 +107,7 @@ class Engine:
         Gradient handlers run before, then gradients are clipped. A step whose gradients overflowed in 16 bits
         is skipped, and counts.
         """
-        if self._iteration < self.accumulation - 1:
+        if not self.is_last_iteration:
             self._iteration += 1
             return False
         for handler in self.gradient_handlers:

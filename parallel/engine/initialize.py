@@ -108,7 +108,7 @@ def initialize(
         ConfigError: the configuration says what cannot be had together, or of this model.
     """
     join_launched_group()
-    said = global_context.config if config is None else read_config(config)
+    said = read_config(global_context.config if config is None else config)
     features = Features.read(said)
     if global_context.sequence_parallel_size > 1:
         raise ConfigError(
@@ -186,6 +186,10 @@ def choose_stages(
             "layers over launched ranks: give it an ordinary model, whose layers it cuts itself",
         ),
         (layout.mode not in (None, "1d"), f"tensor parallelism in mode {layout.mode!r}: write mode='1d'"),
+        (
+            features.precision is not None and not features.casts,
+            "autocast, whose types a stage does not tell the next one: write fp16=dict(mode=AMP_TYPE.NAIVE)",
+        ),
     ):
         if is_there:
             raise ConfigError(f"config: a pipeline of {layout.pp} stages does not go with {what}")

@@ -82,7 +82,12 @@ def load_checkpoint(
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise CheckpointError(f"{path} is no file of save_checkpoint: {error}") from error
-        wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        if not isinstance(found, dict) or not {"epoch", "model"} <= found.keys():
+            raise CheckpointError(
+                f"{path} is no file of save_checkpoint, which has epoch and model: load the state dict of a "
+                "model with model.load_state_dict(torch.load(file))"
+            )
+        wanted = {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
         lacking = [key for key, value in wanted.items() if value is not None and key not in found]
         if lacking:
             raise CheckpointError(f"{path} has no {', '.join(lacking)}; pass it to save_checkpoint")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gemini.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class Config(dict[str, Any]):
     """A dict whose entries are attributes, too, at every depth: ``config.BATCH_SIZE``,
-    ``config.parallel.tensor.size``."""
+    ``config.parallel.tensor.size``. An attribute that is set is an entry."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
         super().__init__({key: _nested(value) for key, value in (entries or {}).items()})
@@ -26,14 +32,18 @@ class Config(dict[str, Any]):
             said = ", ".join(self) or "nothing"
             raise AttributeError(f"the configuration has no {name!r}; it has {said}") from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = _nested(value)
+
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
     """Return what ``config`` says: the path of a Python file, which is run, a dict, or None: nothing.
 
-    Of a file, all names count but modules and those that begin with an underscore. They are free for a
-    program's own use, except those that are reserved: ``parallel``, ``fp16``, ``zero``,
-    ``gradient_accumulation``, ``clip_grad_norm``, ``gradient_handler``, ``NUM_MICRO_BATCHES``,
-    ``NUM_CHUNKS``, ``TENSOR_SHAPE``, ``dali``. ``parallel`` is read by whoever knows the number of processes.
+    A file may import those beside it. All its names count but modules and those that begin with an
+    underscore. They are free for a program's own use, except those that are reserved: ``parallel``,
+    ``fp16``, ``zero``, ``gradient_accumulation``, ``clip_grad_norm``, ``gradient_handler``,
+    ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS``, ``TENSOR_SHAPE``, ``dali``; a free one that is nearly one of these
+    is warned of. ``parallel`` is read by whoever knows the number of processes.
 
     Raises:
         ConfigError: there is no such file, it fails, or a reserved keyword says what it cannot.
@@ -42,6 +52,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Co
     for name, check in _RESERVED.items():
         if entries.get(name) is not None:
             check(name, entries[name])
+    _warn_of_near_ones(entries)
     if entries.get("fp16") is not None and entries.get("zero") is not None:
         raise ConfigError(
             "config: fp16 and zero exclude each other: zero computes in 16 bits itself; leave fp16 out"
@@ -66,7 +77,8 @@ def _run(path: Path) -> dict[str, Any]:
         what = "is no Python file (*.py)" if path.exists() else "does not exist"
         raise ConfigError(f"config: {path} {what}; from {Path.cwd()} that is {path.resolve()}")
     try:
-        found = runpy.run_path(str(path))
+        with _importable(path.parent):
+            found = runpy.run_path(str(path))
     except Exception as error:
         raise ConfigError(f"config: {path} ends with {type(error).__name__}: {error}") from error
     return {
@@ -74,6 +86,17 @@ def _run(path: Path) -> dict[str, Any]:
         for name, value in found.items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
+
+
+@contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Have import find the modules in ``directory`` first."""
+    place = str(directory.resolve())
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
 
 
 def _nested(value: Any) -> Any:
@@ -127,3 +150,15 @@ _RESERVED: dict[str, Callable[[str, Any], None]] = {
     "TENSOR_SHAPE": _shape,
     "tensor_shape": _shape,
 }
+
+
+def _warn_of_near_ones(entries: Mapping[str, Any]) -> None:
+    """Warn of names that are free, and so near a reserved one that it may have been meant."""
+    by_letters = {name.lower(): name for name in _RESERVED if name not in entries}
+    for name in sorted(set(map(str, entries)) - _RESERVED.keys()):
+        near = get_close_matches(name.lower(), by_letters, 1, cutoff=0.85)
+        if near:
+            meant = by_letters[near[0]]
+            logger.warning(
+                "config: %r is a name of the program's own; if %s was meant, write that", name, meant
+            )

@@ -22,6 +22,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.tensor.grid import Grid
 from gemini.parallel.tensor.nn import over
+from gemini.parallel.tensor.nn.building import begin_model
 from gemini.system.device import current_device
 
 
@@ -168,6 +169,7 @@ class GlobalContext:
         run = self._run
         if run is not None and run.world is world and run.parallel == asked and initializer is None:
             run.config = config
+            begin_model()
             return
         self.end()
         with ExitStack() as undo:

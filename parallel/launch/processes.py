@@ -12,7 +12,7 @@ from gemini.errors import ConfigError
 
 
 def spawn(function: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
-    """Call ``function(rank, world_size, port, **kwargs)`` in so many processes, which can
+    """Call ``function(rank, world_size=, port=, **kwargs)`` in so many processes, which can
     :func:`launch` over the free port; return when all have ended.
 
     ``function`` is at the top level of a module.
@@ -35,4 +35,4 @@ def free_port() -> int:
 
 
 def _call(rank: int, function: Callable[..., Any], nprocs: int, port: int, kwargs: dict[str, Any]) -> None:
-    function(rank=rank, world_size=nprocs, port=port, **kwargs)
+    function(rank, world_size=nprocs, port=port, **kwargs)

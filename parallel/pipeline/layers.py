@@ -75,7 +75,7 @@ class PipelinableContext:
                     f"{type(self.model).__name__} has no module {step!r}; name modules as "
                     "model.named_modules() does"
                 ) from None
-        function, place = step
+        function, place = step if isinstance(step, tuple) and len(step) == 2 else (None, None)
         if not callable(function) or place not in ("front", "behind"):
             raise ConfigError(f"{step!r} is no step: give a module's name, or (function, 'behind')")
         return _Function(function)

@@ -76,7 +76,7 @@ class Trainer(Training):
         _check_counts(epochs=epochs, test_interval=test_interval)
         if max_steps is not None:
             _check_counts(max_steps=max_steps)
-        self._attach(hooks or ())
+        self._attach(() if hooks is None else hooks)
         self.max_epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch = len(train_dataloader) if isinstance(train_dataloader, Sized) else 0
         self._call("before_train")
@@ -149,6 +149,8 @@ class Trainer(Training):
 
     def _attach(self, hooks: Sequence[BaseHook]) -> None:
         """Have ``hooks``, and no others, called in order of their priorities."""
+        if not isinstance(hooks, Sequence):
+            raise ConfigError(f"hooks is a {type(hooks).__name__}; give a list of them")
         for hook in hooks:
             if not isinstance(hook, BaseHook):
                 raise ConfigError(f"hooks has {hook!r}; give objects of classes made from BaseHook")

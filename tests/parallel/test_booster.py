@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gemini import ConfigError, GeminiDDP, HybridAdam, StateError
-from gemini.parallel import Booster, GeminiPlugin, TorchDDPPlugin
+from gemini.parallel import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from gemini.parallel.booster import Plugin
 from gemini.parallel.booster.mixed_precision import (
     BF16MixedPrecision,
@@ -294,6 +294,21 @@ def test_scheduler_of_another_optimizer_is_refused() -> None:
     scheduler = StepLR(HybridAdam(other.parameters()), 1)
     with pytest.raises(ConfigError, match="another optimizer"):
         Booster().boost(model, HybridAdam(model.parameters()), lr_scheduler=scheduler)
+
+
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin, LowLevelZeroPlugin, GeminiPlugin])
+def test_an_optimizer_of_another_model_is_refused(plugin: Any) -> None:
+    model = mlp()
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ConfigError, match=r"updates no parameter of this Sequential: make it of"):
+        Booster(plugin=plugin()).boost(model, HybridAdam(mlp().parameters()))
+    assert all(torch.equal(was, param) for was, param in zip(before, model.parameters(), strict=True))
+
+
+def test_parameters_of_a_criterion_go_along_with_those_of_the_model() -> None:
+    model, scale = mlp(), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    assert Booster(plugin=TorchDDPPlugin()).boost(model, optimizer)[1].optim is optimizer
 
 
 def test_only_what_boost_returned_can_be_used() -> None:

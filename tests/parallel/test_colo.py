@@ -78,6 +78,14 @@ def test_operators_compute_with_the_whole_tensor_and_gradients_reach_the_parts()
         assert max(errors) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("device", "said"), [("gpu", "'gpu' is none of torch's"), ("cuda:99", "cuda:99")])
+def test_a_context_on_no_device_is_refused(device: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said), ColoInitContext(device=device):
+        pass
+    with ColoInitContext(device="meta"):
+        assert nn.Linear(2, 2).weight.is_meta
+
+
 def test_one_process_has_the_whole() -> None:
     group = ProcessGroup()
     spec = ColoTensorSpec(group, ShardSpec([0], [1]))

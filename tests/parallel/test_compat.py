@@ -136,6 +136,27 @@ def test_other_names_are_errors_as_of_any_module(statement: str) -> None:
     assert not hasattr(documents.zero, "Nothing")
 
 
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("from gemini.compat.utils import save_chekpoint", r"did you mean utils\.save_checkpoint\?"),
+        ("import gemini.compat.nn.lr_schedular", r"did you mean nn\.lr_scheduler\?"),
+        ("from gemini.compat.kernel import anything", r"has no kernel; docs/compat\.md lists the names"),
+    ],
+)
+def test_an_import_that_fails_says_what_may_be_meant(statement: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        exec(statement)
+
+
+def test_all_names_of_a_module_may_be_imported_at_once() -> None:
+    found: dict[str, object] = {}
+    exec("from gemini.compat.nn.lr_scheduler import *", found)
+    assert set(found) - {"__builtins__"} == {
+        *("CosineAnnealingLR", "CosineAnnealingWarmupLR", "LinearWarmupLR")
+    }
+
+
 def test_compat_is_thin() -> None:
     files = list((ROOT / "gemini" / "compat").rglob("*.py"))
     assert len(files) > 5
@@ -321,7 +342,8 @@ def test_types_of_mixed_precision_are_those_of_a_booster() -> None:
     assert run(types.APEX, {"enabled": False}) == run(types.APEX, {"opt_level": "O0"}) != want
     assert run(types.TORCH, {"enabled": False}) != run(types.APEX, {"enabled": False})
     assert len(run(types.NAIVE, {"initial_scale": 2**5, "log_num_zeros_in_grad": False})) == 3
-    half, _, criterion = convert(model_of(), torch.optim.SGD([nn.Parameter(torch.ones(1))]), len, types.NAIVE)
+    model = model_of()
+    half, _, criterion = convert(model, torch.optim.SGD(model.parameters()), len, types.NAIVE)
     assert criterion is len
     assert {param.dtype for param in half.parameters()} == {torch.float16}
     for mode, config, error in (
@@ -378,6 +400,10 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_bytes(b"other")
     with pytest.raises(CheckpointError, match="is no file of save_checkpoint"):
         documents.utils.load_checkpoint(tmp_path / "other.pt", model_of())
+    for content in (model_of().state_dict(), torch.ones(2)):
+        torch.save(content, tmp_path / "state.pt")
+        with pytest.raises(CheckpointError, match=r"model\.load_state_dict\(torch\.load\(file\)\)"):
+            documents.utils.load_checkpoint(tmp_path / "state.pt", model_of())
 
 
 def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path) -> None:

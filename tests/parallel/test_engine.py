@@ -27,7 +27,7 @@ from gemini.parallel.engine import (
 )
 from gemini.parallel.engine.amp import read_amp
 from gemini.parallel.engine.calls import call_criterion, call_model, num_samples, split_batch
-from gemini.parallel.launch import GRADIENT_HANDLER
+from gemini.parallel.launch import GRADIENT_HANDLER, global_context, launch, shutdown
 
 
 def model_of(seed: int = 3) -> nn.Module:
@@ -47,6 +47,11 @@ def engine_of(config: dict[str, Any] | None = None, **options: Any) -> Engine:
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return initialize(model, optimizer, nn.CrossEntropyLoss(), config=config or {}, **options)[0]
+
+
+def engine_of_launch() -> Engine:
+    model = model_of()
+    return initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())[0]
 
 
 def train(engine: Engine, count: int = 8) -> list[float]:
@@ -304,6 +309,18 @@ def test_a_plugin_may_be_given() -> None:
 def test_what_cannot_be_is_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         engine_of(config)
+
+
+def test_what_a_program_sets_of_the_configuration_counts() -> None:
+    launch({"gradient_accumulation": 2})
+    try:
+        global_context.config.gradient_accumulation = 4
+        assert engine_of_launch().accumulation == 4
+        global_context.config.gradient_accumulation = 0
+        with pytest.raises(ConfigError, match="gradient_accumulation is 0"):
+            engine_of_launch()
+    finally:
+        shutdown()
 
 
 def test_a_plugin_and_zero_are_not_both_given() -> None:

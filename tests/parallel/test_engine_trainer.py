@@ -208,11 +208,11 @@ def test_checkpoints_are_saved_by_epoch_and_by_step(tmp_path: Path) -> None:
     each = [
         hooks.SaveCheckpointHook(interval=2, checkpoint_dir=tmp_path / "epochs"),
         hooks.SaveCheckpointHook(1, file, engine.model.module),
-        hooks.SaveCheckpointHook(4, tmp_path / "steps", save_by_iter=True),
+        hooks.SaveCheckpointHook(4, tmp_path / "run-1.5", save_by_iter=True),
     ]
     Trainer(engine).fit(loader_of(), 4, hooks=each)
     assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["epoch_2.pt", "epoch_4.pt"]
-    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "run-1.5").iterdir()) == [
         *("step_12.pt", "step_4.pt", "step_8.pt")
     ]
     other = engine_of()
@@ -252,6 +252,7 @@ def test_the_test_hooks_of_a_fit_are_used_to_evaluate() -> None:
         ({"max_steps": 0}, "max_steps"),
         ({"test_interval": 0}, "test_interval"),
         ({"hooks": [hooks.LossHook]}, "BaseHook"),
+        ({"hooks": hooks.LossHook()}, "hooks is a LossHook; give a list"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:

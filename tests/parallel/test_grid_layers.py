@@ -14,6 +14,7 @@ from processes import run_on_ranks
 from tensor_harness import relative
 from torch import Tensor, nn
 
+from gemini.parallel.launch import launch_from_torch, shutdown
 from gemini.parallel.mesh import counted
 from gemini.parallel.tensor import nn as tnn
 
@@ -160,6 +161,26 @@ def test_loss_of_parts_is_that_of_the_whole_batch(mode: str) -> None:
     for by_case in run_on_ranks(take_losses, MODES[mode][0], mode):
         for case, errors in by_case.items():
             assert max(errors.values()) <= TOLERANCE, (case, errors)
+
+
+def places_of_models() -> list[list[bool]]:
+    """Return where the layers of models take their inputs, of three in one run, the last after a launch."""
+    found = []
+    for again in range(3):
+        if again != 1:
+            launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+        layers = [tnn.Linear(8, 16), tnn.Linear(16, 8), tnn.Classifier(8, 4)]
+        losses = [tnn.CrossEntropyLoss(), tnn.CrossEntropyLoss()]
+        found.append([layer.inside for layer in (*layers, *losses)])
+        if again == 1:
+            tnn.Linear(8, 16)
+    shutdown()
+    return found
+
+
+def test_models_of_one_run_begin_alike() -> None:
+    for found in run_on_ranks(places_of_models, 2):
+        assert found == [[False, True, False, True, True]] * 3
 
 
 def test_layers_of_one_process_begin_and_compute_as_torchs() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,7 @@ def test_half_a_place_is_refused(environ: dict[str, str], said: str) -> None:
         ({"config": 3}, "config is a int"),
         ({"config": {"parallel": {"pipeline": 2}}}, "do not divide 1 processes"),
         ({"config": {"parallel": {"tensor": 4}}}, "says no mode"),
-        ({"config": {"parallel": {"moe": {"size": 1}}}}, "parallel has 'moe'"),
+        ({"config": {"parallel": {"moe": {"size": 1}}}}, "moe is still to come"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
@@ -220,6 +222,24 @@ def test_a_configuration_is_a_python_file(tmp_path: Path) -> None:
     assert not hasattr(gpc.config, "LOG_PATH")
     with pytest.raises(AttributeError, match="has no 'BATCH'; it has SIZE, parallel"):
         _ = gpc.config.BATCH
+
+
+def test_a_configuration_imports_what_is_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "sizes_beside_config.py").write_text("BASE = 4\n")
+    path = tmp_path / "config.py"
+    path.write_text("from sizes_beside_config import BASE\nSIZE = 2 * BASE\n")
+    before = list(sys.path)
+    assert read_config(path) == {"BASE": 4, "SIZE": 8}
+    assert sys.path == before
+
+
+def test_an_attribute_that_is_set_is_an_entry() -> None:
+    launch({"SIZE": 4})
+    gpc.config.SIZE = 8
+    gpc.config.fp16 = {"mode": "torch"}
+    assert gpc.config == {"SIZE": 8, "fp16": {"mode": "torch"}}
+    assert gpc.config.fp16.mode == "torch"
+    assert copy.deepcopy(gpc.config) == gpc.config
 
 
 @pytest.mark.parametrize(
@@ -280,6 +300,26 @@ def test_reserved_keywords_of_the_right_form_are_kept() -> None:
     }
     assert read_config(config) == config
     assert read_config(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("gradient_accumalation", "gradient_accumulation"),
+        ("CLIP_GRAD_NORM", "clip_grad_norm"),
+        ("NUM_MICROBATCHES", "NUM_MICRO_BATCHES"),
+    ],
+)
+def test_a_name_that_is_nearly_reserved_is_warned_of(
+    name: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_config({name: 4, "NUM_CLASSES": 10, "BATCH_SIZE": 8, "NUM_EPOCHS": 2}) is not None
+    assert caplog.messages == [
+        f"config: {name!r} is a name of the program's own; if {meant} was meant, write that"
+    ]
+    caplog.clear()
+    assert read_config({name: 4, meant: 4})[name] == 4
+    assert not caplog.messages
 
 
 # -- what goes with it -----------------------------------------------------------------------------

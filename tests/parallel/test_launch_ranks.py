@@ -198,6 +198,15 @@ def test_a_run_whose_group_is_gone_does_not_stay() -> None:
     run_on_ranks(shutdown, 2)
 
 
+def with_a_name_of_its_own(place: int, world_size: int, port: int) -> None:
+    assert (place, world_size) == (0, 1)
+    assert port > 0
+
+
+def test_a_spawned_function_names_its_rank_as_it_likes() -> None:
+    spawn(with_a_name_of_its_own, 1)
+
+
 def started(rank: int, world_size: int, port: int, directory: str, ports: list[int]) -> None:
     place, meets = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}, port
     ways = [

@@ -58,9 +58,11 @@ def test_what_is_absent_is_one_and_data_is_the_rest(
         (
             {"pipeline": 3},
             8,
-            "pipeline 3 x tensor 1 do not divide 8 processes; pipeline x tensor may be 1 x 1",
+            "pipeline 3 x tensor 1 do not divide 8 processes; start a multiple of 3, or pipeline x tensor "
+            "may be 1 x 1",
         ),
-        ({"data": 2, "pipeline": 2}, 8, r"are 4 processes, and there are 8; leave data out \(4 here\)"),
+        ({"data": 2, "pipeline": 2}, 8, r"are 4 processes, and there are 8; start as many, leave data out"),
+        ({"moe": {"size": 2}}, 8, "moe is still to come"),
     ],
 )
 def test_what_is_refused_is_named_with_a_way_out(parallel: dict[str, Any], world: int, said: str) -> None:

@@ -65,7 +65,11 @@ def test_what_cannot_be_is_refused() -> None:
         pipelinable.partition(1, 2, 0)
     with pipelinable:
         Net()
-    for steps, message in ((["nose"], "no module 'nose'"), ([(3, "behind")], "no step")):
+    for steps, message in (
+        (["nose"], "no module 'nose'"),
+        ([(3, "behind")], "no step"),
+        ([torch.relu], "no step"),
+    ):
         with pytest.raises(ConfigError, match=message):
             pipelinable.to_layer_list(steps)
     pipelinable.to_layer_list(STEPS)

@@ -65,7 +65,7 @@ class Trainer(OurTrainer):
             max_steps,
             test_dataloader,
             test_interval,
-            [*(hooks or ()), *(hook or ())],
+            hooks if hook is None else hook if hooks is None else [*hooks, *hook],
             display_progress or display_process,
             return_output_label,
         )

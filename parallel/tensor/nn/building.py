@@ -16,16 +16,21 @@ from gemini.parallel.tensor.grid import Grid
 
 @dataclass
 class Building:
-    """The layers that are built within one ``over``: their grid, and whether what has been built so far ends
-    between the two Linear of a pair."""
+    """The layers that are built within one ``over``: their grid, whether what is built next begins between
+    the two Linear of a pair, and whether the scores for a loss lie there."""
 
     grid: Grid
     inside: bool = False
+    scores_inside: bool = False
     gathers_again: bool = False
 
     def go_on(self, *, inside: bool) -> None:
         """What is built next begins between the two Linear of a pair, or not."""
-        self.inside = inside
+        self.inside = self.scores_inside = inside
+
+    def end(self, *, scores_inside: bool) -> None:
+        """A head was built: what is built next is another head or another model, and begins outside."""
+        self.inside, self.scores_inside = False, scores_inside
 
     def place(self, inside: bool | None) -> bool:
         """Return where a layer's input lies, if ``inside`` leaves it open."""
@@ -52,6 +57,13 @@ def over(mesh: Mesh | None, *, gathers_again: bool = False) -> Iterator[Grid]:
         yield building.grid
     finally:
         _CURRENT.reset(token)
+
+
+def begin_model() -> None:
+    """Have what is built next be a model of its own, which begins outside."""
+    building = _CURRENT.get()
+    if building is not None:
+        building.go_on(inside=False)
 
 
 def current_building(mode: str | None) -> Building:

@@ -53,7 +53,7 @@ class Linear(GridLayer):
             self.weight = _weight
         self.add_parameter("bias", of_bias if bias else None, device, dtype)
         self.reset_parameters()
-        self.building.inside = not self.inside
+        self.building.go_on(inside=not self.inside)
 
     def _place(self, inside: bool | None) -> None:
         self.inside = self.building.place(inside)
@@ -162,6 +162,7 @@ class Classifier(Linear):
             in_features, num_classes, bias, inside=inside, device=device, dtype=dtype, _weight=weight
         )
         self.num_classes = num_classes
+        self.building.end(scores_inside=not self.inside)
 
     def _refuse_filling(self, weight: Tile) -> None:
         pass

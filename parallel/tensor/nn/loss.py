@@ -36,7 +36,7 @@ class CrossEntropyLoss(GridLayer):
             raise ConfigError(f"label_smoothing is {label_smoothing}; it must lie between 0 and 1")
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing = label_smoothing
-        self.inside = self.building.place(inside)
+        self.inside = self.building.scores_inside if inside is None else inside
         self.spread = self.grid.spread(inside=self.inside)
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from gemini.parallel.trainer.metrics import RateMetric
 from gemini.parallel.trainer.state import Training
 from gemini.system.device import cuda_available
 
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # any other dot belongs to a directory: run-1.5
+
 
 class LRSchedulerHook(BaseHook):
     """Steps a scheduler after every epoch, or every iteration.
@@ -59,8 +61,8 @@ class SaveCheckpointHook(BaseHook):
     """Saves with :func:`gemini.parallel.engine.save_checkpoint` after every ``interval`` epochs.
 
     Args:
-        checkpoint_dir: a directory, which gets ``epoch_<number>.pt``, or a file (with a suffix), which each
-            save replaces.
+        checkpoint_dir: a directory, which gets ``epoch_<number>.pt``, or a file (``*.pt``, ``.pth``,
+            ``.ckpt``, ``.bin``), which each save replaces.
         model: None: the engine's, with its optimizer.
         lr_scheduler: saved along.
         save_by_iter: ``interval`` counts iterations; the number is theirs.
@@ -98,7 +100,7 @@ class SaveCheckpointHook(BaseHook):
             self._save(trainer, f"epoch_{trainer.cur_epoch}.pt")
 
     def _save(self, trainer: Training, name: str) -> None:
-        file = self.path if self.path.suffix else self.path / name
+        file = self.path if self.path.suffix in _SUFFIXES else self.path / name
         if self.model is not None:
             save_checkpoint(file, trainer.cur_epoch, self.model, None, self.lr_scheduler)
             return
