@@ -203,7 +203,8 @@ int64_t GpuSpace::find(GpuAddress address) const {
   if (after == begins_.begin()) return -1;
   const auto index = std::prev(after) - begins_.begin();
   const GpuWindow& window = *windows_[static_cast<size_t>(index)];
-  if (window.floats() || address - *std::prev(after) >= static_cast<uint64_t>(window.span_bytes())) {
+  if (window.floats() ||
+      address - *std::prev(after) >= static_cast<uint64_t>(window.span_bytes())) {
     return -1;
   }
   return index;
