@@ -55,13 +55,14 @@ class RawAccess:
             OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
         """
         gate = self._gate
-        if gate.pending and not self.uses:
-            gate.run_pending()  # which takes more room than uses may leave
-        gate.snapshot.before_change(tensor._ref.tensors)
-        whole = self._whole(tensor)
-        use = self._use_of(whole) or self._begin(whole)
-        with PlainTensors():
-            return _part(tensor, whole, use.copy)
+        with gate.threads.turn():
+            if gate.pending and not self.uses:
+                gate.run_pending()  # which takes more room than uses may leave
+            gate.snapshot.before_change(tensor._ref.tensors)
+            whole = self._whole(tensor)
+            use = self._use_of(whole) or self._begin(whole)
+            with PlainTensors():
+                return _part(tensor, whole, use.copy)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the copy whose address :meth:`plain` has given for ``tensor`` since the last operator; None:
