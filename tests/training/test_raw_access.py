@@ -65,6 +65,11 @@ def by_asarray(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 
 
+def by_dlpack(state: dict[str, Tensor], _path: Path) -> dict[str, Tensor]:
+    memory = {key: np.from_dlpack(value.detach()) for key, value in state.items()}
+    return {key: torch.from_numpy(value.copy()) for key, value in memory.items()}
+
+
 def by_torch(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     torch.save(state, path)
     found: dict[str, Tensor] = torch.load(path, weights_only=True)
@@ -89,6 +94,7 @@ WRITERS = [
     by_safetensors_in_memory,
     by_numpy,
     by_asarray,
+    by_dlpack,
     by_torch,
     by_pickle,
     by_address,
@@ -190,6 +196,30 @@ def train(model: nn.Module, optimizer: Any, change: Callable[[nn.Module], object
 def halve_all(model: nn.Module) -> None:
     for param in model.parameters():
         halve_by_address(param.detach())
+
+
+def double_by_numpy(param: Tensor) -> None:
+    param.numpy()[...] *= 2
+
+
+def double_by_dlpack(param: Tensor) -> None:
+    torch.from_dlpack(param).mul_(2)
+
+
+@pytest.mark.parametrize("double", [double_by_numpy, double_by_dlpack])
+def test_what_was_written_to_copies_is_there_for_the_next_operator(
+    double: Callable[[Tensor], None], model: GeminiDDP
+) -> None:
+    for param in model.parameters():
+        double(param.detach())
+    for param, want in zip(model.parameters(), network().parameters(), strict=True):
+        assert torch.equal(param.clone(), want * 2)
+
+
+def test_a_view_is_formatted_as_the_number_that_it_holds(model: GeminiDDP) -> None:
+    last = [*model.parameters()][-1]
+    for weight, want in zip(last.detach(), [*network().parameters()][-1].detach(), strict=True):
+        assert f"{weight:.3f} {weight}" == f"{want:.3f} {want}"
 
 
 def test_what_is_written_by_address_is_trained_on(model: GeminiDDP) -> None:
