@@ -55,8 +55,8 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
         if getattr(value, what) != getattr(tensor, what):
             raise ConfigError(
                 f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
-                f"{getattr(value, what)}: its "
-                "memory is laid out once, when the model is wrapped"
+                f"{getattr(value, what)}: its memory is laid out once, when the model is wrapped; change it "
+                "before, or release() the model, which leaves an ordinary one, and wrap that"
             )
     with PlainTensors():
         if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
