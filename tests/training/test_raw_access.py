@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,23 @@ def test_reading_by_address_changes_no_bit_of_masters(device_kib: int, tmp_path:
             outcomes.append((losses, {key: value.clone() for key, value in model.state_dict().items()}))
     assert outcomes[0][0] == outcomes[1][0]
     assert_same_state(outcomes[0][1], outcomes[1][1])
+
+
+LAST = """
+import sys, torch, gemini
+net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(20)))
+handle = gemini.manage(net, device_bytes=24 * 1024, non_model_bytes=0, placement_policy="const",
+    min_chunk_size_mb=0.002, search_range_mb=0.004, disk_dir=sys.argv[1])
+net(torch.ones(2, 32))
+values = torch.tensor(net[0].weight.detach())
+"""
+
+
+def test_what_nothing_follows_is_told_of_at_the_end_of_the_process(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LAST, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert "was read or written outside an operator" in ended.stderr
 
 
 def test_an_operator_ends_what_an_address_held(model: GeminiDDP) -> None:
