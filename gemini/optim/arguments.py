@@ -84,8 +84,8 @@ def _way_out(param: Any, model: ManagedModel) -> str:
     if own is None:
         return "build the optimizer from the wrapped model's parameters"
     return (
-        f"{own!r} came into the module after it was wrapped: add or replace layers before, or release() the "
-        "model, which leaves an ordinary one, and wrap that; an optimizer of torch's may update it beside"
+        f"{own!r} came into the module after it was wrapped: add or replace layers before, or wrap an "
+        "ordinary copy that has it (copy.deepcopy(module)); an optimizer of torch's may update it beside"
     )
 
 

@@ -218,6 +218,25 @@ def test_what_was_written_to_copies_is_there_for_the_next_operator(
         assert torch.equal(param.clone(), want * 2)
 
 
+def add_to_all(net: nn.Module) -> None:
+    for param in net.parameters():
+        param.detach().numpy()[...] += 1e-3
+
+
+def test_what_is_written_within_a_step_is_used_and_updated_by_it(model: GeminiDDP) -> None:
+    plain = network()
+    adams = HybridAdam(plain.parameters(), lr=1e-2), GeminiAdamOptimizer(model, lr=1e-2)
+    for net, adam in zip((plain, model), adams, strict=True):
+        for _ in range(3):
+            loss = net(torch.ones(2, WIDTH)).square().mean()
+            add_to_all(net)
+            loss.backward()
+            add_to_all(net)
+            adam.step()
+            adam.zero_grad()
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
 def test_a_view_is_formatted_as_the_number_that_it_holds(model: GeminiDDP) -> None:
     last = [*model.parameters()][-1]
     for weight, want in zip(last.detach(), [*network().parameters()][-1].detach(), strict=True):

@@ -112,7 +112,7 @@ class RawAccess:
                 gate.written.note(tensors)
                 # Not by copy_(): the PreOp that this comes before runs with torch functions switched off.
                 with gate.operator(tensors, tensors), torch.no_grad(), PlainTensors():
-                    use.tensor.as_subclass(torch.Tensor).detach().copy_(use.copy)
+                    use.tensor.as_subclass(torch.Tensor).data.copy_(use.copy)
 
     def _take(self) -> list[_Use]:
         """Return what is used, and forget it."""

@@ -56,7 +56,7 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
             raise ConfigError(
                 f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
                 f"{getattr(value, what)}: its memory is laid out once, when the model is wrapped; change it "
-                "before, or release() the model, which leaves an ordinary one, and wrap that"
+                "before, or change an ordinary copy (copy.deepcopy(module)) and wrap that"
             )
     with PlainTensors():
         if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
