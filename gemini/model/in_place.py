@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from gemini.system.config import keyword_names, refuse_unknown
 T = TypeVar("T")
 
 _OWN_OPTIONS = frozenset(("device", "process_group", "model_ranks", "pin_memory", "config"))
+# Gone with the last module of a class, as the class itself may be.
+_MANAGED_CLASSES: WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = WeakValueDictionary()
 _OPTIONS = keyword_names(GeminiDDP) - _OWN_OPTIONS - {"module"}
 
 
@@ -254,7 +257,11 @@ class ManagedModule(nn.Module):
 
 
 def _managed_class(plain: type[nn.Module], *, shared: bool) -> type[nn.Module]:
-    """Return a subclass of ``plain`` that passes for it by name; ``shared``: of a module over ranks."""
+    """Return a subclass of ``plain`` that passes for it by name, for all modules of it the same one, as
+    ``torch.func.stack_module_state`` wants; ``shared``: of a module over ranks."""
+    known = _MANAGED_CLASSES.get((plain, shared))
+    if known is not None:
+        return known
     names: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
@@ -262,7 +269,9 @@ def _managed_class(plain: type[nn.Module], *, shared: bool) -> type[nn.Module]:
     }
     if shared:
         names["_is_accelerate_prepared"] = True  # or Accelerate puts DistributedDataParallel around it
-    return type(plain.__name__, (ManagedModule, plain), names)
+    made: type[nn.Module] = type(plain.__name__, (ManagedModule, plain), names)
+    _MANAGED_CLASSES[plain, shared] = made
+    return made
 
 
 def _plain_class(managed: type[nn.Module]) -> type[nn.Module]:

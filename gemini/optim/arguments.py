@@ -74,9 +74,19 @@ def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> 
         if slot is None or model.storage.slots.get(slot.name) is not slot:
             raise ConfigError(
                 f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
-                f"the model does not manage; "
-                "build the optimizer from the wrapped model's parameters"
+                f"the model does not manage; {_way_out(tensor, model)}"
             )
+
+
+def _way_out(param: Any, model: ManagedModel) -> str:
+    """Say what to do about a parameter that ``model`` does not manage."""
+    own = next((name for name, each in model.module.named_parameters() if each is param), None)
+    if own is None:
+        return "build the optimizer from the wrapped model's parameters"
+    return (
+        f"{own!r} came into the module after it was wrapped: add or replace layers before, or wrap an "
+        "ordinary copy that has it (copy.deepcopy(module)); an optimizer of torch's may update it beside"
+    )
 
 
 def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:

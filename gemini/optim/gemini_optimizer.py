@@ -263,6 +263,7 @@ class GeminiOptimizer(ManagedGroups):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.model.manager.raw.settle()  # what was written by address comes before the update
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
         self._finish_gradients("step")

@@ -251,6 +251,22 @@ def test_copies_and_pickles_are_ordinary(tmp_path: Path) -> None:
         copy.copy(handle)
 
 
+def test_an_ensemble_of_managed_modules_is_stacked(tmp_path: Path) -> None:
+    plain, managed = (
+        [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)) for _ in range(3)] for _ in range(2)
+    )
+    for one, other in zip(plain, managed, strict=True):
+        other.load_state_dict(one.state_dict())
+        gemini.manage(other, **small(tmp_path))
+    want, got = (torch.func.stack_module_state(models)[0] for models in (plain, managed))
+    base, x = copy.deepcopy(managed[0]).to("meta"), torch.ones(2, 64)
+
+    def outputs(params: dict[str, Tensor]) -> Tensor:
+        return torch.vmap(lambda each: torch.func.functional_call(base, each, (x,)))(params)
+
+    assert torch.equal(outputs(got), outputs(want))
+
+
 def test_slices_of_a_managed_sequential_are_ordinary_and_share_its_weights(tmp_path: Path) -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(2)

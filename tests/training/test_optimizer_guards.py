@@ -226,6 +226,17 @@ def test_a_group_of_parameters_that_the_model_does_not_manage_is_refused_and_cha
     assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
 
 
+def test_what_came_into_the_module_later_is_named_with_the_way_out(
+    managed: tuple[GeminiDDP, GeminiOptimizer],
+) -> None:
+    model, optimizer = managed
+    late = nn.Parameter(torch.ones(8))
+    next(iter(model.module.children())).late = late
+    with pytest.raises(ConfigError, match=r"late' came into the module .*copy.deepcopy\(module\)"):
+        optimizer.add_param_group({"params": late})
+    assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
+
+
 def test_parameters_that_are_added_later_train_from_then_on(tmp_path: Path) -> None:
     def losses(model: nn.Module, optimizer: Any, added: Any) -> Iterator[float]:
         for seed in range(6):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,11 @@ def by_asarray(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 
 
+def by_dlpack(state: dict[str, Tensor], _path: Path) -> dict[str, Tensor]:
+    memory = {key: np.from_dlpack(value.detach()) for key, value in state.items()}
+    return {key: torch.from_numpy(value.copy()) for key, value in memory.items()}
+
+
 def by_torch(state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     torch.save(state, path)
     found: dict[str, Tensor] = torch.load(path, weights_only=True)
@@ -89,6 +96,7 @@ WRITERS = [
     by_safetensors_in_memory,
     by_numpy,
     by_asarray,
+    by_dlpack,
     by_torch,
     by_pickle,
     by_address,
@@ -192,6 +200,49 @@ def halve_all(model: nn.Module) -> None:
         halve_by_address(param.detach())
 
 
+def double_by_numpy(param: Tensor) -> None:
+    param.numpy()[...] *= 2
+
+
+def double_by_dlpack(param: Tensor) -> None:
+    torch.from_dlpack(param).mul_(2)
+
+
+@pytest.mark.parametrize("double", [double_by_numpy, double_by_dlpack])
+def test_what_was_written_to_copies_is_there_for_the_next_operator(
+    double: Callable[[Tensor], None], model: GeminiDDP
+) -> None:
+    for param in model.parameters():
+        double(param.detach())
+    for param, want in zip(model.parameters(), network().parameters(), strict=True):
+        assert torch.equal(param.clone(), want * 2)
+
+
+def add_to_all(net: nn.Module) -> None:
+    for param in net.parameters():
+        param.detach().numpy()[...] += 1e-3
+
+
+def test_what_is_written_within_a_step_is_used_and_updated_by_it(model: GeminiDDP) -> None:
+    plain = network()
+    adams = HybridAdam(plain.parameters(), lr=1e-2), GeminiAdamOptimizer(model, lr=1e-2)
+    for net, adam in zip((plain, model), adams, strict=True):
+        for _ in range(3):
+            loss = net(torch.ones(2, WIDTH)).square().mean()
+            add_to_all(net)
+            loss.backward()
+            add_to_all(net)
+            adam.step()
+            adam.zero_grad()
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_view_is_formatted_as_the_number_that_it_holds(model: GeminiDDP) -> None:
+    last = [*model.parameters()][-1]
+    for weight, want in zip(last.detach(), [*network().parameters()][-1].detach(), strict=True):
+        assert f"{weight:.3f} {weight}" == f"{want:.3f} {want}"
+
+
 def test_what_is_written_by_address_is_trained_on(model: GeminiDDP) -> None:
     plain = network()
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), halve_all)
@@ -210,6 +261,23 @@ def test_reading_by_address_changes_no_bit_of_masters(device_kib: int, tmp_path:
             outcomes.append((losses, {key: value.clone() for key, value in model.state_dict().items()}))
     assert outcomes[0][0] == outcomes[1][0]
     assert_same_state(outcomes[0][1], outcomes[1][1])
+
+
+LAST = """
+import sys, torch, gemini
+net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(20)))
+handle = gemini.manage(net, device_bytes=24 * 1024, non_model_bytes=0, placement_policy="const",
+    min_chunk_size_mb=0.002, search_range_mb=0.004, disk_dir=sys.argv[1])
+net(torch.ones(2, 32))
+values = torch.tensor(net[0].weight.detach())
+"""
+
+
+def test_what_nothing_follows_is_told_of_at_the_end_of_the_process(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LAST, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert "was read or written outside an operator" in ended.stderr
 
 
 def test_an_operator_ends_what_an_address_held(model: GeminiDDP) -> None:

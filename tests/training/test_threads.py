@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from training_harness import (
     TIERS,
     Recipe,
     assert_identical,
+    assert_within_budgets,
     managed_optimizer,
     managed_step,
     seeded,
@@ -148,9 +150,8 @@ USES: dict[str, Callable[[GeminiDDP, Any], object]] = {
 DURING = ["forward", "backward", "a backward pass"]  # of the model, and one that it was not told of
 
 
-@pytest.mark.parametrize(
-    ("use", "during"), [(u, d) for u in USES for d in DURING if (u, d) != ("an operator", DURING[2])]
-)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("during", DURING)
 def test_a_second_thread_is_refused_by_name_and_the_first_goes_on(
     use: str, during: str, tmp_path: Path
 ) -> None:
@@ -205,6 +206,20 @@ def test_a_second_backward_pass_is_refused(tmp_path: Path) -> None:
         assert isinstance(found[0], StateError), found
         optimizer.step()
         model.manager.chunks.table.check_invariants()
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("use", [torch.clone, torch.Tensor.tolist, lambda weight: weight.numpy().copy()])
+def test_a_pool_of_threads_may_read_a_state_dict(use: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    with GeminiDDP(seeded(TinyGPT), **tight(tmp_path)) as model, ThreadPoolExecutor(4) as pool:
+        weights = model.module.state_dict()
+        want = {name: weight.tolist() for name, weight in weights.items()}
+        for _ in range(3):
+            read = {name: pool.submit(use, weight) for name, weight in weights.items()}
+            got = {name: future.result(60) for name, future in read.items()}
+            assert {name: torch.as_tensor(found).tolist() for name, found in got.items()} == want
+        model.manager.chunks.table.check_invariants()
+        assert_within_budgets(model.stats())
 
 
 def test_threads_may_take_turns(tmp_path: Path) -> None:

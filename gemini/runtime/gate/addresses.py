@@ -3,6 +3,9 @@ stray accesses, to memory of evicted chunks outside operators."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -13,6 +16,8 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.errors import EvictedAccessError
+
+logger = logging.getLogger(__name__)
 
 
 class ParametersByAddress:
@@ -51,12 +56,27 @@ class _StrayLog:
     def __init__(self) -> None:
         self._models: WeakSet[ChunkManager] = WeakSet()
         self._struck: WeakKeyDictionary[ChunkManager, int] = WeakKeyDictionary()  # chunk, -1: not known
+        self._pid = 0  # of the process that tells of what is left
 
     def join(self, model: ChunkManager) -> int:
         """Count what hits the memory of ``model``; return how many stray accesses came before."""
         before = self.sort()
+        if not self._models:
+            atexit.unregister(self._tell_last)
+            atexit.register(self._tell_last)
+            self._pid = os.getpid()
         self._models.add(model)
         return before
+
+    def _tell_last(self) -> None:
+        """Log at the end of the process what no operator has reported."""
+        if os.getpid() != self._pid:
+            return  # a forked process: the parent tells of it
+        self.sort()
+        for model in list(self._models):
+            chunk = self.take(model)
+            if chunk is not None:
+                logger.error("%s", _stray_error(chunk))
 
     def sort(self) -> int:
         """Find out whom the stray accesses since the last call hit; return how many there were ever."""
@@ -108,9 +128,13 @@ class Strays:
         chunk = _LOG.take(self._model)
         if chunk is None:
             return None
-        return EvictedAccessError(
-            f"memory of evicted chunk {chunk if chunk >= 0 else 'unknown'} was read or written outside an "
-            "operator (a numpy view, a writer of files, or a tensor made from a raw pointer); what was made "
-            "of it since may be NaN, a file too. Clone the value while it is in use, for example "
-            "param.detach().clone(), and save model.state_dict(), not that of the module"
-        )
+        return _stray_error(chunk)
+
+
+def _stray_error(chunk: int) -> EvictedAccessError:
+    return EvictedAccessError(
+        f"memory of evicted chunk {chunk if chunk >= 0 else 'unknown'} was read or written outside an "
+        "operator (a numpy view, a writer of files, or a tensor made from a raw pointer); what was made "
+        "of it since may be NaN, a file too. Clone the value while it is in use, for example "
+        "param.detach().clone(), and save model.state_dict(), not that of the module"
+    )

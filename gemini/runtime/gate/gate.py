@@ -206,6 +206,7 @@ class Gate(ABC):
     def leave_to_parent(self) -> None:
         """This is a forked process: the memory is the parent's."""
         self.snapshot = NO_SNAPSHOT  # its thread is in the parent
+        self.threads.forget_others()
         self.pending.clear()
         self.refuse_use(guards.in_child)
         self.recover = guards.in_child  # type: ignore[method-assign]

@@ -52,7 +52,8 @@ class OneThread:
     """Which thread is in a call of one model (forward, backward, step, ...), and in which.
 
     Autograd may run a backward pass on threads of its own while the one that called it waits: those are in
-    the model as well. Once it has left, any other thread may follow.
+    the model as well. Once it has left, any other thread may follow. Operators outside of calls take turns,
+    as those of loaders and writers that have a pool of threads for a state dict.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class OneThread:
         self._doing = ""
         self._other_pass: Callable[[], int] = lambda: 0
         self._lock = threading.RLock()  # held within a call
+        self.operators = threading.RLock()  # held within an operator outside of calls
 
     def watch_passes(self, other_pass: Callable[[], int]) -> None:
         """Ask ``other_pass`` for another thread that runs a backward pass of this model, 0: there is none."""
@@ -83,6 +85,8 @@ class OneThread:
             self.refuse_second_pass(doing)
             self.holder = self._last = threading.get_ident()
             self._doing = doing
+            with self.operators:  # that of another thread, begun before
+                pass
             yield
         finally:
             self.holder, self._doing = outer
@@ -93,6 +97,37 @@ class OneThread:
         holder, its_doing = self.holder, self._doing
         if holder not in (0, threading.get_ident()) and not self._serves_backward():
             raise _refusal(doing, holder, its_doing)
+
+    def take_turn(self, doing: str = "an operator") -> threading.RLock | None:
+        """Wait until no other thread is within an operator, and return the lock that is to be released when
+        this one ends; None: a call holds the model.
+
+        Raises:
+            StateError: another thread runs a backward pass.
+        """
+        if self.holder:  # and a PreOp refuses others
+            return None
+        self.operators.acquire()
+        try:
+            self.refuse_second_pass(doing)
+        except BaseException:
+            self.operators.release()
+            raise
+        return self.operators
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Take a turn for the block. Raises as :meth:`take_turn`."""
+        lock = self.take_turn()
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def forget_others(self) -> None:
+        """This is a forked process: the threads that held anything are the parent's."""
+        self.holder, self._lock, self.operators = 0, threading.RLock(), threading.RLock()
 
     def refuse_second_pass(self, doing: str = "backward") -> None:
         """Raise StateError if another thread runs a backward pass of this model."""
@@ -161,6 +196,10 @@ class RefusingGate(ABC):
     @abstractmethod
     def pre_op(self, *_tensors: Any) -> NoReturn:
         """Raise."""
+
+    @property
+    def threads(self) -> NoReturn:
+        self.pre_op()
 
     @property
     def raw_uses(self) -> NoReturn:

@@ -128,8 +128,17 @@ class BackwardPins:
 
         def before(_grad_outputs: object) -> None:
             current = current_pass()
-            if current != self._pass and self._pass_end() is not None:
-                gate.threads.refuse_second_pass()
+            if current == self._pass:
+                pin()
+            else:
+                if self._pass_end() is not None:
+                    gate.threads.refuse_second_pass()
+                with gate.threads.operators:  # one of another thread ends first, and none begins
+                    pin()
+                    self._watch(current)
+            running.append((current, self._pass_end, next_node_number(), tensors))
+
+        def pin() -> None:
             gate.enter(BACKWARD)
             if running:
                 self._forget_raised()
@@ -138,9 +147,6 @@ class BackwardPins:
             elif self.held != tensors:
                 gate.pre_op(tensors)
                 self.held = tensors
-            if current != self._pass:
-                self._watch(current)
-            running.append((current, self._pass_end, next_node_number(), tensors))
 
         def after(grad_inputs: object, grad_outputs: object) -> None:
             if len(running) > 1:

@@ -60,6 +60,7 @@ _METHODS = [
     "has_names",
     "is_set_to",
     "is_inference",
+    "__dlpack_device__",
 ]
 _FUNCTIONS = [
     "numel",

@@ -190,41 +190,46 @@ def _operate(
         if ref.manager is not manager:
             return _operate_across(func, args, kwargs, operands)
         tensors += ref.tensors
-    with PlainTensors():
-        versions = [operand._version for operand in operands]
-        places = _SILENT_PLACES[func]
-        silent = operands_of(arguments_in(places, args, kwargs), {}) if places else ()
-        pinned = not manager.resident
-        if pinned and manager.raw_uses and is_view(func, args):
-            pinned = False  # a PreOp would take addresses back that are being compared
-        if given is not None and pinned:
-            for operand in operands:
-                if type(operand) is ManagedTensor:
-                    given.append(operand.grad_fn)
-            first_node = next_node_number()
-        unsaved: frozenset[int] = frozenset()
-        if manager.snapshot is not NO_SNAPSHOT:
-            _copy_before(func, args, kwargs, operands)
-            unsaved = manager.snapshot.unsaved(tensors)
-        if pinned:
-            manager.pre_op(tensors)
-        try:
-            out = func(*args, **kwargs)
-        except RuntimeError as refusal:
-            if not manager.mixes_types:
-                raise
-            out = run_in_one_type(func, args, kwargs, operands, refusal)
-        finally:
-            written = silent or [operand._version for operand in operands] != versions
-            if written:
-                _note(manager, _written(operands, versions, silent), unsaved)
-                if not pinned:
-                    manager.pre_op(tensors)
-            if pinned or written:
-                manager.post_op(tensors, bool(written))
-        if given is not None and pinned:
-            hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
-        return adopt(out, operands)
+    pinned = not manager.resident
+    turn = manager.threads.take_turn() if pinned and not manager.threads.holder else None
+    try:
+        with PlainTensors():
+            versions = [operand._version for operand in operands]
+            places = _SILENT_PLACES[func]
+            silent = operands_of(arguments_in(places, args, kwargs), {}) if places else ()
+            if pinned and manager.raw_uses and is_view(func, args):
+                pinned = False  # a PreOp would take addresses back that are being compared
+            if given is not None and pinned:
+                for operand in operands:
+                    if type(operand) is ManagedTensor:
+                        given.append(operand.grad_fn)
+                first_node = next_node_number()
+            unsaved: frozenset[int] = frozenset()
+            if manager.snapshot is not NO_SNAPSHOT:
+                _copy_before(func, args, kwargs, operands)
+                unsaved = manager.snapshot.unsaved(tensors)
+            if pinned:
+                manager.pre_op(tensors)
+            try:
+                out = func(*args, **kwargs)
+            except RuntimeError as refusal:
+                if not manager.mixes_types:
+                    raise
+                out = run_in_one_type(func, args, kwargs, operands, refusal)
+            finally:
+                written = silent or [operand._version for operand in operands] != versions
+                if written:
+                    _note(manager, _written(operands, versions, silent), unsaved)
+                    if not pinned:
+                        manager.pre_op(tensors)
+                if pinned or written:
+                    manager.post_op(tensors, bool(written))
+            if given is not None and pinned:
+                hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
+            return adopt(out, operands)
+    finally:
+        if turn is not None:
+            turn.release()
 
 
 def _operate_across(
@@ -238,7 +243,7 @@ def _operate_across(
         _copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
-            for manager, share in shares.items():
+            for manager, share in sorted(shares.items(), key=lambda of: id(of[0])):  # or threads would lock
                 stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
             out = func(*args, **kwargs)
         if nodes is not None:
@@ -281,15 +286,16 @@ def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> It
     """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
     ``silent`` do."""
     tensors = [operand._ref.tensors[0] for operand in operands]
-    versions = [operand._version for operand in operands]
-    unsaved = manager.snapshot.unsaved(tensors)
-    manager.pre_op(tensors)
-    try:
-        yield
-    finally:
-        written = _written(operands, versions, silent)
-        _note(manager, written, unsaved)
-        manager.post_op(tensors, bool(written))
+    with manager.threads.turn():
+        versions = [operand._version for operand in operands]
+        unsaved = manager.snapshot.unsaved(tensors)
+        manager.pre_op(tensors)
+        try:
+            yield
+        finally:
+            written = _written(operands, versions, silent)
+            _note(manager, written, unsaved)
+            manager.post_op(tensors, bool(written))
 
 
 def _copy_before(

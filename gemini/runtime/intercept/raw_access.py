@@ -55,13 +55,14 @@ class RawAccess:
             OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
         """
         gate = self._gate
-        if gate.pending and not self.uses:
-            gate.run_pending()  # which takes more room than uses may leave
-        gate.snapshot.before_change(tensor._ref.tensors)
-        whole = self._whole(tensor)
-        use = self._use_of(whole) or self._begin(whole)
-        with PlainTensors():
-            return _part(tensor, whole, use.copy)
+        with gate.threads.turn():
+            if gate.pending and not self.uses:
+                gate.run_pending()  # which takes more room than uses may leave
+            gate.snapshot.before_change(tensor._ref.tensors)
+            whole = self._whole(tensor)
+            use = self._use_of(whole) or self._begin(whole)
+            with PlainTensors():
+                return _part(tensor, whole, use.copy)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the copy whose address :meth:`plain` has given for ``tensor`` since the last operator; None:
@@ -108,8 +109,10 @@ class RawAccess:
             if use.pinned:
                 gate.post_op(tensors, written)
             elif written and use.copy is not None:
-                with torch.no_grad():
-                    use.tensor.copy_(use.copy)
+                gate.written.note(tensors)
+                # Not by copy_(): the PreOp that this comes before runs with torch functions switched off.
+                with gate.operator(tensors, tensors), torch.no_grad(), PlainTensors():
+                    use.tensor.as_subclass(torch.Tensor).data.copy_(use.copy)
 
     def _take(self) -> list[_Use]:
         """Return what is used, and forget it."""
@@ -193,6 +196,14 @@ def array(tensor: Any, dtype: Any = None) -> Any:
     """``np.asarray(weight)``."""
     found = numpy(tensor)
     return found if dtype is None else found.astype(dtype, copy=False)
+
+
+def dlpack(tensor: Any, **options: Any) -> Any:
+    """``weight.__dlpack__()``: memory that holds the weight until the next operator."""
+    with PlainTensors():
+        if tensor.requires_grad:
+            return tensor.__dlpack__(**options)  # torch's refusal
+    return _plain(tensor).__dlpack__(**options)
 
 
 def _plain(tensor: Any) -> torch.Tensor:

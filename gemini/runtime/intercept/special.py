@@ -55,8 +55,8 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
         if getattr(value, what) != getattr(tensor, what):
             raise ConfigError(
                 f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
-                f"{getattr(value, what)}: its "
-                "memory is laid out once, when the model is wrapped"
+                f"{getattr(value, what)}: its memory is laid out once, when the model is wrapped; change it "
+                "before, or change an ordinary copy (copy.deepcopy(module)) and wrap that"
             )
     with PlainTensors():
         if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
@@ -163,6 +163,14 @@ def _copied(tensors: Sequence[Any]) -> Any:
     return [torch.clone(t) if _is_managed(t) else t for t in tensors]
 
 
+def _formatted(tensor: Any, spec: str) -> str:
+    """``f"{weight[0]:.3f}"``: torch formats the number in a view for its own class alone, and in no
+    parameter."""
+    with PlainTensors():
+        is_number = tensor.dim() == 0 and not isinstance(tensor, torch.nn.Parameter)
+    return format(tensor.item(), spec) if is_number else object.__format__(tensor, spec)
+
+
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
         raise ConfigError(
@@ -188,6 +196,8 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.untyped_storage: raw_access.untyped_storage,
     torch.Tensor.numpy: raw_access.numpy,
     torch.Tensor.__array__: raw_access.array,
+    torch.Tensor.__dlpack__: raw_access.dlpack,
+    torch.Tensor.__format__: _formatted,
     **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
     # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
     torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
