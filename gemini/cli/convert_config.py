@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gemini.cli import accelerate_config, deepspeed_config
 from gemini.cli.console import Console, print_json
-from gemini.cli.conversion import Conversion, printable
+from gemini.cli.conversion import NONE, Conversion, printable
 from gemini.errors import ConfigError
 from gemini.system.files import parse_json, read_regular
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the conversion; return 0.
 
     Raises:
-        ConfigError: the file cannot be read, or holds what its own library refuses.
+        ConfigError: the file cannot be read, holds what its own library refuses, or no key that is known.
     """
     found = convert(options.file)
     if options.json:
@@ -70,6 +70,12 @@ def convert(path: Path) -> Conversion:
     is_accelerate = isinstance(document, dict) and document.keys() & {"distributed_type", "fsdp_config"}
     part = accelerate_config if is_accelerate else deepspeed_config
     found: Conversion = part.convert(document, ascii(path.name)[1:-1])  # one line of any name
+    if document and document.keys() <= {key for key, verdict, _ in found.keys if verdict == NONE}:
+        keys = printable(", ".join(str(key) for key in list(document)[:5]))
+        raise ConfigError(
+            f"{path} has no key of a configuration of DeepSpeed or Accelerate, but {keys}; "
+            "name ds_config.json, or the YAML that accelerate config writes"
+        )
     return found
 
 

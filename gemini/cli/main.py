@@ -129,7 +129,11 @@ def _parsed(arguments: list[str], added: Mapping[str, AddParser]) -> argparse.Na
     called = arguments[0] if arguments else ""
     parser = build_parser({**added, **added_commands(called, {*COMMANDS, *added})})
     if called != "trace":
-        return parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            command = f"{parser.prog} {called}" if not called.startswith("-") else parser.prog
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}; all there are: {command} --help")
+        return options
     own, script = trace.split_script(arguments)
     options = parser.parse_args(own)
     options.script = script

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemini.cli.console import Console
+from gemini.cli.train import with_options
 from gemini.forecast.forecast import StepTime
 from gemini.forecast.report import Report, Wear
 from gemini.system.config import format_bytes
@@ -37,7 +38,10 @@ def render(report: Report, console: Console) -> None:
 
 def _verdict(report: Report) -> Panel:
     settings = report.settings
-    what = f"{report.source.name}, {report.num_parameters / 1e6:,.1f} M parameters, batch {settings.batch}"
+    source = report.source
+    what = f"{source.name}, {report.num_parameters / 1e6:,.1f} M parameters, batch {settings.batch}"
+    if source.unit != "samples":
+        what += f" of {source.tokens:,} {source.unit}"
     lines = Text()
     if report.fits:
         lines.append("It fits.", style="bold green")
@@ -45,7 +49,7 @@ def _verdict(report: Report) -> Panel:
     else:
         lines.append("It does not fit.", style="bold red")
         for obstacle in report.obstacles:
-            lines.append(f"\n- {obstacle}")
+            lines.append(f"\n- {with_options(obstacle)}")
         if not report.largest_batch:
             lines.append("\nNo batch size fits these budgets.")
     for note in report.notes:

@@ -80,7 +80,10 @@ def _run(path: Path) -> dict[str, Any]:
         with _importable(path.parent):
             found = runpy.run_path(str(path))
     except Exception as error:
-        raise ConfigError(f"config: {path} ends with {type(error).__name__}: {error}") from error
+        way_out = ""
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "colossalai":
+            way_out = "; change its import root to gemini.compat, as that of the program (docs/compat.md)"
+        raise ConfigError(f"config: {path} ends with {type(error).__name__}: {error}{way_out}") from error
     return {
         name: value
         for name, value in found.items()

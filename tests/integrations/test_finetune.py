@@ -249,7 +249,7 @@ def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
         (lambda _: {"packing": False}, "has no pad token.* leave --no-packing out"),
         (lambda _: {"seq": 65}, "--seq 65 is over the 64 positions .* give --seq 64 or less"),
         (empty, "--data has 0 tokens .* give more data"),
-        (lambda _: {"model": "nowhere"}, "--model nowhere has no config.json"),
+        (lambda _: {"model": "nowhere"}, "--model nowhere has no config.json.*\\(hf download"),
         (of_another_kind, "a 'vit', which transformers has no AutoModelForCausalLM for"),
         (of_more_tokens, "line 1 of .* has token 96, .* has embeddings for 96"),
         (lambda _: {"eval_share": 0.99}, "leaves none to learn from"),

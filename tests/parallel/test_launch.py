@@ -249,6 +249,7 @@ def test_an_attribute_that_is_set_is_an_entry() -> None:
         ("c.json", "{}", "no Python file"),
         ("c.py", "x = 1 / 0", "ZeroDivisionError"),
         ("c.py", "x = (", "SyntaxError"),
+        ("c.py", "from colossalai.amp import AMP_TYPE", "import root to gemini.compat"),
         ("c.py", "clip_grad_norm = -1", "clip_grad_norm is -1"),
     ],
 )

@@ -123,6 +123,12 @@ def test_values_arrive_where_ours_are(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = written({"model_type": "llama", "hidden_size": 128}, tmp_path / "config.json", disk=tmp_path)
+    with pytest.raises(ConfigError, match=r"but model_type, hidden_size; name ds_config\.json"):
+        convert(path)
+
+
 def test_no_key_is_left_without_a_word(tmp_path: Path) -> None:
     unknown = {**OFFLOADED, "invented": 1, "zero_optimization": {"stage": 1, "also_invented": {"a": 2}}}
     for document in (*PLAIN.values(), unknown):
@@ -279,7 +285,7 @@ def test_any_key_is_printed_as_it_is(key: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_key_in_brackets_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written({"[red]": 1}, tmp_path / "ds.json", disk=tmp_path)
+    file = written({"[red]": 1, "bf16": {"enabled": True}}, tmp_path / "ds.json", disk=tmp_path)
     assert main(["convert-config", str(file)]) == 0
     assert "[red]" in capsys.readouterr().err
 

@@ -87,6 +87,15 @@ def test_what_does_not_fit_is_exit_code_one_and_says_why(
     assert "device_bytes" in found["obstacles"][0]
 
 
+def test_what_is_said_has_the_length_it_is_for_and_options_as_they_are_given(
+    described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", GPT, *described, "--device-bytes", str(300 * KIB), "--batch", "64"]) == 1
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "batch 64 of 32 tokens" in said
+    assert "raise --device-bytes" in said
+
+
 def test_a_device_of_nothing_is_refused(described: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", GPT, *described, "--device-bytes", "0"]) == 2
     assert "device_bytes is 0" in capsys.readouterr().err

@@ -38,6 +38,14 @@ def test_every_field_of_the_config_has_an_option_with_help(capsys: pytest.Captur
         assert f"--{field.name.replace('_', '-')}" in shown
 
 
+def test_an_unknown_option_is_refused_with_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--batch-size", "2"])
+    assert "--batch-size 2; all there are: gemini train --help" in capsys.readouterr().err
+
+
 def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     config = train.config_from(parse("--device-bytes", "24MiB", "--host-bytes", "0"))
     assert (config.device_bytes, config.host_bytes) == (24 * 2**20, 0)

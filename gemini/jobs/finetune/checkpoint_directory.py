@@ -43,7 +43,7 @@ class ModelDirectory:
         if not (self.path / "config.json").is_file():
             raise ConfigError(
                 f"--model {self.path} has no config.json; give a directory that save_pretrained() has made "
-                "(huggingface-cli download NAME --local-dir DIR gets one)"
+                "(hf download NAME --local-dir DIR gets one)"
             )
         if not any(file.suffix in _WEIGHTS for file in self.path.iterdir()):
             raise ConfigError(

@@ -122,8 +122,9 @@ def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
     except ValueError as error:
         if not config.lora or isinstance(error, GeminiError):
             raise
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ConfigError(
-            f"--lora-targets {config.lora_targets}: {' '.join(str(error).split()):.300}; name linear layers "
+            f"--lora-targets {config.lora_targets}: {reason}; name linear layers "
             f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
         ) from error
 

@@ -56,7 +56,7 @@ class FineTuneWork:
         return (
             f"{self.samples.num_tokens:,} tokens of {self.config.data} in {self.samples.num_rows:,} rows of "
             f"{self.seq}{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
-            f"{self._rows_per_step:,} rows"
+            f"{self._rows_per_step:,} row{'' if self._rows_per_step == 1 else 's'}"
         )
 
     def identity(self) -> dict[str, Any]:
