@@ -151,6 +151,12 @@ class ChunkUpdate:
         with OutsideTransforms():
             self._manager.shortage.twice(lambda: self._begin(self._manager.updates.late))
 
+    def settle(self) -> None:
+        """Wait for what was begun; the caller unpins everything."""
+        for _, work in self._begun:
+            self._wait(work)
+        self._begun.clear()
+
     def run_now(self) -> None:
         """Run the update inside the step: each piece is a moment of it."""
         self._manager.shortage.twice(lambda: self._run(self._manager.updates.inside))
@@ -279,14 +285,17 @@ class ChunkUpdate:
 
     def _take_back(self) -> None:
         """Wait until the CPU has updated the piece that was begun first, and unpin it."""
-        (left, work), updates = self._begun[0], self._manager.updates
+        left, work = self._begun[0]
+        self._wait(work)
+        del self._begun[0]
+        self._manager.updates.unpin(left.written + left.grads, left.written)
+
+    def _wait(self, work: GivenWork) -> None:
         try:
-            work.wait(updates.thread)
+            work.wait(self._manager.updates.thread)
         except Exception:
             self._completeness.begin(_HALF_UPDATED)
             raise
-        del self._begun[0]
-        updates.unpin(left.written + left.grads, left.written)
 
     def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
         """Return what updates the memory of ``parts``, which is pinned."""

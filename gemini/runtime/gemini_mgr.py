@@ -182,7 +182,8 @@ class GeminiManager(Gate):
             self.settle()
             if self.sharding is not None:
                 self.sharding.settle_transfers()
-            self.finish_begun()
+            for update in self.pending.begun():
+                update.settle()
             self.chunks.recover()
             if self.sharding is not None:
                 self.sharding.repin()

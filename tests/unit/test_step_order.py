@@ -27,6 +27,9 @@ class Waiting:
     def begin(self) -> None:
         """Do nothing."""
 
+    def settle(self) -> None:
+        """Do nothing."""
+
     def run(self) -> None:
         """Do nothing."""
 

@@ -42,6 +42,10 @@ class PendingUpdate(Protocol):
         """Begin all of it, in the background where that is possible. Raises as :meth:`run`."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what was begun; the caller unpins everything. What is left stays for :meth:`run`."""
+        ...
+
     def run(self) -> None:
         """Do what is left, if anything. What fails to start can be repeated: it has changed nothing."""
         ...
