@@ -91,7 +91,7 @@ def test_what_is_said_has_the_length_it_is_for_and_options_as_they_are_given(
     described: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", GPT, *described, "--device-bytes", str(300 * KIB), "--batch", "64"]) == 1
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
     assert "batch 64 of 32 tokens" in said
     assert "raise --device-bytes" in said
 

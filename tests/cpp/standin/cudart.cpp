@@ -149,6 +149,7 @@ extern "C" {
 
 // -- what nvcc has a file with kernels call when it is loaded --
 
+// NOLINTBEGIN(bugprone-reserved-identifier): the names are CUDA's
 EXPORTED void** __cudaRegisterFatBinary(void*) { return nullptr; }
 EXPORTED void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORTED void __cudaUnregisterFatBinary(void**) {}
@@ -165,6 +166,7 @@ EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return cudaEr
 EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
   return cudaErrorNotSupported;
 }
+// NOLINTEND(bugprone-reserved-identifier)
 
 // -- errors and devices --
 

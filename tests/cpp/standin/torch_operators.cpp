@@ -18,7 +18,7 @@ using c10::IValue;
 using torch::jit::Stack;
 using Visit = std::function<void(Tensor&)>;
 
-const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 
 // -- tensors --
 
@@ -204,11 +204,12 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
+// NOLINTBEGIN(bugprone-return-const-ref-from-parameter): torch's signature
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   const auto wanted =
       static_cast<size_t>(self.numel() + self.storage_offset()) * self.element_size();
-  const c10::Storage storage = self.storage();
+  const c10::Storage& storage = self.storage();
   if (storage.nbytes() >= wanted) return self;
   synchronize(current_stream());
   c10::DataPtr more = gpu_allocator().allocate(wanted);
@@ -217,6 +218,7 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   storage.set_nbytes(wanted);
   return self;
 }
+// NOLINTEND(bugprone-return-const-ref-from-parameter)
 
 Tensor& set_place(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size,
                   at::IntArrayRef stride) {
