@@ -21,6 +21,7 @@ from gemini.jobs.gpt.model import GPTConfig, num_parameters
 from gemini_bench import endurance, largest, offload, preop, resident, runtime
 from gemini_bench.cases import run_cases
 from gemini_bench.cli import bench as command
+from gemini_bench.cli.output import command as command_line
 from gemini_bench.cli.output import publish
 from gemini_bench.record import Row, environment
 from gemini_bench.session import CaseResult, Session, WorkerFailed, WorkerRun, measure_bare_bytes, run_worker
@@ -395,3 +396,18 @@ def test_a_record_is_kept_case_by_case(tmp_path: Path) -> None:
     assert kept["cases"]["first"]["rows"][0]["value"] == 3
     assert kept["not_run"] == ["second", "third"]
     assert "not_run" not in run_cases("some", session, {"first": measured}, [])
+
+
+def test_a_record_names_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    given = [
+        "bench",
+        "io",
+        "--out",
+        str(tmp_path / "there" / "x.json"),
+        "--disk-dir",
+        str(tmp_path / "here" / "d"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["gemini", *given])
+    assert command_line() == ["gemini", "bench", "io", "--out", "x.json", "--disk-dir", "d"]

@@ -57,8 +57,17 @@ def progress() -> Callable[[str], None]:
 
 
 def command() -> list[str]:
-    """Return the command line as it belongs into a record."""
-    return ["gemini", *map(shlex.quote, sys.argv[1:])]
+    """Return the command line as it belongs into a record: with paths as from here, and of those elsewhere,
+    which are this machine's, the last part."""
+    return ["gemini", *(shlex.quote(_from_here(argument)) for argument in sys.argv[1:])]
+
+
+def _from_here(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name or argument
 
 
 def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
