@@ -304,10 +304,13 @@ class ChunkManager:
         copies = (self.table.valid_tiers(chunk.id) for chunk in self.chunks)
         return all(_C.Tier.DEVICE in tiers or not tiers for tiers in copies)
 
-    def wait_host(self, chunk: Chunk) -> None:
-        """Wait until the CPU may use a chunk that is pinned on HOST. On any thread; no operator waits for it,
-        so it counts as no stall."""
+    def wait_host(self, chunk: Chunk, *, aside: bool = False) -> None:
+        """Wait until the CPU may use a chunk that is pinned on HOST. That counts as a stall, unless it is
+        ``aside``: on another thread than the one that trains."""
+        start = time.perf_counter()
         self._memory.wait_host(chunk.host)
+        if not aside:
+            self._waited_s += time.perf_counter() - start
 
     def chunk_at(self, address: int) -> int:
         """Return the id of the chunk whose window holds ``address``, or -1."""

@@ -153,9 +153,9 @@ class ChunkUpdate:
 
     def settle(self) -> None:
         """Wait for what was begun; the caller unpins everything."""
-        for _, work in self._begun:
-            self._wait(work)
-        self._begun.clear()
+        while self._begun:
+            self._wait_for_first()
+            del self._begun[0]
 
     def run_now(self) -> None:
         """Run the update inside the step: each piece is a moment of it."""
@@ -261,21 +261,22 @@ class ChunkUpdate:
     def _update_on_host(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         tensors = left.written + left.grads
         with operator(tensors, left.written, on_host=True), torch.no_grad(), self._completeness.change():
-            self._prepare_on_host(left, rewritten)()
+            self._prepare_on_host(left, rewritten, aside=False)()
             del self._left[0]
 
-    def _prepare_on_host(self, left: _Piece, rewritten: set[ManagedSlot]) -> Callable[[], None]:
+    def _prepare_on_host(
+        self, left: _Piece, rewritten: set[ManagedSlot], *, aside: bool
+    ) -> Callable[[], None]:
         parts = [HostPart(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
-        return prepare_on_host(
-            self._manager.chunks, self._group, left.piece, parts, (self._rule, left.states)
-        )
+        by = self._rule, left.states
+        return prepare_on_host(self._manager.chunks, self._group, left.piece, parts, by, aside)
 
     def _give(self, left: _Piece, rewritten: set[ManagedSlot]) -> None:
         """Pin a piece on HOST, have the CPU update it, and leave it pinned."""
         updates = self._manager.updates
         updates.pin_late(left.written + left.grads, on_host=True)
         try:
-            work = GivenWork(self._prepare_on_host(left, rewritten))
+            work = GivenWork(self._prepare_on_host(left, rewritten, aside=True))
         except BaseException:
             updates.unpin(left.written + left.grads, left.written)
             raise
@@ -285,17 +286,21 @@ class ChunkUpdate:
 
     def _take_back(self) -> None:
         """Wait until the CPU has updated the piece that was begun first, and unpin it."""
-        left, work = self._begun[0]
-        self._wait(work)
+        left = self._wait_for_first()
         del self._begun[0]
         self._manager.updates.unpin(left.written + left.grads, left.written)
 
-    def _wait(self, work: GivenWork) -> None:
+    def _wait_for_first(self) -> _Piece:
+        """Wait for the piece that was begun first, and return it. What raised is told of once: it stays
+        pinned until everything is unpinned, and the optimizer goes on after a load alone."""
+        left, work = self._begun[0]
         try:
             work.wait(self._manager.updates.thread)
         except Exception:
             self._completeness.begin(_HALF_UPDATED)
+            del self._begun[0]
             raise
+        return left
 
     def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
         """Return what updates the memory of ``parts``, which is pinned."""

@@ -35,22 +35,23 @@ def prepare_on_host(
     piece: StatePiece,
     parts: Sequence[HostPart],
     rule_and_states: tuple[UpdateRule, tuple[StateSpec, ...]],
+    aside: bool,
 ) -> Callable[[], None]:
-    """Return what updates ``parts`` of a piece in place by a rule with these states, on any thread, while its
-    chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to them first. The
-    same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
+    """Return what updates ``parts`` of a piece in place by a rule with these states, ``aside`` on another
+    thread, while its chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to
+    them first. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
     param_chunk, grad_chunk, first = group.updated
     if grad_chunk is None:
         raise StateError("a group of frozen parameters has no update")
     rule, states = rule_and_states
     kept = [piece.chunks[state.key] for state in states]
     used = [param_chunk, grad_chunk, *kept, *([piece.chunks[MASTER]] if piece.has_master else [])]
-    tensors = {chunk.id: host_tensor(chunks, chunk, wait=False) for chunk in used}
+    tensors = {chunk.id: host_tensor(chunk) for chunk in used}
     values, grads = tensors[param_chunk.id], tensors[grad_chunk.id]
 
     def run() -> None:
         for chunk in used:
-            chunks.wait_host(chunk)
+            chunks.wait_host(chunk, aside=aside)
         found: list[Part] = []
         for part in parts:
             start, stop = part.slot.overlapping(piece)

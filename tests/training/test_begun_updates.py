@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from gpu_harness import (
 from torch import Tensor, nn
 from training_harness import assert_same_state, assert_within_budgets
 
-from gemini import HybridAdam
+from gemini import HybridAdam, StateError
 from gemini.checkpoint import load, save
 from gemini.optim import chunk_update
 from gemini.runtime.gate.update_thread import GivenWork, UpdateThread
@@ -50,6 +52,16 @@ def want() -> tuple[list[float], dict[str, Tensor]]:
     return train(
         plain, HybridAdam(plain.parameters(), lr=1e-2), torch.device("cpu"), STEPS
     ), plain.state_dict()
+
+
+def around_updates(monkeypatch: pytest.MonkeyPatch, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have ``run`` called with the work of each piece that the CPU updates, in its place."""
+    prepare = chunk_update.prepare_on_host
+
+    def prepared(*arguments: Any) -> Callable[[], None]:
+        return partial(run, prepare(*arguments))
+
+    monkeypatch.setattr(chunk_update, "prepare_on_host", prepared)
 
 
 def go_on(
@@ -83,18 +95,11 @@ def test_ctrl_c_while_work_is_given_has_it_done_once(
 ) -> None:
     model, optimizer = managed
     losses = train(model, optimizer, torch.device("cpu"), STEPS[:3])
-    submit, prepare = UpdateThread.submit, chunk_update.prepare_on_host
-    times: list[list[None]] = []
+    submit, times = UpdateThread.submit, Counter[Callable[[], None]]()
 
-    def counted(*arguments: Any) -> Callable[[], None]:
-        update, ran = prepare(*arguments), []
-        times.append(ran)
-
-        def run() -> None:
-            ran.append(None)
-            update()
-
-        return run
+    def counted(update: Callable[[], None]) -> None:
+        times[update] += 1
+        update()
 
     def interrupted(thread: UpdateThread, work: Callable[[], None]) -> None:
         monkeypatch.setattr(UpdateThread, "submit", submit)
@@ -103,11 +108,11 @@ def test_ctrl_c_while_work_is_given_has_it_done_once(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(UpdateThread, "submit", interrupted)
-    monkeypatch.setattr(chunk_update, "prepare_on_host", counted)
+    around_updates(monkeypatch, counted)
     with pytest.raises(KeyboardInterrupt):
         network_loss(model, 3, torch.device("cpu"))
     go_on(managed, losses, want)
-    assert all(len(ran) == 1 for ran in times)
+    assert set(times.values()) == {1}
 
 
 def test_ctrl_c_while_an_update_is_waited_for_loses_none(
@@ -138,21 +143,18 @@ def test_work_that_raises_is_reported_and_refused_until_a_checkpoint_is_loaded(
     model, optimizer = managed
     losses = train(model, optimizer, torch.device("cpu"), STEPS[:3])
     save(tmp_path / "saved", model, optimizer)
-    prepare = chunk_update.prepare_on_host
 
-    def failing(*arguments: Any) -> Callable[[], None]:
-        prepare(*arguments)
-
-        def fail() -> None:
-            raise ValueError("as asked")
-
-        return fail
+    def fail(_update: Callable[[], None]) -> None:
+        raise ValueError("as asked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_update, "prepare_on_host", failing)
+        around_updates(patch, fail)
         with pytest.raises(ValueError, match="as asked"):
             train(model, optimizer, torch.device("cpu"), STEPS[3:5])
-    with suppress(Exception):  # it is refused, by whom does not matter here
+    while model.manager.pending.begun():  # each that failed is told of once
+        with pytest.raises(ValueError, match="as asked"):
+            model.manager.recover()
+    with pytest.raises(StateError, match="load a checkpoint"):
         optimizer.step()
     load(tmp_path / "saved", model, optimizer)
     go_on(managed, losses, want)
@@ -176,19 +178,14 @@ def test_leaving_by_an_exception_waits_for_what_the_cpu_is_at(
 ) -> None:
     model, optimizer = managed
     train(model, optimizer, torch.device("cpu"), STEPS[:3])
-    prepare, slow, ended = chunk_update.prepare_on_host, threading.Event(), []
+    ended: list[Callable[[], None]] = []
 
-    def slowly(*arguments: Any) -> Callable[[], None]:
-        update = prepare(*arguments)
+    def slowly(update: Callable[[], None]) -> None:
+        time.sleep(0.2)
+        update()
+        ended.append(update)
 
-        def run() -> None:
-            slow.wait(0.2)
-            update()
-            ended.append(arguments)
-
-        return run
-
-    monkeypatch.setattr(chunk_update, "prepare_on_host", slowly)
+    around_updates(monkeypatch, slowly)
     monkeypatch.setattr(GivenWork, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         network_loss(model, 3, torch.device("cpu"))

@@ -281,7 +281,6 @@ def place_updates(
     waiting = {chunk: update for update in pending for chunk in update.chunks}
     left = {update.order: update for update in pending}
     period = len(trace.phases) - 1
-
     begins = [update.order for update in pending if update.can_begin]
 
     def place(orders: Sequence[int]) -> None:
