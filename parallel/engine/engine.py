@@ -52,8 +52,8 @@ class Engine:
         self.accumulation, self.clip_grad_norm = accumulation, clip_grad_norm
         self.gradient_handlers = list(gradient_handlers)
         self.schedule = schedule or NonPipelineSchedule()
-        self.booster = booster
         self.num_updates = 0
+        self.booster = booster
         self._iteration = 0  # of those that an update needs
 
     @property

@@ -74,7 +74,7 @@ class Passage:
     """
 
     def __init__(self, nothing: Nothing | None = None) -> None:
-        """``nothing``: what stands-in tensors of the model are made of, where stages share it."""
+        """``nothing``: of what stand-ins are made, where stages share it."""
         self.nothing = Nothing() if nothing is None else nothing
         self.runs, self.has_entered = False, False
         self._takes: Sequence[int] | None = None

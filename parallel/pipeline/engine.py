@@ -331,7 +331,7 @@ class _Run:
         run = self._engine.trained.forward
         if stage.makes_nan_of_nothing(loss, lambda: self._loss_of(run(stage.run, call, {}), number)):
             raise ConfigError(
-                "the loss is NaN for it comes of something that another stage has: what runs in front of the "
+                "the loss is NaN, made of something that another stage has: what runs in front of the "
                 "blocks, or a weight there, is used behind the last one (only what one block after another "
                 "is called with goes from stage to stage); have the blocks pass it on, or train without pp"
             )

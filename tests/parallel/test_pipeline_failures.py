@@ -151,7 +151,7 @@ def _skip(style: str, sizes: dict[str, int]) -> str:
 def test_a_loss_of_what_another_stage_has_is_refused_on_all_ranks(style: str) -> None:
     first, last = run_on_ranks(_skip, 2, style, {"pp_size": 2})
     told, said = (last, first) if style == "zbv" else (first, last)
-    assert said.startswith("ConfigError: the loss is NaN for it comes of something that another stage has")
+    assert said.startswith("ConfigError: the loss is NaN, made of something that another stage has")
     # Both ends of the model are on one rank in zbv: the last stage is refused nonetheless.
     assert "used behind the last one" in told
 
