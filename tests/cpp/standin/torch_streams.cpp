@@ -18,7 +18,7 @@ using gemini::cuda_abi::Result;
 std::mutex mutex;
 // NOLINTNEXTLINE(bugprone-throwing-static-initialization): nobody could go on without it
 std::set<c10::StreamId> streams{0};  // guarded by mutex
-std::string failure;  // guarded by mutex: of work on a stream
+std::string failure;                 // guarded by mutex: of work on a stream
 
 thread_local c10::StreamId the_stream = 0;
 thread_local c10::DeviceIndex the_device = 0;
