@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from training_harness import (
 from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP, StateError
+from gemini.runtime.gate.gate import Gate
+from gemini.runtime.intercept import param
 
 RECIPE = Recipe(steps=4)
 LOOKS: dict[str, Callable[[GeminiDDP], object]] = {
@@ -230,3 +233,31 @@ def test_threads_may_take_turns(tmp_path: Path) -> None:
         for step in range(3):
             losses += in_thread(lambda at=step: managed_step(model, optimizer, gpt_loss, Recipe(), at))[0]
     assert losses == want
+
+
+def test_models_that_one_operator_reads_are_pinned_in_the_order_of_their_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their addresses: in another order on another thread or rank each would wait for the other."""
+    pinned: list[Gate] = []
+    within = param.pinned
+    monkeypatch.setattr(param, "pinned", lambda gate, *rest: pinned.append(gate) or within(gate, *rest))
+
+    def weight() -> Tensor:
+        model = GeminiDDP(nn.Linear(8, 8), **tight(tmp_path, "8KiB"))
+        models.append(model)
+        return next(model.parameters())
+
+    models: list[GeminiDDP] = []
+    gaps, first = [weight() for _ in range(4)], weight()
+    gate = first._ref.manager  # type: ignore[attr-defined]
+    gaps.clear()
+    models.clear()
+    gc.collect()
+    later = [weight() for _ in range(6)]  # where others were, which may be below
+    for other in later:
+        pinned.clear()
+        torch.equal(other, first)
+        assert [each.number for each in pinned] == sorted(each.number for each in pinned)
+        assert pinned[0] is gate
+    assert any(id(other._ref.manager) < id(gate) for other in later)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -88,6 +89,9 @@ class Grows(Protocol):
         """Have ``param``, which never trained, take gradients."""
 
 
+_numbers = count()
+
+
 class Gate(ABC):
     """``pre_op`` and ``post_op`` bracket the operators of one model. For one thread at a time.
 
@@ -99,6 +103,7 @@ class Gate(ABC):
     raw: RawMemory
 
     def __init__(self, chunks: ChunkManager) -> None:
+        self.number = next(_numbers)  # in the order of their making, which is the same on all ranks
         self.chunks = chunks
         self.tensors = StatefulTensorMgr(chunks)
         self.parameters = ParametersByAddress()

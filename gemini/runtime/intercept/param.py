@@ -243,7 +243,8 @@ def _operate_across(
         _copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
-            for manager, share in sorted(shares.items(), key=lambda of: id(of[0])):  # or threads would lock
+            # In one order for all threads and all ranks, or they would wait for each other.
+            for manager, share in sorted(shares.items(), key=lambda of: of[0].number):
                 stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
             out = func(*args, **kwargs)
         if nodes is not None:
