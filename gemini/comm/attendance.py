@@ -204,12 +204,16 @@ class Attendance:
     # -- what the others do ----------------------------------------------------------------------
 
     def _is_over(self, work: Any) -> bool:
+        limit = timedelta(seconds=self._beat_s)
         try:
-            work.wait(timedelta(seconds=self._beat_s))
-        except RuntimeError as error:
+            work.wait(limit)
+        except RuntimeError:
             if not work.is_completed():
                 return False
-            raise self.explain(error) from error
+            try:
+                work.wait(limit)  # again: it may have ended well since the first wait was given up
+            except RuntimeError as error:
+                raise self.explain(error) from error
         return True
 
     def _ask_for_signs(self) -> None:
@@ -260,24 +264,27 @@ class Attendance:
         )
 
     def _look(self) -> None:
-        for rank in range(self._count):
-            if rank == self._place:
-                continue
-            sign, now = self._read(rank), time.monotonic()
-            seen = self._seen.setdefault(rank, _Seen(sign, now, now))
+        others = [rank for rank in range(self._count) if rank != self._place]
+        found, now = self._read(others), time.monotonic()
+        for rank in others:
+            seen = self._seen.setdefault(rank, _Seen(Sign(), now, now))
+            sign = found.get(rank, seen.sign)
             if sign.beat != seen.sign.beat:
                 seen.beat_s = now
             if sign.state != seen.sign.state:
                 seen.state_s = now
             seen.sign = sign
 
-    def _read(self, rank: int) -> Sign:
+    def _read(self, ranks: list[int]) -> dict[int, Sign]:
+        """Return the signs of those ``ranks`` that have given one; where the store is gone, none new."""
         try:
-            return (
-                Sign(**json.loads(self._store.get(str(rank)))) if self._store.check([str(rank)]) else Sign()
-            )
+            # A get waits for its key, and would keep the others of this process from the store.
+            if not self._store.check([str(rank) for rank in ranks]):
+                ranks = [rank for rank in ranks if self._store.check([str(rank)])]
+            said = self._store.multi_get([str(rank) for rank in ranks])
+            return {rank: Sign(**json.loads(each)) for rank, each in zip(ranks, said, strict=True)}
         except (RuntimeError, ValueError):  # who keeps the store is gone
-            return self._seen[rank].sign if rank in self._seen else Sign()
+            return {}
 
     def _message(self, trouble: str) -> str:
         signs = {self._place: replace(self._sign(), left="")}

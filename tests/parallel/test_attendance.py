@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sharded_harness import WIDTH, Recipe, mlp, wrap
 from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
-from gemini.comm.attendance import PATIENCE_VARIABLE, Sign
+from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
 PATIENCE = 2.0
@@ -311,6 +312,35 @@ def test_a_killed_rank_is_named() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(_die, 2, timeout=40)
     assert "StateError: rank 1 has given no sign of life" in str(failed.value)
+
+
+class _EndsAsTheWaitIsGivenUp:
+    """A collective that is over only after its wait has run into its limit."""
+
+    def __init__(self, error: str) -> None:
+        self._error, self._waits = error, 0
+
+    def wait(self, _limit: timedelta) -> None:
+        self._waits += 1
+        if self._waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return self._waits > 0
+
+
+def _wait_for(error: str) -> None:
+    assert dist.group.WORLD is not None
+    attendance = Attendance(dist.HashStore(), 0, 1, dist.group.WORLD)
+    attendance.wait(_EndsAsTheWaitIsGivenUp(error), "adds up", lambda: None)
+
+
+def test_a_collective_that_ends_while_its_wait_is_given_up_has_not_failed() -> None:
+    run_on_ranks(_wait_for, 1, "")
+    with pytest.raises(RanksFailed, match="a wire was cut"):
+        run_on_ranks(_wait_for, 1, "a wire was cut")
 
 
 def test_a_sign_says_what_a_rank_did_last() -> None:
