@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.comm.collectives import ProcessGroupPeers, break_off, group_of
+from gemini.comm.collectives import ProcessGroupPeers, break_off
+from gemini.comm.groups import group_of, new_group
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 
@@ -122,9 +123,7 @@ class Axis(ProcessGroupPeers):
         key = tuple(ranks)
         if key not in self._parts:
             every = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(
-                [every[rank] for rank in key], self._timeout, use_local_synchronization=True
-            )
+            group = new_group([every[rank] for rank in key], self._timeout, backend=None)
             self._parts[key] = Axis(f"{self.name}/{name}", group)
         return self._parts[key]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.attendance import Attendance
+from gemini.comm.groups import devices_of, in_time, new_group, shortest_timeout, store_of
 from gemini.comm.messages import Messages
 from gemini.comm.peers import Peers, Share, Topic, Transfer
 from gemini.comm.rank import Rank
@@ -55,16 +56,16 @@ class ProcessGroupPeers(Peers):
             self._share = replace(self._share, replica=copy, replicas=copies)
         # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
         self._ranks = ranks
-        self._timeout = _shortest_timeout(group, replicas)
-        self._among_all = _new_group(ranks, self._timeout)
+        self._timeout = shortest_timeout(group, replicas)
+        self._among_all = new_group(ranks, self._timeout)
         self.attendance = Attendance(
             store_of(self._among_all), self._share.place, len(ranks), self._among_all
         )
         self._messages = Messages(self._among_all, ranks, self._wait)
         # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
         self._on_host = group
-        if not any(device.type == "cpu" for device in _devices(group)):
-            self._on_host = _new_group(dist.get_process_group_ranks(group), self._timeout)
+        if not any(device.type == "cpu" for device in devices_of(group)):
+            self._on_host = new_group(dist.get_process_group_ranks(group), self._timeout)
         self._aside: Messages | None = None
         self._several_hosts: bool | None = None  # not asked yet
 
@@ -156,7 +157,7 @@ class ProcessGroupPeers(Peers):
     def say_aside(self) -> Callable[[str], list[str]]:
         """Return a second channel like :meth:`say`, for use by another thread."""
         if self._aside is None:
-            self._aside = Messages(_new_group(self._ranks, self._timeout), self._ranks)
+            self._aside = Messages(new_group(self._ranks, self._timeout), self._ranks)
         return self._aside.text
 
     def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
@@ -289,62 +290,8 @@ def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
             f"process_group is a DeviceMesh of the shape {tuple(mesh.shape)}: its last dimension shards, and "
             "one rank alone has nothing to share; replicate with torch's DistributedDataParallel"
         )
-    replicas = _in_time(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    return ProcessGroupPeers(_in_time(mesh.get_group(-1)), replicas, mesh.mesh.flatten().tolist())
-
-
-def _in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
-    ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
-    timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
-    if dist.get_backend(group) != "gloo" or limit is None or timeout is None or timeout <= limit:
-        return group
-    return _new_group(dist.get_process_group_ranks(group), limit)
-
-
-def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group over gloo; its ``ranks`` alone call this."""
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    return group
-
-
-def store_of(group: dist.ProcessGroup, name: str = "") -> Any:
-    """Return a store of the ranks of ``group``, for nothing else, on a connection of its own. ``name`` tells
-    it from others of the group."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
-    prefix = f"gemini-attendance/{group.group_name}/{name}"
-    return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
-
-
-def _shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
-    """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
-    return min((found for found in map(_timeout, groups) if found is not None), default=None)
-
-
-def _devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return the kinds of devices whose memory a backend of ``group`` takes."""
-    found: list[torch.device] = group._device_types
-    return found
-
-
-def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
-    if group is None:
-        return None
-    backend: Any = group._get_backend(_devices(group)[0])
-    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return found
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of ``mesh``, which call this together."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    timeout = _timeout(dist.group.WORLD)
-    group: dist.ProcessGroup = dist.new_group(
-        mesh.mesh.flatten().tolist(), timeout, use_local_synchronization=True
-    )
-    return group
+    replicas = in_time(mesh.get_group(0)) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    return ProcessGroupPeers(in_time(mesh.get_group(-1)), replicas, mesh.mesh.flatten().tolist())
 
 
 def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import distributed as dist
 
 from gemini.comm.attendance import Attendance
-from gemini.comm.collectives import all_gather, break_off, store_of
+from gemini.comm.collectives import all_gather, break_off
+from gemini.comm.groups import store_of
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8

@@ -6,10 +6,12 @@ costs seconds. Every run gets a process group of its own, made from nothing and 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,12 +56,10 @@ def run_on_ranks(
     """
     workers = _WORKERS.first(world_size)
     try:
-        # A rank's signs of life may be written to the store after its function has returned.
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-            store = str(Path(directory, "store"))
-            for rank, worker in enumerate(workers):
-                worker.send(_Job(function, args, rank, world_size, store, timeout, backend))
-            return _results(workers, timeout)
+        store = str(Path(_stores(), str(next(_RUNS))))
+        for rank, worker in enumerate(workers):
+            worker.send(_Job(function, args, rank, world_size, store, timeout, backend))
+        return _results(workers, timeout)
     except BaseException:
         _WORKERS.close()
         raise
@@ -132,6 +134,16 @@ class _Workers:
 
 
 _WORKERS = _Workers()
+_RUNS = count()
+
+
+@cache
+def _stores() -> str:
+    """Return where the stores of all runs lie. They outlive them: a rank gives signs of life until it knows
+    that its group is gone, and one without its file would look for it for minutes."""
+    directory = tempfile.mkdtemp(prefix="gemini-ranks-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def _results(workers: list[_Worker], timeout: float) -> list[Any]:

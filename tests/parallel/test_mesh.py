@@ -72,6 +72,22 @@ def test_mesh_without_ranks_says_how_to_start_some() -> None:
         Mesh(Layout())
 
 
+def count_on_axes() -> int:
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    axis = make_mesh(tp=3).axis("tp")
+    assert axis is not None
+    total = torch.ones(1)
+    for each in (axis, axis.among(range(3))):
+        each.all_reduce(total)
+    return int(total)
+
+
+def test_ranks_may_be_in_different_numbers_of_groups_of_the_program() -> None:
+    """Torch names a group after that number, and would let them wait for each other."""
+    assert run_on_ranks(count_on_axes, 3) == [9] * 3
+
+
 def gather_on_the_first() -> tuple[int, list[tuple[int, ...]]]:
     model = Language()
     partition = parallelize(model, make_mesh(tp=2), LANGUAGE_PLAN)

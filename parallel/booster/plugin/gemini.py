@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.comm.collectives import group_of
+from gemini.comm.groups import group_of
 from gemini.errors import GeminiError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import handle_of

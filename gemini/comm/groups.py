@@ -1,0 +1,93 @@
+"""Process groups that their own ranks make, their timeouts and their stores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# By default group: how many groups of some ranks were made here, by these.
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+
+def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None = "gloo") -> dist.ProcessGroup:
+    """Make a group; its ``ranks``, two or more, alone call this, in the same order.
+
+    Torch names such a group after the number of groups that a process is in. Ranks that are in different
+    numbers of them would wait for each other for good: those in fewer fill up with groups of themselves.
+    """
+    missing = _most_groups(ranks) - _num_groups()
+    for _ in range(missing):
+        dist.new_group([dist.get_rank()], timeout, "gloo", use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    return group
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def _most_groups(ranks: list[int]) -> int:
+    """Return how many groups that one of ``ranks`` is in that is in most."""
+    assert dist.group.WORLD is not None
+    members = "_".join(map(str, ranks))
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    made[members] += 1
+    store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"gemini-groups/{members}/{made[members]}", dist.distributed_c10d._get_default_store()
+    )
+    store.set(str(dist.get_rank()), str(_num_groups()))
+    return max(int(store.get(str(rank))) for rank in ranks)
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of ``mesh``, which call this together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return new_group(mesh.mesh.flatten().tolist(), _timeout(dist.group.WORLD), backend=None)
+
+
+def in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
+    ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
+    timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
+    if dist.get_backend(group) != "gloo" or limit is None or timeout is None or timeout <= limit:
+        return group
+    return new_group(dist.get_process_group_ranks(group), limit)
+
+
+def shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
+    """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
+    return min((found for found in map(_timeout, groups) if found is not None), default=None)
+
+
+def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    if group is None:
+        return None
+    backend: Any = group._get_backend(devices_of(group)[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the kinds of devices whose memory a backend of ``group`` takes."""
+    found: list[torch.device] = group._device_types
+    return found
+
+
+def store_of(group: dist.ProcessGroup, name: str = "") -> Any:
+    """Return a store of the ranks of ``group``, for nothing else. ``name`` tells it from others of the group.
+    All of them share a connection that nobody waits on."""
+    assert dist.group.WORLD is not None
+    store = _connections.get(dist.group.WORLD)
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
+        _connections[dist.group.WORLD] = store
+    return dist.PrefixStore(f"gemini-attendance/{group.group_name}/{name}", store)  # type: ignore[attr-defined]
