@@ -30,6 +30,7 @@ class Engine:
 
     Args:
         booster: the one whose ``boost`` returned ``model``, ``optimizer`` and ``criterion``.
+        optimizer: None: the engine evaluates and does not train.
         accumulation: over how many iterations gradients add up.
         clip_grad_norm: the largest norm of all gradients; 0: any.
         gradient_handlers: called before an update, in order.
@@ -48,13 +49,21 @@ class Engine:
         gradient_handlers: Sequence[BaseGradientHandler] = (),
         schedule: BaseSchedule | None = None,
     ) -> None:
-        self.model, self.optimizer, self.criterion = model, optimizer, criterion
+        self.model, self.criterion = model, criterion
+        self._optimizer = optimizer
         self.accumulation, self.clip_grad_norm = accumulation, clip_grad_norm
         self.gradient_handlers = list(gradient_handlers)
         self.schedule = schedule or NonPipelineSchedule()
         self.num_updates = 0
         self.booster = booster
         self._iteration = 0  # of those that an update needs
+
+    @property
+    def optimizer(self) -> Any:
+        """The boosted optimizer. Raises ConfigError: there is none."""
+        if self._optimizer is None:
+            raise ConfigError("the engine has no optimizer and can only evaluate: give initialize() one")
+        return self._optimizer
 
     @property
     def is_last_iteration(self) -> bool:
@@ -122,7 +131,7 @@ class Engine:
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate on each rank; iterations before the last one of an
         update are within."""
-        return self.booster.no_sync(self.model, self.optimizer)
+        return self.booster.no_sync(self.model, self._optimizer)
 
     def execute_schedule(
         self,

@@ -76,7 +76,7 @@ class Features:
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     criterion: Criterion | None = None,
     train_dataloader: DataLoader[Any] | None = None,
     test_dataloader: DataLoader[Any] | None = None,
@@ -100,6 +100,7 @@ def initialize(
     the optimizer must be used through the engine.
 
     Args:
+        optimizer: None: for evaluation alone.
         config: path, dict, or None: that of the launch.
         plugin: how to train, in the place of what the configuration says of ``zero``.
         schedule: what ``engine.execute_schedule`` does; None: it follows from the configuration.
@@ -170,7 +171,7 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
 def choose_stages(
     features: Features,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     config: Mapping[str, Any],
 ) -> HybridParallelPlugin:
     """Return what trains the stages of a model, whole on each rank or BuiltStages, as a configuration says.

@@ -150,6 +150,17 @@ class Halving(BaseSchedule):
         return None, None, loss.detach()
 
 
+def test_an_engine_without_an_optimizer_evaluates_and_does_not_train() -> None:
+    engine = initialize(model_of(), None, nn.CrossEntropyLoss(), config={})[0]
+    engine.eval()
+    _, _, loss = engine.execute_schedule(iter(batches(1)), forward_only=True)
+    data, label = batches(1)[0]
+    assert loss is not None
+    assert torch.equal(loss, nn.functional.cross_entropy(model_of()(data), label))
+    with pytest.raises(ConfigError, match="can only evaluate"):
+        engine.zero_grad()
+
+
 def test_a_schedule_of_the_programs_own_is_run() -> None:
     plain, halved = engine_of(), engine_of(schedule=Halving())
     first, second = (engine.execute_schedule(iter(batches()))[2] for engine in (plain, halved))

@@ -22,7 +22,7 @@ from gemini.parallel.trainer.hooks import BaseHook
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     criterion: Criterion | None = None,
     train_dataloader: DataLoader[Any] | None = None,
     test_dataloader: DataLoader[Any] | None = None,
