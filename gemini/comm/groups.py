@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# By default group: how many groups of some ranks were made here, by these.
-_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+# By default group.
 _connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
@@ -35,15 +33,12 @@ def _num_groups() -> int:
 
 def _most_groups(ranks: list[int]) -> int:
     """Return how many groups that one of ``ranks`` is in that is in most."""
-    assert dist.group.WORLD is not None
-    members = "_".join(map(str, ranks))
-    made = _made.setdefault(dist.group.WORLD, Counter())
-    made[members] += 1
-    store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"gemini-groups/{members}/{made[members]}", dist.distributed_c10d._get_default_store()
-    )
-    store.set(str(dist.get_rank()), str(_num_groups()))
-    return max(int(store.get(str(rank))) for rank in ranks)
+    members = f"gemini-groups/{'_'.join(map(str, ranks))}"
+    store: Any = dist.PrefixStore(members, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    # None of them comes again before all have come.
+    time = (store.add("arrivals", 1) - 1) // len(ranks)
+    store.set(f"{time}/{dist.get_rank()}", str(_num_groups()))
+    return max(map(int, store.multi_get([f"{time}/{rank}" for rank in ranks])))  # waits for all
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
