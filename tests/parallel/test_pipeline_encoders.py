@@ -205,14 +205,22 @@ def cuts(num_blocks: int, num_stages: int) -> list[tuple[tuple[int, int], ...]]:
 
 @pytest.mark.parametrize(
     ("name", "style", "options"),
-    [("t5", "1f1b", {"split": CUT_DECODER}), ("t5", "zbv", {"split": "layers"})],
+    [
+        ("t5", "1f1b", {"split": CUT_DECODER}),
+        ("t5", "zbv", {"split": "layers"}),
+        ("marian", "dualpipev", {}),
+        ("t5 untied", "1f1b", {"tp_size": 2}),
+        ("whisper", "1f1b", {"tp_size": 2}),
+    ],
 )
 def test_encoders_and_decoders_train_in_stages(
     tmp_path: Path, name: str, style: str, options: dict[str, Any]
 ) -> None:
     path = str(tmp_path / "saved")
     wanted = whole(name)
-    for got, got_norms, peak in run_on_ranks(_train, 2, name, style, options, path):
+    for got, got_norms, peak in run_on_ranks(
+        _train, 2 * options.get("tp_size", 1), name, style, options, path
+    ):
         assert got == pytest.approx(wanted.losses, rel=1e-5)
         assert got_norms == pytest.approx(wanted.norms, rel=1e-6)
         assert peak <= 600 * 1024

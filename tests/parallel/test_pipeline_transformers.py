@@ -28,7 +28,7 @@ SIZES = {
 
 
 def build(name: str) -> nn.Module:
-    """A small model, in fp32, without dropout."""
+    """A small model, in fp32, without dropout unless its name says so."""
     import transformers as t
 
     t.logging.set_verbosity_error()
@@ -38,9 +38,9 @@ def build(name: str) -> nn.Module:
         return t.LlamaForCausalLM(config)
     if name == "qwen3":
         return t.Qwen3ForCausalLM(t.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
-    if name == "gpt2":
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = t.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, **off)
+    if name.startswith("gpt2"):
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1 if "dropout" in name else 0.0)
+        config = t.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, **drops)
         return t.GPT2LMHeadModel(config)
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return t.BertForMaskedLM(t.BertConfig(**SIZES, max_position_embeddings=32, **off))
@@ -111,3 +111,32 @@ def test_models_of_transformers_train_in_stages(
         assert peak <= 600 * 1024
     read = type(build(name)).from_pretrained(path)
     assert read.config.use_cache == build(name).config.use_cache
+
+
+def _train_with_dropout(tp_size: int, device_bytes: str) -> tuple[list[float], int]:
+    plugin = HybridParallelPlugin(
+        pp_size=2,
+        tp_size=tp_size,
+        num_microbatches=4,
+        device_bytes=device_bytes,
+        host_bytes="16MiB",
+        **CHUNKS,
+    )
+    booster, model = Booster(plugin=plugin), build("gpt2 with dropout")
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    losses = []
+    for step in range(4):
+        out = booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+        optimizer.step()
+        losses.append(float(out["loss"]))
+    return losses, model.stats()["d2h"]["bytes"]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_budgets_change_no_bit_of_stages_that_drop_out(tp_size: int) -> None:
+    roomy = run_on_ranks(_train_with_dropout, 2 * tp_size, tp_size, "64MiB")
+    tight = run_on_ranks(_train_with_dropout, 2 * tp_size, tp_size, "300KiB")
+    assert [losses for losses, _ in tight] == [losses for losses, _ in roomy] == [roomy[0][0]] * 2 * tp_size
+    assert all(moved > 0 for _, moved in tight)
+    assert roomy[0][0] != whole("gpt2")[0]
+    assert roomy[0][0] == pytest.approx(whole("gpt2")[0], rel=0.1)
