@@ -167,8 +167,9 @@ class Absent(nn.Module):
         if self._passage.has_entered:
             raise ConfigError(
                 f"{self._name!r} is on another stage, for it counts as running where it is registered, and "
-                f"it is called behind a block of this one; if it runs behind all blocks, say "
-                f"behind=[{self._name!r}] where the model is split"
+                f"it is called behind a block of this one; where the model is split, say "
+                f"behind=[{self._name!r}] if it runs behind all blocks, before=[{self._name!r}] if before "
+                "those of the module that it is in"
             )
         return self._answer(args, kwargs)
 

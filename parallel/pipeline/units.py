@@ -9,6 +9,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 
+_RUNS_BEFORE = ".layernorm_embedding"  # as transformers' BART and its kin have it, behind their layers
 _WAY_OUT = "say which modules run one after another with blocks=['layer1', 'layer2', ...]"
 
 
@@ -43,18 +44,25 @@ class Units:
         return frozenset(names)
 
 
-def find_units(model: nn.Module, blocks: Sequence[str] | None = None, behind: Collection[str] = ()) -> Units:
+def find_units(
+    model: nn.Module,
+    blocks: Sequence[str] | None = None,
+    behind: Collection[str] = (),
+    before: Collection[str] = (),
+) -> Units:
     """Return the units of ``model``: members of its longest list of modules (of an encoder's, then of a
     decoder's), unless ``blocks`` names others.
 
-    What is registered before the blocks counts as running before them; ``behind`` names what is not so.
+    What is registered before the blocks counts as running before them, and the rest behind. ``behind`` names
+    what is registered before all blocks and runs behind them, ``before`` what is registered behind those of
+    the module that it is in, and runs before them.
 
     Raises:
         ConfigError: there is no such list, or more than one; a name is of nothing.
     """
     chosen = tuple(blocks) if blocks is not None else _rows_of(model)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    missing = [name for name in (*chosen, *behind) if name not in known]
+    missing = [name for name in (*chosen, *behind, *before) if name not in known]
     if missing:
         raise ConfigError(f"the model has no {missing[0]!r}; name modules as model.named_modules() does")
     if len(set(chosen)) != len(chosen) or not chosen:
@@ -63,9 +71,12 @@ def find_units(model: nn.Module, blocks: Sequence[str] | None = None, behind: Co
     places: dict[str, int] = {}
     for name in sorted(around, key=lambda name: (name.count("."), name)):
         places |= _beside(model, name, chosen, around)
-    unknown = [name for name in behind if name not in places]
+    unknown = [name for name in (*behind, *before) if name not in places]
     if unknown:
-        raise ConfigError(f"behind names {unknown[0]!r}, which is no module or parameter beside the blocks")
+        said = "behind" if unknown[0] in behind else "before"
+        raise ConfigError(f"{said} names {unknown[0]!r}, which is no module or parameter beside the blocks")
+    early = [name for name in places if name.endswith(_RUNS_BEFORE)]
+    places |= {name: _blocks_before(chosen, _owner(name)) for name in (*early, *before)}
     places |= {name: len(chosen) for name in behind}
     front = tuple(name for name, count in places.items() if count == 0)
     rear = tuple(name for name, count in places.items() if count == len(chosen))
@@ -78,11 +89,21 @@ def _parent(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
+def _owner(name: str) -> str:
+    """Return with what the names begin in the module that ``name`` is in."""
+    return name[: name.rfind(".") + 1]
+
+
+def _blocks_before(blocks: Sequence[str], prefix: str) -> int:
+    """Return how many blocks come before the first one whose name begins with ``prefix``."""
+    return min(index for index, block in enumerate(blocks) if block.startswith(prefix))
+
+
 def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
     """Return what with weights a module around the blocks has beside them: after how many blocks it runs, if
     it runs in the order in which it is registered."""
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
-    count = min(index for index, block in enumerate(blocks) if block.startswith(prefix))
+    count = _blocks_before(blocks, prefix)
     found = {prefix + key: count for key, _ in owner.named_parameters(recurse=False)}
     for key, child in owner.named_children():
         full = prefix + key

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.pipeline import find_units, split
+from gemini.parallel.pipeline import find_units, split, units
 from gemini.parallel.pipeline.batches import cut_batch
 from gemini.parallel.pipeline.engine import Engine
 from gemini.parallel.pipeline.orders import Action, Kind, Order, make_order
@@ -31,7 +31,7 @@ CUT_ENCODER, CUT_DECODER = ["encoder.block.1"], ["decoder.block.1"]
 
 
 def build(name: str) -> nn.Module:
-    """A small model, in fp32, without dropout, with more layers in one half than in the other."""
+    """A small model, in fp32, without dropout, most with more layers in one half than in the other."""
     import transformers as t
 
     t.logging.set_verbosity_error()
@@ -161,7 +161,7 @@ def gradients(name: str) -> tuple[float, dict[str, Tensor | None]]:
     return loss.item(), {key: param.grad for key, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["t5", "t5 untied", "marian", "whisper"])
+@pytest.mark.parametrize("name", ["t5", "t5 untied", "bart", "marian", "whisper"])
 @pytest.mark.parametrize(
     ("style", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 2), ("zbv", 2)]
 )
@@ -182,8 +182,22 @@ def test_gradients_are_those_of_the_whole(name: str, style: str, chunks: int) ->
                 assert torch.allclose(param.grad, wanted[key], rtol=1e-4, atol=1e-7), (ranges, key)
 
 
+def test_what_is_registered_behind_blocks_may_be_named_as_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = find_units(build("bart"))
+    monkeypatch.setattr(units, "_RUNS_BEFORE", ".nothing")
+    norms = [f"model.{half}.layernorm_embedding" for half in ("encoder", "decoder")]
+    assert find_units(build("bart")) != known == find_units(build("bart"), before=norms)
+    with pytest.raises(ConfigError, match="before names 'model"):
+        find_units(build("bart"), before=["model.encoder.layers.0"])
+
+
 @pytest.mark.parametrize("ranges", [[(0, 1), (1, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)]])
-def test_what_runs_elsewhere_than_it_is_registered_is_refused(ranges: list[tuple[int, int]]) -> None:
+def test_what_runs_elsewhere_than_it_is_registered_is_refused(
+    ranges: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "_RUNS_BEFORE", ".nothing")
     model = build("bart")
     staged = split(model, find_units(model), ranges, range(2))
     engine, batches = Engine(staged, Alone(), None, 0), cut_batch(batch_of("bart", 0), 2)
@@ -209,6 +223,7 @@ def cuts(num_blocks: int, num_stages: int) -> list[tuple[tuple[int, int], ...]]:
         ("t5", "1f1b", {"split": CUT_DECODER}),
         ("t5", "zbv", {"split": "layers"}),
         ("marian", "dualpipev", {}),
+        ("bart", "interleaved", {"num_model_chunks": 2}),
         ("t5 untied", "1f1b", {"tp_size": 2}),
         ("whisper", "1f1b", {"tp_size": 2}),
     ],

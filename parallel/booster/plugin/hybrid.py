@@ -85,7 +85,9 @@ class HybridParallelPlugin(Plugin):
             blocks that stages begin with, but the first.
         costs: of each block, in any unit (seconds, say), in the place of ``split``.
         blocks: names of the modules that run one after another, where they are not the longest list.
-        behind: names of what runs behind the blocks although it is registered before them.
+        behind: names of what runs behind all blocks although it is registered before them.
+        before: names of what runs before the blocks of the module that it is in although it is registered
+            behind them.
         options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer; with
             ``zero_stage`` 0 to 2 ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
             ``norm_type``, those of the loss scale, and of LowLevelZeroPlugin ``reduce_bucket_size_in_m``,
@@ -115,6 +117,7 @@ class HybridParallelPlugin(Plugin):
         costs: Sequence[float] | None = None,
         blocks: Sequence[str] | None = None,
         behind: Collection[str] = (),
+        before: Collection[str] = (),
         **options: Any,
     ) -> None:
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
@@ -132,7 +135,7 @@ class HybridParallelPlugin(Plugin):
         self._schedule = Schedule(pp_style, chunks, num_microbatches, microbatch_size)
         self._cut: dict[str, Any] = {"plan": tp_plan, "sequence_norms": sequence_parallel_norms}
         self._split: dict[str, Any] = {"split": split, "costs": costs}
-        self._units: dict[str, Any] = {"blocks": blocks, "behind": behind}
+        self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
         self._mesh: Mesh | None = None
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
