@@ -77,6 +77,7 @@ class Passage:
         """``nothing``: of what stand-ins are made, where stages share it."""
         self.nothing = Nothing() if nothing is None else nothing
         self.runs, self.has_entered = False, False
+        self.device = torch.device("cpu")  # of the batch
         self._takes: Sequence[int] | None = None
         self._gives: Sequence[int] = ()
         self._received: Sequence[torch.Tensor] = ()
@@ -85,13 +86,18 @@ class Passage:
 
     @contextmanager
     def begun(
-        self, takes: Sequence[int] | None, received: Sequence[torch.Tensor] = (), gives: Sequence[int] = ()
+        self,
+        takes: Sequence[int] | None,
+        batch: object,
+        received: Sequence[torch.Tensor] = (),
+        gives: Sequence[int] = (),
     ) -> Iterator[None]:
-        """Run the stage within the block: ``received`` comes in at the places ``takes`` of its first block,
-        and what is at the places ``gives`` of the next stage's goes out. ``takes`` None: it gets to its first
-        block, and raises FirstBlock."""
+        """Run the stage on ``batch`` within the block: ``received`` comes in at the places ``takes`` of its
+        first block, and what is at the places ``gives`` of the next stage's goes out. ``takes`` None: it gets
+        to its first block, and raises FirstBlock."""
         self._takes, self._received, self._gives = takes, received, gives
         self.has_entered, self.runs = False, True
+        self.device = _device_of(batch) or self.device
         try:
             yield
         finally:
@@ -174,7 +180,7 @@ class Absent(nn.Module):
         return self._answer(args, kwargs)
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key, device = _shapes(args, kwargs), _device_of(args, kwargs)
+        key, device = _shapes(args, kwargs), _device_of((args, kwargs)) or self._passage.device
         if key not in self._answers:
             if len(self._answers) >= _KEPT_ANSWERS:
                 self._answers.clear()
@@ -311,8 +317,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Say whether a tensor was computed of what is absent."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+    """Say whether a tensor was computed of what is absent, or is a weight of it."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.is_meta or bool(value.isnan().any())
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -327,6 +335,8 @@ def _described(value: Any) -> object:
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    found = (value.device for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor))
-    return next(found, torch.device("cpu"))
+def _device_of(values: object) -> torch.device | None:
+    """Return the device of the first tensor that is on one; a model may bring its input to where the weights
+    of another stage seem to be."""
+    tensors = (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)

@@ -45,7 +45,7 @@ class Stage:
         ``args`` and ``kwargs`` are those of the whole model."""
         self._follow()
         devices = [device] if (device := current_device()).type == "cuda" else []
-        with self.passage.begun(None), torch.no_grad(), torch.random.fork_rng(devices):
+        with self.passage.begun(None, (args, kwargs)), torch.no_grad(), torch.random.fork_rng(devices):
             try:
                 self.tree(*args, **kwargs)
             except FirstBlock as begin:
@@ -67,7 +67,7 @@ class Stage:
         to a tuple of what is at the places ``gives``, those of the next stage, or to what the model returns.
         ``args`` and ``kwargs`` are those of the whole model."""
         self._follow()
-        with self.passage.begun(takes, received, gives):
+        with self.passage.begun(takes, (args, kwargs), received, gives):
             try:
                 return self.tree(*args, **kwargs)
             except EndOfStage as end:
@@ -176,7 +176,11 @@ def split(
 
     ``outline`` is that of the whole model where its layers have been cut since (tensor parallelism): what is
     absent must not take part in collectives.
+
+    Raises:
+        ConfigError: the model leaves out layers at random.
     """
+    _refuse_random_depth(model, units)
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
@@ -200,6 +204,22 @@ def split(
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
     return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
+
+
+def _refuse_random_depth(model: nn.Module, units: Units) -> None:
+    """Raise ConfigError where transformers' ``layerdrop`` is on: each stage would draw for itself whether the
+    next one begins."""
+    for name, module in model.named_modules():
+        if _holds_units(name, units.blocks):
+            said = getattr(module, "layerdrop", None) or getattr(
+                getattr(module, "config", None), "layerdrop", 0
+            )
+            if isinstance(said, float) and said > 0:
+                raise ConfigError(
+                    f"{name!r} leaves out layers at random while it trains (layerdrop = {said}), and each "
+                    "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
+                    "decoder_layerdrop) to 0 in the configuration before the model is built"
+                )
 
 
 def _holds_units(name: str, units: Collection[str]) -> bool:

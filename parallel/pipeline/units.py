@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +12,6 @@ from torch import nn
 
 from gemini.errors import ConfigError
 
-_RUNS_BEFORE = ".layernorm_embedding"  # as transformers' BART and its kin have it, behind their layers
 _WAY_OUT = "say which modules run one after another with blocks=['layer1', 'layer2', ...]"
 
 
@@ -53,9 +55,9 @@ def find_units(
     """Return the units of ``model``: members of its longest list of modules (of an encoder's, then of a
     decoder's), unless ``blocks`` names others.
 
-    What is registered before the blocks counts as running before them, and the rest behind. ``behind`` names
-    what is registered before all blocks and runs behind them, ``before`` what is registered behind those of
-    the module that it is in, and runs before them.
+    What runs before the blocks, and what behind, follows from where a module's ``forward`` calls it; where
+    that does not say it, from the order in which modules are registered. ``behind`` names what runs behind
+    all blocks after all, ``before`` what runs before those of the module that it is in.
 
     Raises:
         ConfigError: there is no such list, or more than one; a name is of nothing.
@@ -75,8 +77,7 @@ def find_units(
     if unknown:
         said = "behind" if unknown[0] in behind else "before"
         raise ConfigError(f"{said} names {unknown[0]!r}, which is no module or parameter beside the blocks")
-    early = [name for name in places if name.endswith(_RUNS_BEFORE)]
-    places |= {name: _blocks_before(chosen, _owner(name)) for name in (*early, *before)}
+    places |= {name: _blocks_before(chosen, _owner(name)) for name in before}
     places |= {name: len(chosen) for name in behind}
     front = tuple(name for name, count in places.items() if count == 0)
     rear = tuple(name for name, count in places.items() if count == len(chosen))
@@ -100,19 +101,48 @@ def _blocks_before(blocks: Sequence[str], prefix: str) -> int:
 
 
 def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
-    """Return what with weights a module around the blocks has beside them: after how many blocks it runs, if
-    it runs in the order in which it is registered."""
+    """Return what with weights a module around the blocks has beside them: after how many blocks it runs."""
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
-    count = _blocks_before(blocks, prefix)
+    own = [index for index, block in enumerate(blocks) if block.startswith(prefix)]
+    count = own[0]
     found = {prefix + key: count for key, _ in owner.named_parameters(recurse=False)}
+    rows = [key for key, _ in owner.named_children() if prefix + key in around]
+    calls_before = _order_of_calls(owner, rows[0]) if len(rows) == 1 else {}
     for key, child in owner.named_children():
         full = prefix + key
         if full in around or full in blocks:
             inside = (block == full or block.startswith(f"{full}.") for block in blocks)
             count = 1 + max(index for index, is_inside in enumerate(inside) if is_inside)
         elif child.state_dict():
-            found[full] = count
+            found[full] = {True: own[0], False: own[-1] + 1, None: count}[calls_before.get(key)]
     return found
+
+
+def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
+    """Say of submodules whether the ``forward`` of ``owner`` calls them before the one place where it runs
+    ``row``, in which all its blocks are; False: behind. Of what it calls elsewhere, or nowhere, nothing."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(type(owner).forward)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    calls: dict[str, list[ast.expr | ast.stmt]] = {}
+    for node in ast.walk(source):
+        if isinstance(node, ast.For) and any(_own_name(inner) == row for inner in ast.walk(node.iter)):
+            calls.setdefault(row, []).append(node)
+        elif isinstance(node, ast.Call) and (name := _own_name(node.func)) is not None:
+            calls.setdefault(name, []).append(node)
+    if len(runs := calls.pop(row, [])) != 1:
+        return {}
+    begin, end = runs[0].lineno, runs[0].end_lineno or runs[0].lineno
+    before = {name for name, nodes in calls.items() if all(node.lineno < begin for node in nodes)}
+    behind = {name for name, nodes in calls.items() if all(node.lineno > end for node in nodes)}
+    return dict.fromkeys(before, True) | dict.fromkeys(behind, False)
+
+
+def _own_name(node: ast.AST) -> str | None:
+    """Return ``name`` of ``self.name``."""
+    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if is_own else None
 
 
 def _rows_of(model: nn.Module) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.pipeline import find_units, split, units
+from gemini.parallel.pipeline import find_units, split
 from gemini.parallel.pipeline.batches import cut_batch
 from gemini.parallel.pipeline.engine import Engine
 from gemini.parallel.pipeline.orders import Action, Kind, Order, make_order
@@ -182,22 +182,27 @@ def test_gradients_are_those_of_the_whole(name: str, style: str, chunks: int) ->
                 assert torch.allclose(param.grad, wanted[key], rtol=1e-4, atol=1e-7), (ranges, key)
 
 
-def test_what_is_registered_behind_blocks_may_be_named_as_before_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_runs_before_blocks_follows_from_the_source_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     known = find_units(build("bart"))
-    monkeypatch.setattr(units, "_RUNS_BEFORE", ".nothing")
+    monkeypatch.setattr("gemini.parallel.pipeline.units._order_of_calls", lambda *_: {})
     norms = [f"model.{half}.layernorm_embedding" for half in ("encoder", "decoder")]
     assert find_units(build("bart")) != known == find_units(build("bart"), before=norms)
     with pytest.raises(ConfigError, match="before names 'model"):
         find_units(build("bart"), before=["model.encoder.layers.0"])
 
 
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    model = build("marian")
+    model.get_decoder().layerdrop = 0.05  # type: ignore[operator, union-attr]
+    with pytest.raises(ConfigError, match=r"'model\.decoder' leaves out layers at random .*layerdrop"):
+        split(model, find_units(model), [(0, 3), (3, 5)], range(2))
+
+
 @pytest.mark.parametrize("ranges", [[(0, 1), (1, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)]])
 def test_what_runs_elsewhere_than_it_is_registered_is_refused(
     ranges: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "_RUNS_BEFORE", ".nothing")
+    monkeypatch.setattr("gemini.parallel.pipeline.units._order_of_calls", lambda *_: {})
     model = build("bart")
     staged = split(model, find_units(model), ranges, range(2))
     engine, batches = Engine(staged, Alone(), None, 0), cut_batch(batch_of("bart", 0), 2)

@@ -85,9 +85,8 @@ class HybridParallelPlugin(Plugin):
             blocks that stages begin with, but the first.
         costs: of each block, in any unit (seconds, say), in the place of ``split``.
         blocks: names of the modules that run one after another, where they are not the longest list.
-        behind: names of what runs behind all blocks although it is registered before them.
-        before: names of what runs before the blocks of the module that it is in although it is registered
-            behind them.
+        behind, before: names of what runs behind all blocks, or before those of the module that it is in,
+            where neither ``forward`` nor the order of registration says so.
         options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer; with
             ``zero_stage`` 0 to 2 ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
             ``norm_type``, those of the loss scale, and of LowLevelZeroPlugin ``reduce_bucket_size_in_m``,
