@@ -84,7 +84,7 @@ def average(tensors: Iterable[torch.Tensor | None], group: dist.ProcessGroup | N
 def make_handlers(
     entries: Sequence[Mapping[str, Any]],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> list[BaseGradientHandler]:
     """Return what a configuration names; ``group``: the ranks of data parallelism.

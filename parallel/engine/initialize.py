@@ -135,7 +135,9 @@ def initialize(
         loss,
         accumulation=features.accumulation,
         clip_grad_norm=features.clip_grad_norm,
-        gradient_handlers=make_handlers(features.handlers, boosted, optim, data_group()),
+        gradient_handlers=[]
+        if optim is None
+        else make_handlers(features.handlers, boosted, optim, data_group()),
         schedule=schedule,
     )
     if lr_scheduler is not None and features.accumulation > 1:

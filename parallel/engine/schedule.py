@@ -21,9 +21,13 @@ class Runs(Protocol):
     """What a schedule asks of an engine."""
 
     model: nn.Module
-    optimizer: Any
     criterion: Callable[..., Any] | None
     accumulation: int
+
+    @property
+    def optimizer(self) -> Any:
+        """The boosted optimizer."""
+        ...
 
     @property
     def is_last_iteration(self) -> bool:

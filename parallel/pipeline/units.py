@@ -141,8 +141,9 @@ def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
 
 def _own_name(node: ast.AST) -> str | None:
     """Return ``name`` of ``self.name``."""
-    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if is_own else None
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None
 
 
 def _rows_of(model: nn.Module) -> tuple[str, ...]:
