@@ -189,6 +189,7 @@ def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
 class RefusingGate(ABC):
     """Stands in for the gate of tensors whose values nobody may use: what an operator asks of it raises."""
 
+    number = -1  # before all others: it refuses before they are pinned
     resident = False
     mixes_types = False
     snapshot = NO_SNAPSHOT
