@@ -36,9 +36,9 @@ def _most_groups(ranks: list[int]) -> int:
     members = f"gemini-groups/{'_'.join(map(str, ranks))}"
     store: Any = dist.PrefixStore(members, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     # None of them comes again before all have come.
-    time = (store.add("arrivals", 1) - 1) // len(ranks)
-    store.set(f"{time}/{dist.get_rank()}", str(_num_groups()))
-    return max(map(int, store.multi_get([f"{time}/{rank}" for rank in ranks])))  # waits for all
+    turn = (store.add("arrivals", 1) - 1) // len(ranks)
+    store.set(f"{turn}/{dist.get_rank()}", str(_num_groups()))
+    return max(map(int, store.multi_get([f"{turn}/{rank}" for rank in ranks])))  # waits for all
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -293,8 +293,9 @@ def _really(
                 raise ConfigError(
                     f"{name!r} is called with {label!r} in which there is NaN: what comes between the blocks "
                     "makes it of something that another stage has (only what one block after another is "
-                    "called with goes from stage to stage, as it is); cut the model elsewhere (split=), or "
-                    "have the blocks do that themselves"
+                    "called with goes from stage to stage, as it is); cut the model elsewhere (split=), have "
+                    "the blocks do that themselves or, where it is a weight that is used before the blocks "
+                    "of its module, name that in before="
                 )
     return args, kwargs
 

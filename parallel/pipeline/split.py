@@ -215,8 +215,9 @@ def _refuse_random_depth(model: nn.Module, units: Units) -> None:
                 getattr(module, "config", None), "layerdrop", 0
             )
             if isinstance(said, float) and said > 0:
+                own = name or type(module).__name__
                 raise ConfigError(
-                    f"{name!r} leaves out layers at random while it trains (layerdrop = {said}), and each "
+                    f"{own!r} leaves out layers at random while it trains (layerdrop = {said}), and each "
                     "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
                     "decoder_layerdrop) to 0 in the configuration before the model is built"
                 )

@@ -77,7 +77,7 @@ def find_units(
     if unknown:
         said = "behind" if unknown[0] in behind else "before"
         raise ConfigError(f"{said} names {unknown[0]!r}, which is no module or parameter beside the blocks")
-    places |= {name: _blocks_before(chosen, _owner(name)) for name in before}
+    places |= {name: _blocks_in(name[: name.rfind(".") + 1], chosen)[0] for name in before}
     places |= {name: len(chosen) for name in behind}
     front = tuple(name for name, count in places.items() if count == 0)
     rear = tuple(name for name, count in places.items() if count == len(chosen))
@@ -90,20 +90,15 @@ def _parent(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def _owner(name: str) -> str:
-    """Return with what the names begin in the module that ``name`` is in."""
-    return name[: name.rfind(".") + 1]
-
-
-def _blocks_before(blocks: Sequence[str], prefix: str) -> int:
-    """Return how many blocks come before the first one whose name begins with ``prefix``."""
-    return min(index for index, block in enumerate(blocks) if block.startswith(prefix))
+def _blocks_in(prefix: str, blocks: Sequence[str]) -> list[int]:
+    """Return which blocks have names that begin with ``prefix``."""
+    return [index for index, block in enumerate(blocks) if block.startswith(prefix)]
 
 
 def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
     """Return what with weights a module around the blocks has beside them: after how many blocks it runs."""
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
-    own = [index for index, block in enumerate(blocks) if block.startswith(prefix)]
+    own = _blocks_in(prefix, blocks)
     count = own[0]
     found = {prefix + key: count for key, _ in owner.named_parameters(recurse=False)}
     rows = [key for key, _ in owner.named_children() if prefix + key in around]
