@@ -126,6 +126,14 @@ void AsyncFile::discard(int64_t offset, int64_t nbytes) {
   if (parts_->checksums) parts_->checksums->forget(offset, nbytes);
 }
 
+void AsyncFile::grow(int64_t nbytes) {
+  process_.require("this AsyncFile");
+  if (options_.checksums) throw StateError(path_ + " has checksums, and stays as long as it is");
+  parts_->file.grow(nbytes);
+  can_discard_ = parts_->file.can_discard();
+  size_ = parts_->file.size();
+}
+
 AsyncFile::Ticket AsyncFile::read(void* buffer, int64_t nbytes, int64_t offset) {
   process_.require("this AsyncFile");
   check_range(nbytes, offset);
@@ -152,9 +160,10 @@ AsyncFile::Ticket AsyncFile::writev(const std::vector<iovec>& areas, int64_t off
 }
 
 void AsyncFile::check_range(int64_t nbytes, int64_t offset) const {
-  if (nbytes >= 0 && offset >= 0 && offset <= size_ && nbytes <= size_ - offset) return;
+  const int64_t size = size_;
+  if (nbytes >= 0 && offset >= 0 && offset <= size && nbytes <= size - offset) return;
   throw StateError(std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
-                   " are outside " + path_ + " of " + std::to_string(size_) + " bytes");
+                   " are outside " + path_ + " of " + std::to_string(size) + " bytes");
 }
 
 void AsyncFile::check_alignment(const std::vector<iovec>& areas, int64_t offset) const {

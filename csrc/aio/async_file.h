@@ -3,6 +3,7 @@
 
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -73,12 +74,16 @@ class AsyncFile {
   // Gives the disk space of a range back, for files that do not `reserve`; no transfer on it may be
   // under way. Throws IoError, also where the file system cannot, and StateError.
   void discard(int64_t offset, int64_t nbytes);
+  // Makes the file longer; see UnlinkedFile. Transfers may be under way. Throws IoError, and
+  // StateError where there are checksums, or the file is closed.
+  void grow(int64_t nbytes);
   // Completes all transfers, joins the threads and frees the disk space. Idempotent. Failures
   // remain readable by `wait`.
   void close();
 
   [[nodiscard]] bool direct() const noexcept { return direct_; }
-  // Whether `discard` gives space back: not every file system can, nor a file with `reserve`.
+  // Whether `discard` gives space back: not every file system can, nor a file with `reserve` that
+  // has not grown.
   [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
@@ -100,8 +105,8 @@ class AsyncFile {
   std::unique_ptr<Parts> parts_;  // leaked in a forked child: its locks may be held there for ever
   int depth_;
   bool direct_ = false;
-  bool can_discard_ = false;
-  int64_t size_ = 0;
+  std::atomic<bool> can_discard_ = false;
+  std::atomic<int64_t> size_ = 0;  // threads that submit see it grow
   std::string path_;
   BackendKind backend_kind_ = BackendKind::kThreads;
 };

@@ -11,13 +11,26 @@ StripedFile::StripedFile(const std::vector<std::string>& dirs, int64_t nbytes, O
                          IoHook* hook)
     : stripe_bytes_(options.stripe_bytes) {
   if (dirs.empty()) throw StateError("a file needs a directory");
-  const auto count = static_cast<int64_t>(dirs.size());
-  const int64_t each = count == 1 ? nbytes : round_up(nbytes, count * stripe_bytes_) / count;
+  const int64_t each = share(nbytes, static_cast<int64_t>(dirs.size()));
   for (const std::string& dir : dirs) {
     files_.push_back(
         std::make_unique<UnlinkedFile>(dir, each, options.direct, options.reserve, hook));
     size_ += files_.back()->size();
   }
+}
+
+int64_t StripedFile::share(int64_t nbytes, int64_t files) const {
+  return files == 1 ? nbytes : round_up(nbytes, files * stripe_bytes_) / files;
+}
+
+void StripedFile::grow(int64_t nbytes) {
+  const int64_t each = share(nbytes, static_cast<int64_t>(files_.size()));
+  int64_t size = 0;
+  for (const auto& file : files_) {
+    file->grow(each);
+    size += file->size();
+  }
+  size_ = size;
 }
 
 StripedFile::Stretch StripedFile::locate(int64_t position, int64_t nbytes) const {

@@ -38,6 +38,9 @@ class StripedFile {
 
   void close() noexcept;
   void discard(int64_t position, int64_t nbytes);
+  // Makes the files longer, to `nbytes` together, rounded up as in the constructor. Throws IoError;
+  // some of them may be longer then, which shows nowhere.
+  void grow(int64_t nbytes);
 
   [[nodiscard]] UnlinkedFile& file(int index) { return *files_[static_cast<size_t>(index)]; }
   [[nodiscard]] std::vector<int> descriptors() const;
@@ -52,6 +55,9 @@ class StripedFile {
   [[nodiscard]] std::string path() const;
 
  private:
+  // What each file holds of `nbytes`.
+  [[nodiscard]] int64_t share(int64_t nbytes, int64_t files) const;
+
   int64_t stripe_bytes_;
   int64_t size_ = 0;
   std::vector<std::unique_ptr<UnlinkedFile>> files_;

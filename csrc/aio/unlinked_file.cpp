@@ -172,6 +172,15 @@ bool UnlinkedFile::in_memory() const noexcept {
 #endif
 }
 
+void UnlinkedFile::grow(int64_t nbytes) {
+  if (fd_ < 0) throw StateError(path_ + " is closed");
+  const int64_t before = size_, after = checked_size(nbytes);
+  if (after <= before) return;
+  if (::ftruncate(fd_, after) != 0) throw IoError(errno, path_, before, "cannot add to");
+  size_ = after;
+  can_discard_ = punch(fd_, before, kPageBytes) == 0;  // nothing is there yet
+}
+
 void UnlinkedFile::discard(int64_t offset, int64_t nbytes) {
   const int code = punch(fd_, offset, nbytes);
   if (code != 0) throw IoError(code, path_, offset, "cannot give back disk space of");

@@ -32,8 +32,13 @@ class UnlinkedFile {
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
 
   // Whether the file system can give the space of a range back: not every one can. Of a file made
-  // without `reserve`; false of others, which keep theirs.
+  // without `reserve`, or that has grown; false of others, which keep theirs.
   [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
+
+  // Makes the file longer, to `nbytes` rounded up to 4 KiB; what is added takes disk space where it
+  // is written, and `can_discard` is then about all of the file. Nothing happens where it is that
+  // long. Throws IoError, the file is as before; StateError when closed.
+  void grow(int64_t nbytes);
 
   // Gives the disk space of a range back; it reads as zeros afterwards. Throws IoError, also where
   // the file system cannot.

@@ -121,6 +121,8 @@ void bind_aio(py::module_& m) {
            "Block until all transfers have ended. Raises the first IoError not raised yet.")
       .def("discard", &AsyncFile::discard, ReleaseGil(), py::arg("offset"), py::arg("nbytes"),
            "Give the disk space of a range back, in a file made without reserve. Raises IoError.")
+      .def("grow", &AsyncFile::grow, ReleaseGil(), py::arg("nbytes"),
+           "Make the file longer; what is added takes space where it is written. Raises IoError.")
       .def("close", &AsyncFile::close, ReleaseGil(),
            "Complete all transfers and free the disk space. Idempotent.")
       .def_property_readonly("direct", &AsyncFile::direct,

@@ -259,6 +259,7 @@ void bind_step(Table& table) {
           "Return the bytes reserved on (DEVICE, HOST, DISK).")
       .def("peak", &ChunkTable::peak, py::arg("tier"))
       .def("reset_peak", &ChunkTable::reset_peak)
+      .def("raise_disk_budget", &ChunkTable::raise_disk_budget, py::arg("nbytes"))
       .def("budget", &ChunkTable::budget, py::arg("tier"));
 }
 

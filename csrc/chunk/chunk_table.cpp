@@ -325,6 +325,13 @@ void ChunkTable::set_limit(int64_t nbytes) {
   limit_.set_soft(nbytes);
 }
 
+void ChunkTable::raise_disk_budget(int64_t nbytes) {
+  if (nbytes < 0 || budget(Tier::kDisk) == 0)
+    throw StateError("DISK cannot hold " + std::to_string(nbytes) + " bytes more: it holds " +
+                     std::to_string(budget(Tier::kDisk)));
+  chunks_.ledger().raise_budget(Tier::kDisk, nbytes);
+}
+
 int64_t ChunkTable::limit() const {
   if (schedule_ == nullptr) return limit_.soft();
   if (diverged_ || untraced_ || schedule_->num_moments() == 0) return limit_.at_worst(*schedule_);

@@ -84,6 +84,8 @@ class ChunkTable {
   [[nodiscard]] int64_t peak(Tier tier) const { return ledger().peak(tier); }
   [[nodiscard]] int64_t budget(Tier tier) const { return ledger().budget(tier); }
   void reset_peak() { chunks_.ledger().reset_peak(); }
+  // Lets DISK hold `nbytes` more. Throws StateError where that is negative, or there is no DISK.
+  void raise_disk_budget(int64_t nbytes);
 
   // --- queries; they throw StateError for an unknown id ---
   [[nodiscard]] const Chunk& chunk(ChunkId chunk) const;

@@ -50,6 +50,7 @@ class Reservation {
 };
 
 // Hard budgets: usage(tier) <= budget(tier) always. A budget of 0 means that the tier is absent.
+// They may grow.
 class TierLedger {
  public:
   using Bytes = std::array<int64_t, kNumTiers>;
@@ -71,6 +72,8 @@ class TierLedger {
     peaks_[index(tier)] = std::max(peaks_[index(tier)], used);
     return {*this, tier, nbytes};
   }
+
+  void raise_budget(Tier tier, int64_t nbytes) { budgets_[index(tier)] += nbytes; }
 
   [[nodiscard]] int64_t budget(Tier tier) const { return budgets_[index(tier)]; }
   [[nodiscard]] int64_t usage(Tier tier) const { return usage_[index(tier)]; }

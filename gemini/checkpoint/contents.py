@@ -94,10 +94,9 @@ def require_own_names(model: ManagedModel) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
             f"the model's state has under {others[0]!r}{more} other tensors than those that were wrapped, "
-            "so that their chunks are not what the model computes with. Copy new "
-            "values into the parameters (param.copy_(values) under torch.no_grad()), or replace, tie or "
-            "exchange layers before wrapping: copy.deepcopy(model.module) is an ordinary model. Weights "
-            "alone are in model.state_dict() and Booster.save_model"
+            "so that their chunks are not what the model computes with. Have the new ones managed: give them "
+            "to the optimizer (add_param_group), or call gemini.handle_of(model).adopt(). Weights alone are "
+            "in model.state_dict() and Booster.save_model"
         )
 
 

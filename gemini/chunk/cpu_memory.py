@@ -17,8 +17,10 @@ from gemini.system.device import free_memory_bytes
 class CpuMemory:
     """Windows whose pages are moved, and copies by threads. See :class:`gemini.chunk.memory.ChunkMemory`."""
 
-    def __init__(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> None:
-        total = max(sum(sizes), 1)  # a model may have no parameters
+    def __init__(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, spare_bytes: int = 0
+    ) -> None:
+        total = max(sum(sizes) + spare_bytes, 1)  # a model may have no parameters
         self._space = _C.WindowSpace(total)
         self._host_space = _C.WindowSpace(total) if budgets.host_bytes else None
         self._later = GrowingSpace(_C.WindowSpace)
@@ -138,8 +140,10 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return free_memory_bytes()
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return CpuMemory(sizes, budgets, file)
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> AnyMemory:
+        return CpuMemory(sizes, budgets, file, spare_bytes)
 
     def monitor(self) -> MemoryMonitor:
         return ProcessMonitor()

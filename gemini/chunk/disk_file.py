@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Set
 from contextlib import suppress
+from dataclasses import replace
 
 from gemini import _C
 from gemini.chunk.memory import TierBudgets
@@ -35,10 +36,9 @@ class DiskFile:
         self.file: AsyncFile | None = None
         self._table = table
         self._budgets = budgets
-        self._budget_bytes = budgets.disk_bytes
         self._chunk_bytes = max(chunk_bytes, 1)  # a model may have no parameters
         self._expected_bytes = expected_bytes  # of those that are not there yet
-        self._reserved = False
+        self._reserved_bytes = 0  # of the file, from its beginning
         self._file_bytes = self._chunk_bytes + expected_bytes + budgets.spare_disk_bytes
         self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
         self._placed_bytes = 0
@@ -49,7 +49,7 @@ class DiskFile:
         reserve = _reserves(budgets, self._file_bytes)
         if reserve and expected_bytes:  # which is looked for when it comes, if not now
             reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
-        self._reserved = reserve
+        self._reserved_bytes = self._file_bytes if reserve else 0
         lack = lacking_space(budgets, chunk_bytes, reserve=reserve)
         if lack is not None:
             raise IoError(errno.ENOSPC, lack, budgets.disk_dir)
@@ -61,13 +61,20 @@ class DiskFile:
         """See to it that no space has to be given back: chunks that come later get what the budget leaves."""
         if self._chunk_bytes > self._budget_bytes:
             self.close()
-            takes, budget = format_bytes(self._chunk_bytes), format_bytes(self._budget_bytes)
-            raise ConfigError(
-                f"disk_dir {directory!r}: its file system cannot give back parts of a file, so the DISK tier "
-                f"would come to take {takes} where disk_bytes is {budget}; raise disk_bytes to that, or name "
-                "another disk_dir"
-            )
+            raise self._keeps_all(directory, self._chunk_bytes)
         self._file_bytes = min(self._file_bytes, self._budget_bytes)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._budgets.disk_bytes
+
+    def _keeps_all(self, directory: str, nbytes: int) -> ConfigError:
+        takes, budget = format_bytes(nbytes), format_bytes(self._budget_bytes)
+        return ConfigError(
+            f"disk_dir {directory!r}: its file system cannot give back parts of a file, so the DISK tier "
+            f"would come to take {takes} where disk_bytes is {budget}; raise disk_bytes to that, or name "
+            "another disk_dir"
+        )
 
     def has_place(self, nbytes: int) -> bool:
         """Say whether chunks of this size together have a place that no expected one will take."""
@@ -84,11 +91,29 @@ class DiskFile:
                 f"the DISK file has places for {format_bytes(max(left, 0))} more, and these chunks take "
                 f"{format_bytes(nbytes)}; raise disk_bytes"
             )
-        if self._reserved:
+        if self._reserved_bytes == self._file_bytes:
             return None
-        taken_bytes = sum(self._places[chunk][1] for chunk in self._taken)
+        written_bytes = sum(self._places[chunk][1] for chunk in self._taken)
+        taken_bytes = max(self._reserved_bytes, written_bytes)
         reserve = _reserves(self._budgets, self._file_bytes)
         return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=reserve)
+
+    def expect(self, nbytes: int, more_bytes: int) -> None:
+        """Add places for chunks of ``nbytes`` together that nobody foresaw, with a budget of ``more_bytes``
+        more; they take space when they are written.
+
+        Raises:
+            ConfigError: the file system gives no space back, and the budget is less than all places take.
+            IoError: the file cannot be that long.
+        """
+        if self.file is not None:
+            file_bytes = self._file_bytes + nbytes
+            self.file.grow(file_bytes)
+            if not self.file.can_discard and file_bytes > self._budget_bytes + more_bytes:
+                raise self._keeps_all(self._budgets.disk_dir or "", file_bytes)
+            self._file_bytes = file_bytes
+            self._budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        self._expected_bytes += nbytes
 
     def place(self, nbytes: int, *, expected: bool = False) -> int:
         """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the

@@ -88,12 +88,13 @@ class GpuMemory:
         budgets: TierBudgets,
         file: AsyncFile | None,
         *,
+        spare_bytes: int = 0,
         pin: bool = True,
     ) -> None:
         self._gpu = gpu
         self.follow = follow
         self._spare = spare
-        self._space = _C.GpuSpace(gpu, max(sum(sizes), 1), max(len(sizes), 1))
+        self._space = _C.GpuSpace(gpu, max(sum(sizes) + spare_bytes, 1), max(len(sizes), 1))
         self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # of whole blocks
         self._arena = _C.GpuArena(gpu, budgets.device_bytes, common_block(sizes, gpu.granularity))
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
@@ -264,8 +265,13 @@ class CudaDevice:
     def free_bytes(self) -> int:
         return self._gpu.memory()[0]
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return GpuMemory(self._gpu, self._follow, self.release_cache, sizes, budgets, file, pin=self._pin)
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> AnyMemory:
+        follow, spare = self._follow, self.release_cache
+        return GpuMemory(
+            self._gpu, follow, spare, sizes, budgets, file, spare_bytes=spare_bytes, pin=self._pin
+        )
 
     def monitor(self) -> MemoryMonitor:
         return AllocatorMonitor(self.torch_device, self._held_bytes)
@@ -313,8 +319,10 @@ class SimulatedDevice:
     def free_bytes(self) -> int:
         return self._gpu.memory()[0]
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        return GpuMemory(self._gpu, _nothing, _nothing, sizes, budgets, file)
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> AnyMemory:
+        return GpuMemory(self._gpu, _nothing, _nothing, sizes, budgets, file, spare_bytes=spare_bytes)
 
     def monitor(self) -> MemoryMonitor:
         return FakeMonitor()  # what operators take is host memory

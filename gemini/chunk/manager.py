@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,9 +19,11 @@ from gemini.chunk.memory import ComputeDevice, TierBudgets
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.chunk.stow import Stow
-from gemini.errors import IoError, StateError
+from gemini.errors import ConfigError, IoError, StateError
+from gemini.system.config import format_bytes
 from gemini.system.profiling import shown_as
 
+_LEAST_SPARE_BYTES = 2**28
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
@@ -44,8 +47,8 @@ class ChunkManager:
         *,
         expected: Sequence[ChunkSpec] = (),
     ) -> None:
-        """Reserve addresses for every chunk, and for those ``expected`` to be added later, and the DISK file;
-        no chunk has content yet.
+        """Reserve addresses for every chunk, for those ``expected`` to be added later and for as much again,
+        and the DISK file; no chunk has content yet.
 
         Raises:
             IoError: the DISK directory is missing, read-only or too small.
@@ -55,7 +58,8 @@ class ChunkManager:
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
         sizes, later = ([spec.nbytes for spec in each] for each in (specs, expected))
         self._disk = DiskFile(budgets, sum(sizes), self.table, sum(later))
-        self._memory = device.open(sizes + later, budgets, self._disk.file)
+        self._spare_bytes = max(sum(sizes) + sum(later), _LEAST_SPARE_BYTES)  # of addresses
+        self._memory = device.open(sizes + later, budgets, self._disk.file, spare_bytes=self._spare_bytes)
         self._runs_behind = device.has_own_memory  # operators go on after their calls returned
         self._expected_bytes: Counter[ChunkKind] = Counter()  # reserved for chunks that are not there yet
         for spec in expected:
@@ -116,6 +120,30 @@ class ChunkManager:
         for spec in specs:
             wanted[spec.kind] += spec.nbytes
         return self._disk.lacking_place(wanted.total(), (wanted & self._expected_bytes).total())
+
+    def expect(self, specs: Sequence[ChunkSpec], *, more_disk_bytes: int = 0) -> None:
+        """Reserve addresses and places in the DISK file for further chunks, to be added later; have DISK hold
+        ``more_disk_bytes`` more.
+
+        Raises:
+            ConfigError: they take more addresses than there are to spare, or as :meth:`DiskFile.expect`.
+            IoError: as that.
+        """
+        nbytes = sum(spec.nbytes for spec in specs)
+        if nbytes > self._spare_bytes:
+            raise ConfigError(
+                f"what came into the model needs addresses for {format_bytes(nbytes)}, and those that were "
+                f"reserved at wrapping beside the model's have {format_bytes(self._spare_bytes)} left; wrap "
+                "the model anew, with all that it has now"
+            )
+        self._disk.expect(nbytes, more_disk_bytes)
+        if more_disk_bytes:
+            self.table.raise_disk_budget(more_disk_bytes)
+            disk_bytes = self.budgets.disk_bytes + more_disk_bytes
+            self.budgets = replace(self.budgets, disk_bytes=disk_bytes)
+        self._spare_bytes -= nbytes
+        for spec in specs:
+            self._expected_bytes[spec.kind] += spec.nbytes
 
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
         """Add a chunk without content, for which the caller knows that there is a place. Where it was

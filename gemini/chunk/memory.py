@@ -171,8 +171,11 @@ class ComputeDevice(Protocol):
     def free_bytes(self) -> int:
         """Return the DEVICE bytes that could still be taken."""
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
-        """Reserve addresses for chunks of ``sizes`` in bytes; no memory yet."""
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> AnyMemory:
+        """Reserve addresses for chunks of ``sizes`` in bytes, and for others of ``spare_bytes`` together; no
+        memory yet."""
 
     def monitor(self) -> MemoryMonitor:
         """Return what measures DEVICE memory; the caller closes it."""

@@ -172,7 +172,7 @@ def require_equal(peers: Peers, what: str) -> None:
     if different:
         raise ConfigError(
             f"ranks {different} lay their parameters out in other chunks than rank 0: every rank must wrap "
-            "the same model with the same options"
+            "the same model with the same options, and change it alike"
         )
 
 

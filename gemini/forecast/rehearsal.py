@@ -153,7 +153,9 @@ class _MetaDevice(CpuDevice):
 
     torch_device = torch.device("meta")
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> AnyMemory:
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> AnyMemory:
         return cast(AnyMemory, _MetaMemory())
 
 

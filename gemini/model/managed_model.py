@@ -13,14 +13,16 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice
 from gemini.comm.collectives import ProcessGroupPeers
+from gemini.comm.peers import require_equal
 from gemini.comm.rank import Rank
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedParameter, ManagedSlot
 from gemini.runtime.adopt import release_adopted
+from gemini.runtime.arrivals import Changes, find_changes, take_in
 from gemini.runtime.build import Built
 from gemini.runtime.bypassed import ManagedParameters, Unfollowed
 from gemini.runtime.config import GeminiConfig
@@ -72,7 +74,7 @@ class ManagedModel:
         self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
-        self.manager.take_types(config.precision, list(self.storage.slots.values()))
+        self.manager.take_types(config.precision, self.storage.slots.values())
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
@@ -239,6 +241,61 @@ class ManagedModel:
                 slot.grad.fill_zero()
         if not any(slot.has_grad for slot in set(self.storage.slots.values()).difference(slots)):
             self.manager.gradient_scale.forget()
+
+    # -- what comes into the module, and leaves it ---------------------------------------------------
+
+    @in_one_thread("adopt")
+    def adopt(self) -> list[str]:
+        """Manage the parameters that came into :attr:`module` since it was wrapped: a new head, adapters;
+        return their names. What left it leaves the optimizers as well; its chunks stay. A GeminiOptimizer
+        that is made of such parameters, or given a group of them, calls this.
+
+        The next step is recorded anew. Gradients that are there stay. Over ranks all of them call it with the
+        same module; the values of the first one count.
+
+        Raises:
+            ConfigError: a parameter cannot be managed, or the model was cut before it was wrapped.
+            OutOfBudgetError, IoError: the tiers cannot hold it. Nothing was changed in either case.
+            StateError: a failed load or update left weights a mixture, or a backward pass is under way.
+        """
+        storage, manager, compiled = self.storage, self.manager, self.compiled
+        manager.refuse_closed()
+        changes = manager.together(self._changes)
+        if self.peers is not None:
+            require_equal(self.peers, str(changes))
+        if changes is None:
+            return []
+        manager.run_pending()
+        manager.snapshot.close(finish=True)  # it writes what there was
+        adopted = take_in(
+            self.module, changes, self.config, self.search.chunk_numel, self.device, storage, manager
+        )
+        self._adopted = [*self._adopted, *adopted]
+        for optimizer in self.optimizers:
+            optimizer.let_go_of(changes.departed)
+        self.managed = ManagedParameters(self.module)
+        place_buffers(self.module, self.device.torch_device, casts=self.config.precision is not None)
+        if manager.sharding is not None:
+            for buffer in compiled.new_buffers():
+                manager.sharding.agree_on(buffer)
+        compiled.look_again()
+        return [entry.slot.name for entry in adopted]
+
+    def _changes(self) -> Changes | None:
+        """Return what :meth:`adopt` has to do. Raises as that."""
+        changes = find_changes(self.module, self.config, self.storage, self.manager)
+        if changes is None:
+            return None
+        self.storage.mixture.refuse("adopt")
+        self.manager.lock.refuse_all()
+        if self.manager.part is not None:
+            raise ConfigError(
+                "parameters came into a model that was cut over ranks before it was wrapped: what each rank "
+                "has of them is not known; put them in before it is boosted"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise StateError("parameters are adopted within a backward pass; do it before the forward pass")
+        return changes
 
     # -- what happened ---------------------------------------------------------------------------
 

@@ -208,6 +208,15 @@ class AsyncFile:
         """
         self._file.discard(offset, nbytes)
 
+    def grow(self, nbytes: int) -> None:
+        """Make the file ``nbytes`` long, rounded up to 4096, where it is shorter: what is added takes disk
+        space where it is written. Requests may be under way.
+
+        Raises:
+            IoError: the file cannot be that long. StateError: it has checksums, or is closed.
+        """
+        self._file.grow(round_to_block(nbytes))
+
     def close(self) -> None:
         """Finish all requests and give the disk space back. Idempotent."""
         self._file.close()
@@ -224,7 +233,8 @@ class AsyncFile:
 
     @property
     def can_discard(self) -> bool:
-        """Whether ``discard`` gives space back: not every file system can, nor a file with ``reserve``."""
+        """Whether ``discard`` gives space back: not every file system can, nor a file with ``reserve`` that
+        has not grown."""
         return bool(self._file.can_discard)
 
     @property

@@ -68,25 +68,29 @@ def check_optimizer(
 def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:
     """Raise ConfigError where ``model`` does not manage a parameter of the optimizer's group ``index``; one
     may come with a name."""
-    for param in params:
-        tensor = param[1] if isinstance(param, tuple) else param
-        slot = tensor._slot if type(tensor) is ManagedParameter else None
-        if slot is None or model.storage.slots.get(slot.name) is not slot:
+    for tensor in map(_bare, params):
+        if not _is_managed(tensor, model):
             raise ConfigError(
                 f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
-                f"the model does not manage; {_way_out(tensor, model)}"
+                "the model does not manage; build the optimizer from the wrapped model's parameters"
             )
 
 
-def _way_out(param: Any, model: ManagedModel) -> str:
-    """Say what to do about a parameter that ``model`` does not manage."""
-    own = next((name for name, each in model.module.named_parameters() if each is param), None)
-    if own is None:
-        return "build the optimizer from the wrapped model's parameters"
-    return (
-        f"{own!r} came into the module after it was wrapped: add or replace layers before, or wrap an "
-        "ordinary copy that has it (copy.deepcopy(module)); an optimizer of torch's may update it beside"
-    )
+def adopt_arrivals(params: Iterable[Any], model: ManagedModel) -> None:
+    """Have ``model`` manage what came into its module, where some of ``params`` (each perhaps with a name)
+    may have. Raises as :meth:`ManagedModel.adopt`."""
+    if not all(_is_managed(tensor, model) for tensor in map(_bare, params)):
+        model.adopt()
+
+
+def _bare(param: Any) -> Any:
+    return param[1] if isinstance(param, tuple) else param
+
+
+def _is_managed(tensor: Any, model: ManagedModel) -> bool:
+    if type(tensor) is not ManagedParameter:
+        return False
+    return model.storage.slots.get(tensor._slot.name) is tensor._slot
 
 
 def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:

@@ -18,6 +18,7 @@ from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.arguments import (
     Margin,
     Overlap,
+    adopt_arrivals,
     check_mode,
     check_optimizer,
     check_several,
@@ -44,6 +45,7 @@ from gemini.optim.state_exchange import (
     export_state,
     forget_states,
     import_together,
+    slots_in_order,
     take_over_state,
 )
 from gemini.optim.state_shards import export_to_first
@@ -111,6 +113,7 @@ class GeminiOptimizer(ManagedGroups):
         elementwise: bool = False,
     ) -> None:
         model = handle_of(model)
+        adopt_arrivals((param for group in optim.param_groups for param in group["params"]), model)
         self.rule = check_optimizer(optim, model, elementwise=elementwise)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
@@ -123,7 +126,7 @@ class GeminiOptimizer(ManagedGroups):
         self.small: dict[ManagedSlot, dict[str, Any]] = {}
         self._refuse_others()
         self.make_states(optim)
-        forget_states(self)
+        forget_states(self, slots_in_order(self))
         model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
@@ -132,7 +135,6 @@ class GeminiOptimizer(ManagedGroups):
         )
         self.loss_scale = loss_scale_for(scale, LossScaleConfig(), fp16=fp16)
         self._losses = ScaledLosses()
-        self._orders = {group: order for order, group in enumerate(model.storage.groups)}
         self._clipping = Clipping(model, self.loss_scale)
         self._completeness = Completeness(model.storage.mixture)
         self._in_backward: BackwardUpdates | None = None
@@ -488,10 +490,11 @@ class GeminiOptimizer(ManagedGroups):
                 if slot.has_grad and slot in hypers
             }
             if steps:
-                order = self._orders[group]
                 manager, kept = self.model.manager, (self.rule, self.states_of(group))
                 room = self.model.storage.room
-                updates.append(self.update_type(manager, group, order, steps, self._completeness, kept, room))
+                updates.append(
+                    self.update_type(manager, group, group.number, steps, self._completeness, kept, room)
+                )
         return updates
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
-from gemini.optim.arguments import Margin, check_parameters, host_updates_of
+from gemini.optim.arguments import Margin, adopt_arrivals, check_parameters, host_updates_of
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
-from gemini.optim.state_exchange import exported_groups
+from gemini.optim.state_exchange import exported_groups, forget_states
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.stepped_rule import GroupSettings
@@ -143,6 +143,7 @@ class ManagedGroups(WrappedOptimizer):
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
             params = param_group["params"] = list(params)  # in place: the group may be another's, too
         each = [params] if isinstance(params, torch.Tensor) else params
+        adopt_arrivals(each, self.model)
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
         try:
@@ -152,6 +153,16 @@ class ManagedGroups(WrappedOptimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def let_go_of(self, slots: Collection[ManagedSlot]) -> None:
+        """Update these parameters no more, if it was so, and forget their states."""
+        held = [slot for slot in slots if slot in self.slots]
+        for group in self.param_groups:
+            group["params"][:] = [param for param in group["params"] if param._slot not in held]
+        forget_states(self, held)
+        for slot in held:
+            self.steps.pop(slot, None)
+            self.small.pop(slot, None)
 
     @property  # type: ignore[override]
     def state(self) -> ManagedStates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,11 @@ def _like(slot: ManagedSlot, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(slot.param_view.shape, slot.param_view.stride(), dtype=dtype, device="cpu")
 
 
-def forget_states(optimizer: ManagedOptimizer) -> None:
-    """Begin with zeros where an optimizer of before has left states of the same names."""
+def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> None:
+    """Begin with zeros where there are states of ``slots``, of this optimizer or one of before."""
     manager = optimizer.model.manager
     manager.run_pending()
-    for slot in slots_in_order(optimizer):
+    for slot in slots:
         if slot.grad is None:
             continue  # it has none until it is unfrozen
         for state in optimizer.states_of(slot.group):

@@ -52,8 +52,11 @@ _MASTERS = StateSpec(MASTER)
 second_names: WeakSet[ManagedParameter] = WeakSet()
 
 
-def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once, by its first name, in initialization order.
+def unique_parameters(
+    module: nn.Module, manager: GeminiManager | None = None
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter that ``manager`` does not manage once, by its first name, in initialization
+    order.
 
     Raises:
         ConfigError: a parameter cannot be managed (not floating point, not strided, of a class of its own,
@@ -67,6 +70,8 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
+            if param._ref.manager is manager:
+                continue
             raise ConfigError(
                 f"parameter {name!r} is managed already; give it back first "
                 "(gemini.handle_of(model).release()), build a new model, or wrap copy.deepcopy(module) of "
@@ -147,6 +152,32 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
         _await_load(unset, module, storage, manager)
+    return adopted
+
+
+@torch.no_grad()
+def adopt_arrivals(
+    module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManager
+) -> Sequence[Adopted]:
+    """Copy parameters that came into a managed module into their chunks and make them managed, with the
+    gradients that they have. ``slots``: of all of them, by their names there. Extra memory: none beside
+    them.
+
+    Raises:
+        OutOfBudgetError, IoError: the tiers could not take them; they are ordinary ones again.
+    """
+    adopted: list[Adopted] = []
+    try:
+        for slot in slots:
+            param = module.get_parameter(slot.name)
+            grad = param.grad
+            adopted.append(_adopt(param, slot, manager))
+            if grad is not None and slot.grad is not None:
+                slot.grad.assign(grad.to(slot.grad.view))
+    except BaseException:
+        _release_all(adopted, manager)
+        raise
+    _warn_of_rounded([entry for entry in adopted if entry.rounded])
     return adopted
 
 
@@ -456,6 +487,13 @@ def _release_view(view: ManagedTensor, entry: Adopted) -> None:
 def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
     """Make the parameters ordinary ones with memory of their own. One that cannot be read stays managed, with
     a warning."""
+    if _release_all(adopted, manager):
+        with suppress(GeminiError):  # of a transfer that nobody needs any more
+            manager.close()
+
+
+def _release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
+    """Make the parameters ordinary ones as far as they can be read; say whether all could."""
     manager.recover()
     all_read = True
     for entry in adopted:
@@ -466,9 +504,7 @@ def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
                 "parameter %r stays in its chunk, which cannot be read: %s", entry.slot.name, error
             )
             all_read = False
-    if all_read:
-        with suppress(GeminiError):  # of a transfer that nobody needs any more
-            manager.close()
+    return all_read
 
 
 def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values
 from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, check_offload
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.growth import Growth, with_gathered
+from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.outline import Outline
 from gemini.runtime.step.learned import PlacementContext
 from gemini.runtime.storage.data_sizes import (
@@ -43,6 +43,7 @@ from gemini.runtime.storage.data_sizes import (
     GroupSpec,
     Kept,
     Needs,
+    chunk_bytes,
     data_sizes,
     largest_operator,
     needs_of,
@@ -299,7 +300,7 @@ class Drawing:
             device.release_cache()  # what torch's allocator keeps from earlier work is free as well
             device_bytes = default_budget_bytes(device.free_bytes())
         room = device_bytes - (config.non_model_bytes or 0)
-        itemsize = min((dtype.itemsize for dtype in outline.types.values()), default=4)
+        itemsize = _least_itemsize(outline)
         found = search_chunk_size(
             list(outline.params.values()),
             search_range_mb=config.search_range_mb,
@@ -309,9 +310,9 @@ class Drawing:
             max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
             align_bytes=device.align_bytes,
         )
-        groups = _group(outline, config, found.chunk_numel, itemsize, device.align_bytes)
+        groups = lay_out(outline, config, found.chunk_numel, device)
         plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
-        operator = largest_operator(outline.operators, groups, device.block_bytes)
+        operator = largest_operator(outline.operators, chunk_bytes(groups, device.block_bytes))
         windows = data_sizes((plan, Needs()) for plan in plans)
         gather_bytes = _gather_bytes(windows, operator[0], room, config) if share is not None else 0
 
@@ -334,19 +335,23 @@ class Drawing:
 
 
 def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: GeminiConfig) -> int:
-    """Return what whole parameter chunks may take: at least those of an operator, the next chunk, and the
-    small ones."""
-    least = max(operator_bytes, sizes.largest_window) + sizes.largest_window + sizes.small_windows
+    """Return what whole parameter chunks may take over ranks."""
+    least = least_gathered(sizes, operator_bytes)
     wanted = config.gather_bytes
     if wanted is None:
         wanted = min(room // _GATHERED_SHARE, sizes.windows // _WHOLE_SHARE)
     return min(sizes.windows, max(least, wanted))
 
 
-def _group(
-    outline: Outline, config: GeminiConfig, chunk_numel: int, itemsize: int, align_bytes: int
+def _least_itemsize(outline: Outline) -> int:
+    return min((dtype.itemsize for dtype in outline.types.values()), default=4)
+
+
+def lay_out(
+    outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice
 ) -> list[GroupSpec]:
-    """Split parameters by (dtype, trainable) and lay out each part."""
+    """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements."""
+    itemsize = _least_itemsize(outline)
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, param in outline.params.items():
         parts.setdefault((outline.types[name], name in outline.trainable), []).append((name, param))
@@ -358,7 +363,7 @@ def _group(
                 chunk_numel,
                 itemsize=itemsize,
                 order=[name for name in order if name in dict(members)] or None,
-                align_bytes=align_bytes,
+                align_bytes=device.align_bytes,
             ),
             dtype=dtype,
             trainable=trainable,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from gemini.runtime.step.step_order import StepOrder, UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.profiling import shown_as
+
+_Result = TypeVar("_Result")
 
 
 class GeminiManager(Gate):
@@ -53,6 +55,10 @@ class GeminiManager(Gate):
         """Have ``sharding`` see to it that what operators use is whole."""
         self.sharding = sharding
         self.gather_before(sharding.gather, sharding.note_written)
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        """Return what ``action`` does; over several ranks raise on all of them where it fails on one."""
+        return action() if self.sharding is None else self.sharding.peers.together(action)
 
     def take_part(self, part: PartOfModel) -> None:
         """The model is one part of several, as ``part`` says."""
@@ -224,14 +230,14 @@ class GeminiManager(Gate):
             self.observer.step_settled()
         self.snapshot.step_ended()
 
-    def replan(self, size: ModelDataSize) -> None:
-        """Go on with model data of another ``size``, of which nothing is pending: the next step is a warmup,
-        unless its trace was given. A step under way is not recorded."""
+    def replan(self, context: PlacementContext) -> None:
+        """Go on with what ``context`` says of model data, of which nothing is pending: the next step is a
+        warmup, unless its trace was given. A step under way is not recorded."""
         self.abandon()
         self.shortage.end_residence()
-        self.context = replace(self.context, size=size)
-        self.order.replan(self.context)
-        self.evaluations.replan(self.context)
+        self.context = context
+        self.order.replan(context)
+        self.evaluations.replan(context)
         self.order.resume(())
 
     def observe(self, observer: StepObserver | None) -> None:

@@ -1,12 +1,14 @@
 """Growth: the chunks that come after a model was wrapped.
 
-States when an optimizer is made; gradients, masters and states when a frozen parameter is unfrozen.
+States when an optimizer is made; gradients, masters and states when a frozen parameter is unfrozen; all of
+them when parameters come into the module.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Protocol
 from weakref import WeakSet
@@ -20,7 +22,7 @@ from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter
-from gemini.runtime.storage.data_sizes import DataSizes, Kept
+from gemini.runtime.storage.data_sizes import DataSizes, GroupSpec, Kept
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
 
 
@@ -82,6 +84,55 @@ class Growth:
         if not is_watched(param):
             watch(param, slot)
 
+    def take_in(
+        self,
+        specs: Sequence[GroupSpec],
+        signature: str,
+        operator: tuple[int, str],
+        *,
+        raises_disk: bool = False,
+    ) -> list[ManagedSlot]:
+        """Make the chunks of parameters that came into the module, laid out as ``specs`` say, and return
+        their slots; the next step is recorded anew. Over ranks all of them call it.
+
+        Args:
+            signature: of the layout of all chunks then.
+            operator: the most bytes of parameter chunks that an operator takes at once, and its name.
+            raises_disk: the budget of DISK is what the model takes, and grows with it.
+
+        Raises:
+            OutOfBudgetError, IoError, ConfigError: the tiers cannot hold them; nothing was changed.
+        """
+        manager, storage, sharding = self._manager, self._storage, self._manager.sharding
+        plans, sizes = storage.plans(specs), storage.sizes(plans=storage.plans(specs))
+        operator = max(operator, (manager.size.operator_bytes, manager.size.operator_name))
+        gather_bytes = 0
+        if sharding is not None:
+            least = min(sizes.windows, least_gathered(sizes, operator[0]))
+            gather_bytes = max(sharding.gather_bytes, least)
+        size = with_gathered(sizes, gather_bytes, *operator)
+
+        expected, capacity = storage.expected(plans), manager.context.capacity
+        more_disk_bytes = sum(chunk.nbytes for chunk in expected) if raises_disk else 0
+        capacity = replace(capacity, disk_bytes=capacity.disk_bytes + more_disk_bytes)
+
+        def check() -> None:
+            manager.context.policy.warmup_plan(size, capacity)
+            manager.chunks.expect(expected, more_disk_bytes=more_disk_bytes)
+            at_first = [chunk for plan in plans for chunk in plan.at_first()]
+            lack = manager.chunks.lacking_place(at_first)
+            if lack is not None:
+                raise IoError(errno.ENOSPC, lack, manager.chunks.budgets.disk_dir or "")
+
+        manager.together(check)
+        manager.run_pending()
+        slots = storage.widen(specs, manager)
+        if sharding is not None:
+            sharding.widen(storage, gather_bytes)
+        context = manager.context
+        manager.replan(replace(context, size=size, capacity=capacity, chunk_signature=signature))
+        return slots
+
     def _open(self, slot: ManagedSlot) -> None:
         """Make the gradient of a parameter, and what an update of it needs."""
         manager, storage, group = self._manager, self._storage, slot.group
@@ -98,7 +149,7 @@ class Growth:
             manager.written.note([each.param_ref.tensors[0] for each in group.slots])
         if manager.sharding is not None:
             manager.sharding.add_gradient(storage, grad)
-        manager.replan(manager.context.size)
+        manager.replan(manager.context)
         for owner in owners:
             owner.take_chunks()
 
@@ -116,7 +167,7 @@ class Growth:
             raise IoError(errno.ENOSPC, lack, manager.chunks.budgets.disk_dir or "")
         manager.run_pending()
         storage.add(more)
-        manager.replan(size)
+        manager.replan(replace(manager.context, size=size))
 
     def _checked(self, more: Mapping[ChunkGroup, Kept]) -> ModelDataSize:
         """Return the size of model data with ``more`` of it. Raises OutOfBudgetError."""
@@ -140,6 +191,12 @@ class Growth:
             for name, slot in self._storage.slots.items()
             if slot.group.grad is not None or slot.group in more
         }
+
+
+def least_gathered(sizes: DataSizes, operator_bytes: int) -> int:
+    """Return what whole parameter chunks may take over ranks at the least: those of an operator, the next
+    chunk, and the small ones."""
+    return max(operator_bytes, sizes.largest_window) + sizes.largest_window + sizes.small_windows
 
 
 def with_gathered(

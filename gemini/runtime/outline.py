@@ -10,6 +10,7 @@ from torch import nn
 
 from gemini.runtime.adopt import check_apart, unique_parameters
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.blocks import is_compiled
 from gemini.runtime.intercept.precision import compute_types
 
@@ -28,13 +29,14 @@ class Outline:
     operators: tuple[tuple[str, tuple[str, ...]], ...]
 
     @classmethod
-    def of(cls, module: nn.Module, config: GeminiConfig) -> Outline:
-        """Return the outline of a module that is not managed yet.
+    def of(cls, module: nn.Module, config: GeminiConfig, manager: GeminiManager | None = None) -> Outline:
+        """Return the outline of a module that is not managed yet; of one that ``manager`` manages, of what it
+        does not, but with all operators.
 
         Raises:
             ConfigError: a parameter cannot be managed.
         """
-        params = list(unique_parameters(module))
+        params = list(unique_parameters(module, manager))
         check_apart(params)
         types = compute_types(module, config.precision, config.keep_fp32)
         return cls(

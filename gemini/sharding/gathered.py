@@ -109,20 +109,23 @@ class GatheredChunks:
     """Keeps within a number of bytes what is open, by what is used furthest ahead."""
 
     def __init__(self, gate: Gate, storage: ModelStorage, peers: Peers, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
         self._gate = gate
         self._peers = peers
-        self._each = [GatheredChunk(gate, group) for group in storage.groups]
-        largest = max((chunk.nbytes for chunk in self._each), default=0)
-        self._staying = {i for i, chunk in enumerate(self._each) if stays_whole(chunk.nbytes, largest)}
-        self._of = {
-            slot.param_ref.tensors[0]: index
-            for index, group in enumerate(storage.groups)
-            for slot in group.slots
-        }
+        self._each: list[GatheredChunk] = []
+        self._of: dict[int, int] = {}  # parameter -> chunk
         self._orders = {True: UseOrder(), False: UseOrder()}
         self.order = self._orders[False]
         self._clock = 0
+        self.widen(storage, room_bytes)
+
+    def widen(self, storage: ModelStorage, room_bytes: int) -> None:
+        """Take in the groups of ``storage`` that are new; have ``room_bytes`` for what is open."""
+        self.room_bytes = room_bytes
+        for index, group in enumerate(storage.groups[len(self._each) :], len(self._each)):
+            self._each.append(GatheredChunk(self._gate, group))
+            self._of.update((slot.param_ref.tensors[0], index) for slot in group.slots)
+        largest = max((chunk.nbytes for chunk in self._each), default=0)
+        self._staying = {i for i, chunk in enumerate(self._each) if stays_whole(chunk.nbytes, largest)}
 
     def __getitem__(self, index: int) -> GatheredChunk:
         return self._each[index]

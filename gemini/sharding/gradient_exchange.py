@@ -46,7 +46,7 @@ class GradientExchange:
         self._enter_round = enter_round
         self._groups = storage.groups
         self._had: set[int] = set()  # places in _gradients of what had one here since they were given up
-        self._arrived: list[set[int]] = [set() for _ in storage.groups]
+        self._arrived: list[set[int]] = []
         self._kept: set[int] = set()  # places of what is exchanged at the end of the step alone
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
@@ -56,9 +56,7 @@ class GradientExchange:
         self._room_tensor = -1
         self._take_room(storage.exchange)
         self._gradients: list[ShardedGradient] = []
-        for index, group in enumerate(storage.groups):
-            for grad in _gradients(group):
-                self._add(index, grad)
+        self._add_new_groups()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -82,10 +80,23 @@ class GradientExchange:
         assert isinstance(grad, ShardedGradient)
         self._add(index, grad)
 
+    def widen(self, storage: ModelStorage) -> None:
+        """Exchange the gradients of new groups as the others; all ranks together."""
+        self.settle()
+        if storage.widen_exchange():
+            self._take_room(storage.exchange)
+        self._add_new_groups()
+
     def keep(self, grad: ShardedGradient) -> None:
         """Let ``grad`` accumulate whole on each rank until the end of the step, whatever is exchanged before:
         something is added to it there."""
         self._kept.add(self._gradients.index(grad))
+
+    def _add_new_groups(self) -> None:
+        for index in range(len(self._arrived), len(self._groups)):
+            self._arrived.append(set())
+            for grad in _gradients(self._groups[index]):
+                self._add(index, grad)
 
     def _add(self, index: int, grad: ShardedGradient) -> None:
         grad.tell(_Events(self, index, len(self._gradients)))

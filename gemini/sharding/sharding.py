@@ -109,6 +109,17 @@ class Sharding:
         """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
         self._gradients.add(storage, grad)
 
+    def widen(self, storage: ModelStorage, gather_bytes: int) -> None:
+        """Take in the groups of ``storage`` that are new, with ``gather_bytes`` for what is whole; all ranks
+        together."""
+        self.settle_transfers()
+        self.close_all()
+        self._chunks.widen(storage, gather_bytes)
+        self._chunks.restart(forget=True)
+        self._gradients.widen(storage)
+        self.gather_bytes = gather_bytes
+        self._num_groups = len(storage.groups)
+
     # -- values --------------------------------------------------------------------------------
 
     def agree_on(self, values: torch.Tensor) -> None:

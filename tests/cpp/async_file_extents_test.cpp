@@ -216,6 +216,44 @@ TEST_P(AsyncFileExtents, DiscardedRangesAreForgotten) {
   EXPECT_NO_THROW(file.wait(file.read(data.data(), kMib, 0)));
 }
 
+TEST_P(AsyncFileExtents, AFileThatGrowsKeepsItsBytesAndTakesMore) {
+  for (const bool reserve : {true, false}) {
+    const TempDir dir, other;
+    AsyncFileOptions options = small_pieces(GetParam());
+    options.reserve = reserve;
+    for (const auto& dirs : {std::vector{dir.path()}, std::vector{dir.path(), other.path()}}) {
+      AsyncFile file(dirs, kMib, options);
+      const int64_t before = file.size();
+      const Buffer data(before, 1), more(kMib, 2), read(before + kMib, 3);
+      const AsyncFile::Ticket under_way = file.write(data.data(), before, 0);
+      file.grow(before / 2);
+      EXPECT_EQ(file.size(), before);
+      EXPECT_THROW((void)file.write(more.data(), kMib, before), StateError);
+      file.grow(before + kMib);
+      EXPECT_GE(file.size(), before + kMib);
+      file.wait(under_way);
+      file.wait(file.write(more.data(), kMib, before));
+      file.wait(file.read(read.data(), before + kMib, 0));
+      EXPECT_EQ(std::memcmp(read.data(), data.data(), static_cast<size_t>(before)), 0);
+      EXPECT_EQ(std::memcmp(read.data() + before, more.data(), kMib), 0);
+      if (file.can_discard()) {
+        EXPECT_NO_THROW(file.discard(before, kMib));
+      }
+      file.close();
+      EXPECT_THROW(file.grow(4 * kMib), StateError);
+    }
+  }
+}
+
+TEST_P(AsyncFileExtents, AFileWithChecksumsDoesNotGrow) {
+  const TempDir dir;
+  AsyncFileOptions options = small_pieces(GetParam());
+  options.checksums = true;
+  AsyncFile file({dir.path()}, kMib, options);
+  EXPECT_THROW(file.grow(2 * kMib), StateError);
+  EXPECT_EQ(file.size(), kMib);
+}
+
 TEST_P(AsyncFileExtents, CountsSayWhatWasDone) {
   const TempDir dir;
   AsyncFileOptions options = small_pieces(GetParam());

@@ -53,6 +53,21 @@ TEST(Room, FullHostSpillsToDiskAndLoadsBack) {
   EXPECT_EQ(world.valid(1), "DEVICE+DISK");
 }
 
+TEST(Room, DiskTakesAsMuchMoreAsItsBudgetIsRaisedBy) {
+  World world({10, 0, 10}, {10, 10, 10});
+  world.use({0});
+  world.use({1});
+  EXPECT_THROW((void)world.access({2}), OutOfBudget);
+  world.table.raise_disk_budget(10);
+  EXPECT_EQ(world.table.budget(Tier::kDisk), 20);
+  EXPECT_EQ(text(world.access({2})), "SPILL 1");
+  world.wait_ready({2});
+  EXPECT_EQ(world.valid(1), "DISK");
+  EXPECT_THROW(world.table.raise_disk_budget(-1), StateError);
+  World without({10, 10, 0}, {10});
+  EXPECT_THROW(without.table.raise_disk_budget(10), StateError);
+}
+
 // Chunk 0 was there first and is on DEVICE again, 2 is there too, 1 is on DISK: with the place of 0
 // there, DISK is full.
 World full_disk(Use last) {

@@ -119,3 +119,34 @@ def test_adapters_that_learn_inputs_are_refused(base: Path, tmp_path: Path) -> N
     config = peft.PromptTuningConfig(task_type=TASK, num_virtual_tokens=4)
     with pytest.raises(ConfigError, match="PromptTuningConfig"):
         gemini.from_pretrained(base, LLAMA, adapter=config, **tight(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "a whole layer"])
+def test_adapters_may_come_after_the_model_was_managed(name: str, base: Path, tmp_path: Path) -> None:
+    def put_on(model: Any) -> Any:
+        torch.manual_seed(7)
+        return peft.get_peft_model(model, CONFIGS[name]())
+
+    def adam(model: Any) -> torch.optim.Optimizer:
+        return gemini.CPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    want = put_on(LLAMA.from_pretrained(base))
+    losses = train(want, adam(want))
+    net = LLAMA.from_pretrained(base)
+    handle = gemini.manage(net, **tight(tmp_path))
+    got = put_on(net)
+    optimizer = gemini.GeminiOptimizer(adam(got), net)
+    assert train(got, optimizer) == losses
+    assert_same(got, want)
+    gemini.checkpoint.save(tmp_path / "saved", net, optimizer)
+
+    again = put_on(LLAMA.from_pretrained(base))
+    loaded = gemini.manage(again.base_model.model, **tight(tmp_path))
+    gemini.checkpoint.load(tmp_path / "saved", loaded, gemini.GeminiOptimizer(adam(again), loaded))
+    assert_same(again, want)
+    got.merge_and_unload()
+    assert handle.adopt() == []
+    assert [*handle.storage.slots] == [name for name, _ in net.named_parameters()]
+    handle.release()
+    for param, plain in zip(net.parameters(), want.merge_and_unload().parameters(), strict=True):
+        assert torch.equal(param, plain)

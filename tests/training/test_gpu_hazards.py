@@ -31,9 +31,12 @@ class TwoStreams(SimulatedDevice):
         self.streams = [_C.SimulatedStream(self._gpu) for _ in range(2)]
         self.current = 0
 
-    def open(self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None) -> GpuMemory:
+    def open(
+        self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
+    ) -> GpuMemory:
         """Reserve addresses, for operators of the current stream."""
-        return GpuMemory(self._gpu, self._follow_current, lambda: None, sizes, budgets, file)
+        follow = self._follow_current
+        return GpuMemory(self._gpu, follow, lambda: None, sizes, budgets, file, spare_bytes=spare_bytes)
 
     def _follow_current(self) -> None:
         self._gpu.follow(self.streams[self.current].handle)

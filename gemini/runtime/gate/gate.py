@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -88,6 +88,11 @@ class Grows(Protocol):
     def unfreeze(self, param: Any) -> None:
         """Have ``param``, which never trained, take gradients."""
 
+    def take_in(
+        self, specs: Any, signature: str, operator: tuple[int, str], *, raises_disk: bool = False
+    ) -> Any:
+        """Make the chunks of what came into the module."""
+
 
 _numbers = count()
 
@@ -133,8 +138,9 @@ class Gate(ABC):
         self._locked = self.lock.tensors
         self._due = self.pending.by_tensor  # one look per PreOp
 
-    def take_types(self, precision: torch.dtype | None, slots: Sequence[Slot]) -> None:
-        """Have the parameters of ``slots`` be used in ``precision``; None: each in its own type."""
+    def take_types(self, precision: torch.dtype | None, slots: Collection[Slot]) -> None:
+        """Have the parameters of ``slots``, which may come to be others, be used in ``precision``; None: each
+        in its own type."""
         self.mixes_types = precision is not None
         self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Protocol
@@ -102,7 +102,7 @@ class GradientScale:
     def __init__(
         self,
         operator: Callable[[tuple[int, ...]], AbstractContextManager[None]],
-        slots: Sequence[Slot] = (),
+        slots: Collection[Slot] = (),
         *,
         is_needed: bool = False,
     ) -> None:

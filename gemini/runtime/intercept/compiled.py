@@ -161,6 +161,18 @@ class CompiledBlocks:
         while self._blocks:
             self._blocks.pop().remove()
 
+    def new_buffers(self) -> Iterator[torch.Tensor]:
+        """Yield the buffers of parts that were not there when it looked last."""
+        known = {id(module) for _, module in self._named}
+        for part in self._module.modules():
+            if id(part) not in known:
+                yield from part.buffers(recurse=False)
+
+    def look_again(self) -> None:
+        """Look for blocks in what the module consists of now."""
+        self._named = list(self._module.named_modules())
+        self._find()
+
     def refresh(self) -> None:
         """Look for modules that were compiled since the last time; called before every forward pass."""
         if self._calls() != self._seen:

@@ -190,6 +190,7 @@ class Learned:
         """Forget the trace and go on with model data of another size, by the trace that was given at first
         where it is of the chunks that there are now."""
         self._context = context
+        self.planner.take(context.capacity)
         self.forget()
         self._adopt_given()
 

@@ -50,6 +50,10 @@ class StepPlanner:
         self._transfers_take = transfers_take
         self._steps: dict[tuple[tuple[int, int], ...], PlannedStep | None] = {}
 
+    def take(self, capacity: TierCapacity) -> None:
+        """Plan for tiers of this ``capacity``."""
+        self._capacity = capacity
+
     def forget(self) -> None:
         """Forget all plans: the trace has changed."""
         self._steps.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import accumulate
@@ -251,22 +251,25 @@ def _nth(chunks: Sequence[ChunkSpec], index: int, states: Sequence[StateSpec]) -
 _SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
 
 
-def largest_operator(
-    operators: Iterable[tuple[str, Sequence[str]]],
-    groups: Sequence[GroupSpec],
-    block_bytes: int = CPU.block_bytes,
-) -> tuple[int, str]:
-    """Return the most bytes of parameter chunks that one of the ``operators``, of which each names its
-    parameters, takes at once, and that submodule's name."""
-
-    def nbytes(spec: GroupSpec, chunk: int) -> int:
-        return whole_blocks(spec.layout.chunk_numels[chunk] * spec.dtype.itemsize, block_bytes)
-
-    chunks = {
-        slot.name: ((index, slot.chunk), nbytes(spec, slot.chunk))
+def chunk_bytes(
+    groups: Sequence[GroupSpec], block_bytes: int = CPU.block_bytes
+) -> dict[str, tuple[Hashable, int]]:
+    """Return by the name of each parameter which chunk of parameters it lies in, and that chunk's bytes."""
+    return {
+        slot.name: (
+            (index, slot.chunk),
+            whole_blocks(spec.layout.chunk_numels[slot.chunk] * spec.dtype.itemsize, block_bytes),
+        )
         for index, spec in enumerate(groups)
         for slot in spec.layout.slots
     }
+
+
+def largest_operator(
+    operators: Iterable[tuple[str, Sequence[str]]], chunks: Mapping[str, tuple[Hashable, int]]
+) -> tuple[int, str]:
+    """Return the most bytes of parameter chunks that one of the ``operators``, of which each names its
+    parameters, takes at once, and that submodule's name; ``chunks`` as of :func:`chunk_bytes`."""
     largest, largest_name = 0, ""
     for name, used in operators:
         sizes = dict(chunks[param] for param in used)

@@ -48,6 +48,10 @@ class SlotGradient:
         self._loose: torch.Tensor | None = None
         self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
 
+    def rename(self, name: str) -> None:
+        """Call the parameter ``name`` from now on."""
+        self._name = name
+
     @property
     def exists(self) -> bool:
         """Whether there is a gradient."""

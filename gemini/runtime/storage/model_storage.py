@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -62,6 +63,7 @@ class ChunkGroup:
     cover that part alone.
     """
 
+    number: int  # in forward order, but for what came later
     plan: GroupPlan
     param: Chunk
     grad: Chunk | None = None
@@ -126,6 +128,12 @@ class ManagedSlot:
         else:
             self.grad = SlotGradient(self.name, gate, add(chunk), place)
         return self.grad
+
+    def rename(self, name: str) -> None:
+        """Have the parameter called ``name`` from now on."""
+        self.name = name
+        if self.grad is not None:
+            self.grad.rename(name)
 
     def overlapping(self, piece: StatePiece) -> tuple[int, int]:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
@@ -205,36 +213,30 @@ class ModelStorage:
         unfrozen, and ``expected_states``, which take addresses and no memory. ``piece_numel`` bounds a state
         chunk, in elements; ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``;
         ``share`` is this rank's part of them, None: all."""
-        plans = plan_groups(groups, piece_numel, share, block_bytes)
+        self._plan = partial(plan_groups, piece_numel=piece_numel, share=share, block_bytes=block_bytes)
+        self._expected_states = tuple(expected_states)
+        self._watcher: GradientWatcher | None = None
+        plans = self._plan(groups)
         specs = [chunk for plan in plans for chunk in plan.at_first()]
-        expected = [chunk for plan in plans for chunk in plan.later(expected_states)]
-        if share is not None and plans:  # one for what trains now, and a larger one some day
-            expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
-            arrays = tuple(state for state in expected_states if not state.per_block)
-            expected += _largest_room((plan, Kept(arrays, True)) for plan in plans)
-        self.chunks = make_chunks(specs, budgets, expected=expected)
-        self.groups = self._build(plans)
+        self.chunks = make_chunks(specs, budgets, expected=self._expected(plans))
+        self.groups: list[ChunkGroup] = []
+        self._build(plans, iter(self.chunks.chunks))
         self.trains = False  # there was an optimizer: gradients count as well
         self.exchange: Chunk | None = None  # where parts of a gradient arrive from other ranks
         self.widen_exchange()
         self.room: Room | None = None  # where a parameter of which ranks have parts is whole for its update
-        self._layouts = [(spec, base) for spec, base in zip(groups, _bases(groups), strict=True)]
+        self._layouts = list(groups)  # of which there are no slots yet
         self.slots: dict[str, ManagedSlot] = {}
         self.mixture = Mixture()
 
     def register(self, gate: Gate) -> None:
         """Create a slot per parameter, whose use goes through ``gate``."""
-        for spec, base in self._layouts:
-            first_blocks: Counter[int] = Counter()
-            for slot in spec.layout.slots:
-                group = self.groups[base + slot.chunk]
-                managed = ManagedSlot(gate, group, slot, first_blocks[slot.chunk])
-                first_blocks[slot.chunk] += num_blocks(slot.numel)
-                group.slots.append(managed)
-                self.slots[slot.name] = managed
+        self._register(gate, self._layouts, 0)
+        self._layouts.clear()
 
     def watch_gradients(self, watcher: GradientWatcher | None) -> None:
         """Tell ``watcher`` of every gradient from now on; None: nobody."""
+        self._watcher = watcher
         for group in self.groups:
             group.watcher = watcher
 
@@ -255,21 +257,18 @@ class ModelStorage:
 
     # -- what comes later ------------------------------------------------------------------------
 
-    def sizes(self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({})) -> DataSizes:
+    def sizes(
+        self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({}), plans: Sequence[GroupPlan] = ()
+    ) -> DataSizes:
         """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, of
-        which it keeps that."""
+        which it keeps that, and those of further ``plans``."""
         trains = self.trains or bool(more)
-        return data_sizes(
-            (
-                group.plan,
-                Needs(
-                    group.has_master,
-                    trains and (group.grad is not None or group in more),
-                    group.kept.joined(more.get(group, Kept())),
-                ),
-            )
-            for group in self.groups
-        )
+        each = [(plan, Needs(plan.trainable and plan.master, plan.trainable and trains)) for plan in plans]
+        for group in self.groups:
+            trained = trains and (group.grad is not None or group in more)
+            kept = group.kept.joined(more.get(group, Kept()))
+            each.append((group.plan, Needs(group.has_master, trained, kept)))
+        return data_sizes(each)
 
     def missing(self, more: Mapping[ChunkGroup, Kept]) -> list[ChunkSpec]:
         """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
@@ -313,13 +312,63 @@ class ModelStorage:
         self.exchange = self.chunks.add_chunk(_exchange(largest))
         return True
 
+    # -- what comes into the module later, and leaves it --------------------------------------------
+
+    def plans(self, specs: Sequence[GroupSpec]) -> list[GroupPlan]:
+        """Return the plan of each parameter chunk of ``specs``."""
+        return self._plan(specs)
+
+    def expected(self, plans: Sequence[GroupPlan]) -> list[ChunkSpec]:
+        """Return the chunks of ``plans``, at once or later."""
+        return [*(chunk for plan in plans for chunk in plan.at_first()), *self._expected(plans)]
+
+    def widen(self, specs: Sequence[GroupSpec], gate: Gate) -> list[ManagedSlot]:
+        """Make the chunks and slots of further parameters, which have no values yet; return the slots."""
+        plans, base = self._plan(specs), len(self.groups)
+        chunks = [self.chunks.add_chunk(chunk) for plan in plans for chunk in plan.at_first()]
+        self._build(plans, iter(chunks))
+        return self._register(gate, specs, base)
+
+    def rename(self, names: Mapping[ManagedSlot, str]) -> None:
+        """Have exactly these parameters, by these names; the chunks of others stay."""
+        for slot, name in names.items():
+            slot.rename(name)
+        self.slots.clear()
+        self.slots.update((name, slot) for slot, name in names.items())
+        for group in self.groups:
+            group.slots.clear()
+        for slot in sorted(names, key=lambda slot: slot.start):
+            slot.group.slots.append(slot)
+
     # -- inside ----------------------------------------------------------------------------------
 
-    def _build(self, plans: Sequence[GroupPlan]) -> list[ChunkGroup]:
-        chunks = iter(self.chunks.chunks)
-        groups = []
+    def _expected(self, plans: Sequence[GroupPlan]) -> list[ChunkSpec]:
+        """Return the chunks that may come once there are those of ``plans``."""
+        expected = [chunk for plan in plans for chunk in plan.later(self._expected_states)]
+        if plans and plans[0].share is not None:  # one for what trains now, and a larger one some day
+            expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
+            arrays = tuple(state for state in self._expected_states if not state.per_block)
+            expected += _largest_room((plan, Kept(arrays, True)) for plan in plans)
+        return expected
+
+    def _register(self, gate: Gate, specs: Sequence[GroupSpec], base: int) -> list[ManagedSlot]:
+        """Create the slots of ``specs``, whose first group has the number ``base``."""
+        slots = []
+        for spec in specs:
+            first_blocks: Counter[int] = Counter()
+            for place in spec.layout.slots:
+                group = self.groups[base + place.chunk]
+                slot = ManagedSlot(gate, group, place, first_blocks[place.chunk])
+                first_blocks[place.chunk] += num_blocks(place.numel)
+                group.slots.append(slot)
+                self.slots[place.name] = slot
+                slots.append(slot)
+            base += spec.layout.num_chunks
+        return slots
+
+    def _build(self, plans: Sequence[GroupPlan], chunks: Iterator[Chunk]) -> None:
         for plan in plans:
-            group = ChunkGroup(plan, next(chunks))
+            group = ChunkGroup(len(self.groups), plan, next(chunks), watcher=self._watcher)
             if plan.share is not None:
                 param = next(chunks)
                 group.shard = GroupShard(*plan.owned, param, self.chunks.add_tensor(param), None)
@@ -327,8 +376,7 @@ class ModelStorage:
                 self._add_gradients(group, chunks)
                 for piece in group.pieces if plan.master else ():
                     self._add_state(piece, MASTER, next(chunks))
-            groups.append(group)
-        return groups
+            self.groups.append(group)
 
     def _add_gradients(self, group: ChunkGroup, chunks: Iterator[Chunk]) -> None:
         group.grad = next(chunks)
@@ -360,11 +408,3 @@ def _largest_room(updated: Iterable[tuple[GroupPlan, Kept]]) -> list[ChunkSpec]:
 
 def _new(states: Iterable[StateSpec], known: Sequence[StateSpec]) -> list[StateSpec]:
     return [state for state in states if state not in known]
-
-
-def _bases(groups: Sequence[GroupSpec]) -> list[int]:
-    bases, base = [], 0
-    for spec in groups:
-        bases.append(base)
-        base += len(spec.layout.chunk_numels)
-    return bases
