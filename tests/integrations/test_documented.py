@@ -27,7 +27,7 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     saved(transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     programs = programs_of("huggingface.md")
-    assert len(programs) == 5
+    assert len(programs) == 6
     run("\n".join(programs), tmp_path)
     assert (tmp_path / "run" / "checkpoint-4" / "gemini").is_dir()
     assert (tmp_path / "state" / "gemini").is_dir()
