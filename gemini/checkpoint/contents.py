@@ -93,10 +93,10 @@ def require_own_names(model: ManagedModel) -> None:
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"the model's state has under {others[0]!r}{more} other tensors than those that were wrapped, "
-            "so that their chunks are not what the model computes with. Have the new ones managed: give them "
-            "to the optimizer (add_param_group), or call gemini.handle_of(model).adopt(). Weights alone are "
-            "in model.state_dict() and Booster.save_model"
+            f"the model's state has under {others[0]!r}{more} other tensors than at wrapping, so that "
+            "their chunks are not what the model computes with: call gemini.handle_of(model).adopt() first, "
+            "which manages what is new and lets go of what is gone. Weights alone are in model.state_dict() "
+            "and Booster.save_model"
         )
 
 

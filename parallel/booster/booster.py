@@ -32,6 +32,20 @@ class Backward(Protocol):
     def backward(self, loss: torch.Tensor) -> None: ...
 
 
+class _Names:
+    """The names of a model's parameters, which come and go; what has gone keeps the name that it had."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+        self._names = files.parameter_names(model)
+
+    def now(self) -> files.Names:
+        model = self._model()
+        if model is not None:
+            self._names |= files.parameter_names(model)
+        return self._names
+
+
 class Booster:
     """Give a model, its optimizer and what goes with them the features of a plugin::
 
@@ -66,7 +80,7 @@ class Booster:
         self._precision = choose_precision(mixed_precision)
         # What boost() returned. Optimizers keep their models alive, so they must not be values here.
         self._models: WeakKeyDictionary[nn.Module, _Reference] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, files.Names] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Names] = WeakKeyDictionary()
 
     def boost(
         self,
@@ -94,7 +108,7 @@ class Booster:
         self._models[boosted.model] = lambda: None
         if boosted.optimizer is not None:
             self._models[boosted.model] = ref(boosted.optimizer)
-            self._optimizers[boosted.optimizer] = files.parameter_names(boosted.model)
+            self._optimizers[boosted.optimizer] = _Names(boosted.model)
         return boosted.model, boosted.optimizer, boosted.criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -255,7 +269,7 @@ class Booster:
 
     def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
         try:
-            return self._optimizers[optimizer]
+            return self._optimizers[optimizer].now()
         except (KeyError, TypeError):
             raise ConfigError(
                 f"this {type(optimizer).__name__} is not what boost() of this booster has returned; "

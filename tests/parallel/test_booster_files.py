@@ -28,8 +28,8 @@ from permissions import modes_respected
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
-from gemini import CheckpointError, ConfigError, checkpoint
-from gemini.parallel import Booster, GeminiPlugin
+from gemini import CheckpointError, ConfigError, checkpoint, handle_of
+from gemini.parallel import Booster, GeminiPlugin, TorchDDPPlugin
 from gemini.parallel.booster import Plugin
 
 
@@ -180,8 +180,30 @@ def test_a_file_holds_what_a_managed_model_has_by_now(
         assert_same(plain(loaded.state_dict()), want)
     if change is not take_layer_out:  # which leaves names and states as they are
         for act in (booster.save_optimizer, booster.load_optimizer):
-            with pytest.raises(CheckpointError, match=r"'\d.weight' .* wrapping"):
+            with pytest.raises(CheckpointError, match=r"'\d.weight' .* wrapping.*adopt\(\)"):
                 act(optimizer, tmp_path / "optimizer")
+    handle_of(model).adopt()
+    assert_same(model.state_dict(), plain(model.state_dict()))
+    booster.save_optimizer(optimizer, tmp_path / "after")
+    booster.load_optimizer(optimizer, tmp_path / "after")
+
+
+@pytest.mark.parametrize("plugin", [GeminiPlugin, TorchDDPPlugin])
+def test_a_layer_that_came_after_boosting_is_in_the_optimizers_file(plugin: Any, tmp_path: Path) -> None:
+    booster, model, optimizer = boosted(plugin(), mlp())
+    net = getattr(model, "module", model)
+    old = list(net[2].parameters())
+    net[2] = nn.Linear(16, 4)
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+    if plugin is not GeminiPlugin:  # which has let go of the old ones
+        with pytest.raises(ConfigError, match=r"two parameters .* under the name '2\.weight'"):
+            booster.save_optimizer(optimizer, tmp_path / "optimizer")
+        kept = [param for param in optimizer.param_groups[0]["params"] if all(param is not o for o in old)]
+        optimizer.param_groups[0]["params"][:] = kept
+    booster.backward(model(torch.ones(2, 16)).square().sum(), optimizer)
+    optimizer.step()
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    booster.load_optimizer(optimizer, tmp_path / "optimizer")
 
 
 def test_managed_model_is_saved_and_loaded_within_its_budget(tmp_path: Path) -> None:

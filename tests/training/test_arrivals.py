@@ -306,6 +306,49 @@ def test_checkpoints_hold_what_the_model_computes_with(asynchronous: bool, tmp_p
             assert_same(dict(model.state_dict()), want)
 
 
+def exchange(net: nn.Sequential) -> None:
+    net[0], net[2] = net[2], net[0]
+
+
+def tie(net: nn.Sequential) -> None:
+    net[0][0].weight = net[2][0].weight
+
+
+@pytest.mark.parametrize("change", [exchange, tie])
+def test_names_are_those_that_the_module_has_now(
+    change: Callable[[nn.Sequential], None], tmp_path: Path
+) -> None:
+    plain, net, again = stack(), stack(), stack()
+    with GeminiDDP(net, **tight(tmp_path)) as model:
+        optimizers = [
+            torch.optim.AdamW(plain.parameters(), lr=1e-2),
+            GeminiOptimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), model),
+        ]
+        for each, called, optimizer in zip((plain, net), (plain, model), optimizers, strict=True):
+            train_step(called, optimizer, 0)
+            change(each)
+            if called is model:
+                assert gemini.handle_of(model).adopt() == []
+            train_step(called, optimizer, 1)
+        checkpoint.save(tmp_path / "saved", model, optimizers[1])
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    change(again)
+    with GeminiDDP(again, **tight(tmp_path)) as model:
+        # In the order of the groups, which is that of before.
+        names = [name for name, _ in stack().named_parameters()]
+        if change is exchange:
+            names = [*names[4:6], *names[2:4], *names[:2], *names[6:]]
+        else:
+            names.remove("0.0.weight")
+            names[names.index("2.0.weight")] = "0.0.weight"
+        params = [again.get_parameter(name) for name in names]
+        optimizer = GeminiOptimizer(torch.optim.AdamW(params, lr=1e-2), model)
+        checkpoint.load(tmp_path / "saved", model, optimizer)
+        train_step(model, optimizer, 2)
+        train_step(plain, optimizers[0], 2)
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def test_the_tiers_must_hold_them(tmp_path: Path) -> None:
     net = stack()
     with GeminiDDP(net, **tight(tmp_path, 160, disk_bytes=512 * KIB)) as model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,8 +88,6 @@ def load_optimizer(
     with ExitStack() as stack:
 
         def read() -> dict[str, Any]:
-            if isinstance(optimizer, GeminiOptimizer):
-                contents.require_own_names(optimizer.model)
             files = stack.enter_context(TensorFiles(checkpoint))
             with making_sense_of(Path(checkpoint)):
                 return _state_for(optimizer, members, files, checkpoint)
@@ -106,18 +105,29 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
     """Return the names of the parameters in each group.
 
     Raises:
-        ConfigError: a parameter is none of the model's.
+        ConfigError: a parameter is none of the model's, or one has the name of another that it replaced.
+        CheckpointError: a managed model whose tensors have been exchanged.
     """
+    if isinstance(optimizer, GeminiOptimizer):
+        contents.require_own_names(optimizer.model)
     groups: Iterable[Iterable[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
     if isinstance(optimizer, LowLevelZeroOptimizer):  # its groups hold parts of the parameters
         groups = [[shard.param for shard in group] for group in optimizer.sharded.groups]
     try:
-        return [[names[param] for param in group] for group in groups]
+        members = [[names[param] for param in group] for group in groups]
     except KeyError:
         raise ConfigError(
             "the optimizer holds a parameter that the model boosted with it does not have; its state cannot "
             "be stored by name"
         ) from None
+    counts = Counter(name for group in members for name in group)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"the optimizer holds two parameters that the model has had under the name {twice[0]!r}; take "
+            "the one that was replaced out of its param_groups"
+        )
+    return members
 
 
 def begin_managed(optimizer: GeminiOptimizer) -> None:
