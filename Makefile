@@ -3,6 +3,7 @@
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
 # make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
+# make oldest the laws with the oldest torch that is supported
 # Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
-.PHONY: demo check test bench docs lint format package sanitize setup clean
+.PHONY: demo check test bench docs lint format package oldest sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -46,6 +47,9 @@ format: setup
 
 package: setup
 	@scripts/check.sh package
+
+oldest: setup
+	@scripts/check.sh oldest
 
 sanitize: setup
 	@scripts/check.sh sanitize

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {fast|py|zoo|cpp|standin|docs|lint|format|package|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {fast|py|zoo|cpp|standin|docs|lint|format|package|oldest|build_sanitized|sanitize|all} [pytest arguments]
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -223,9 +223,19 @@ assert pathlib.Path(gemini.__file__).with_name("py.typed").exists()' "$work/site
 
 package() { check "sdist, wheel, install" package_round_trip; }
 
+# A wheel of this interpreter with the oldest torch that pyproject.toml allows, where the package index has that.
+oldest() {
+  local torch python
+  torch=$(sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
+  "$BIN/pip" index versions torch 2> /dev/null | grep -qw "$torch" \
+    || { say "laws with torch $torch left out: the package index has none for this Python"; return 0; }
+  python=$("$BIN/python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
+  check "laws with torch $torch" scripts/wheels.sh laws "$python=$torch"
+}
+
 case "${1:-}" in
   py) shift; py "$@" ;;
-  fast | zoo | docs | lint | format | cpp | standin | build_sanitized | sanitize | package) "$1" ;;
+  fast | zoo | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | oldest) "$1" ;;
   all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac

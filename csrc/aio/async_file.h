@@ -82,8 +82,8 @@ class AsyncFile {
   void close();
 
   [[nodiscard]] bool direct() const noexcept { return direct_; }
-  // Whether `discard` gives space back: not every file system can, nor a file with `reserve` that
-  // has not grown.
+  // Whether `discard` gives space back: not on every file system, and of a file with `reserve` only
+  // once it has grown.
   [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }

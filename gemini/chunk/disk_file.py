@@ -93,27 +93,59 @@ class DiskFile:
             )
         if self._reserved_bytes == self._file_bytes:
             return None
-        written_bytes = sum(self._places[chunk][1] for chunk in self._taken)
-        taken_bytes = max(self._reserved_bytes, written_bytes)
         reserve = _reserves(self._budgets, self._file_bytes)
-        return lacking_space(self._budgets, self._placed_bytes + nbytes, taken_bytes, reserve=reserve)
+        return lacking_space(self._budgets, self._placed_bytes + nbytes, self._taken_bytes, reserve=reserve)
 
-    def expect(self, nbytes: int, more_bytes: int) -> None:
-        """Add places for chunks of ``nbytes`` together that nobody foresaw, with a budget of ``more_bytes``
-        more; they take space when they are written.
+    @property
+    def _taken_bytes(self) -> int:
+        """What the file takes of the disk, at the least."""
+        return max(self._reserved_bytes, sum(self._places[chunk][1] for chunk in self._taken))
+
+    def prepare(self, nbytes: int, first_bytes: int, more_bytes: int) -> None:
+        """See to it that :meth:`expect` can follow, for chunks of which ``first_bytes`` come at once.
 
         Raises:
             ConfigError: the file system gives no space back, and the budget is less than all places take.
-            IoError: the file cannot be that long.
+            IoError: the disk has too little space, or the file cannot be that long.
         """
-        if self.file is not None:
-            file_bytes = self._file_bytes + nbytes
-            self.file.grow(file_bytes)
-            if not self.file.can_discard and file_bytes > self._budget_bytes + more_bytes:
-                raise self._keeps_all(self._budgets.disk_dir or "", file_bytes)
-            self._file_bytes = file_bytes
-            self._budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        if self.file is None:
+            return
+        file_bytes = self._file_bytes + nbytes
+        self.file.grow(file_bytes)
+        budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        if not self.file.can_discard and file_bytes > budgets.disk_bytes:
+            raise self._keeps_all(budgets.disk_dir or "", file_bytes)
+        reserve = _reserves(budgets, file_bytes)
+        lack = lacking_space(budgets, self._placed_bytes + first_bytes, self._taken_bytes, reserve=reserve)
+        if lack is not None:
+            raise IoError(errno.ENOSPC, lack, budgets.disk_dir or "")
+
+    def expect(self, nbytes: int, more_bytes: int) -> None:
+        """Have places for chunks of ``nbytes`` together that nobody foresaw, and a budget of ``more_bytes``
+        more. They take space when they are written."""
         self._expected_bytes += nbytes
+        if self.file is None:
+            return
+        self._file_bytes += nbytes
+        self._budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        if self._file_bytes > self._budget_bytes:
+            self._unreserve(self.file)
+
+    def _unreserve(self, file: AsyncFile) -> None:
+        """Return to the disk what was reserved and holds nothing: more places than the budget share it."""
+        unplaced_bytes = self._reserved_bytes - self._placed_bytes
+        if self._reserved_bytes:
+            self._taken.update(range(len(self._places)))
+        self._reserved_bytes = 0
+        with suppress(IoError):  # what is given back later tries again
+            if unplaced_bytes > 0:
+                file.discard(self._placed_bytes, unplaced_bytes)
+            for chunk_id in [chunk for chunk in self._taken if not self._holds(chunk)]:
+                self.drop(chunk_id)
+
+    def _holds(self, chunk_id: int) -> bool:
+        """Say whether the place of a chunk counts, or is about to."""
+        return _C.Tier.DISK in self._table.held_tiers(chunk_id)
 
     def place(self, nbytes: int, *, expected: bool = False) -> int:
         """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the
@@ -143,7 +175,7 @@ class DiskFile:
         if not self.gives_back:
             return
         for chunk_id in self._taken.copy() if chunk_ids is None else self._taken & chunk_ids:
-            if _C.Tier.DISK not in self._table.held_tiers(chunk_id):
+            if not self._holds(chunk_id):
                 self.drop(chunk_id)
 
     def drop(self, chunk_id: int) -> None:

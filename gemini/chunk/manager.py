@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,21 +14,18 @@ from gemini import _C
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.disk_file import DiskFile
-from gemini.chunk.memory import ComputeDevice, TierBudgets
+from gemini.chunk.expected import Expected
+from gemini.chunk.memory import ComputeDevice, TierBudgets, open_with_spare
 from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.chunk.stow import Stow
-from gemini.errors import ConfigError, IoError, StateError
-from gemini.system.config import format_bytes
+from gemini.errors import IoError, StateError
 from gemini.system.profiling import shown_as
 
-_LEAST_SPARE_BYTES = 2**28
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
 _SEEN_BY_AUTOGRAD = frozenset((ChunkKind.PARAM, ChunkKind.GRAD))
-
-# What the table takes cheaply: no other sequence.
 
 
 class ChunkManager:
@@ -58,12 +54,9 @@ class ChunkManager:
         self.table = _C.ChunkTable(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes)
         sizes, later = ([spec.nbytes for spec in each] for each in (specs, expected))
         self._disk = DiskFile(budgets, sum(sizes), self.table, sum(later))
-        self._spare_bytes = max(sum(sizes) + sum(later), _LEAST_SPARE_BYTES)  # of addresses
-        self._memory = device.open(sizes + later, budgets, self._disk.file, spare_bytes=self._spare_bytes)
+        self._memory, spare_bytes = open_with_spare(device, sizes + later, budgets, self._disk.file)
+        self._expected = Expected(expected, spare_bytes)
         self._runs_behind = device.has_own_memory  # operators go on after their calls returned
-        self._expected_bytes: Counter[ChunkKind] = Counter()  # reserved for chunks that are not there yet
-        for spec in expected:
-            self._expected_bytes[spec.kind] += spec.nbytes
         self._by_window: list[int] = []  # ids of the chunks in the reserved addresses
         self.chunks: list[Chunk] = []
         for spec in specs:
@@ -116,41 +109,33 @@ class ChunkManager:
     def lacking_place(self, specs: Sequence[ChunkSpec]) -> str | None:
         """Return what to say where chunks of ``specs``, added now, have no place in the DISK file, or the
         disk too little space; None where they have."""
-        wanted: Counter[ChunkKind] = Counter()
-        for spec in specs:
-            wanted[spec.kind] += spec.nbytes
-        return self._disk.lacking_place(wanted.total(), (wanted & self._expected_bytes).total())
+        nbytes = sum(spec.nbytes for spec in specs)
+        return self._disk.lacking_place(nbytes, self._expected.bytes_of(specs))
 
-    def expect(self, specs: Sequence[ChunkSpec], *, more_disk_bytes: int = 0) -> None:
-        """Reserve addresses and places in the DISK file for further chunks, to be added later; have DISK hold
-        ``more_disk_bytes`` more.
+    def prepare(self, specs: Sequence[ChunkSpec], first_bytes: int, more_disk_bytes: int) -> None:
+        """See to it that :meth:`expect` can follow, for chunks of which ``first_bytes`` come at once.
 
         Raises:
-            ConfigError: they take more addresses than there are to spare, or as :meth:`DiskFile.expect`.
-            IoError: as that.
+            ConfigError: there are no addresses for them, or as :meth:`DiskFile.prepare`; IoError: as that.
         """
         nbytes = sum(spec.nbytes for spec in specs)
-        if nbytes > self._spare_bytes:
-            raise ConfigError(
-                f"what came into the model needs addresses for {format_bytes(nbytes)}, and those that were "
-                f"reserved at wrapping beside the model's have {format_bytes(self._spare_bytes)} left; wrap "
-                "the model anew, with all that it has now"
-            )
-        self._disk.expect(nbytes, more_disk_bytes)
+        self._expected.refuse(nbytes)
+        self._disk.prepare(nbytes, first_bytes, more_disk_bytes)
+
+    def expect(self, specs: Sequence[ChunkSpec], more_disk_bytes: int) -> None:
+        """Reserve addresses and places in the DISK file for further chunks, to be added later; have DISK hold
+        ``more_disk_bytes`` more."""
+        self._disk.expect(sum(spec.nbytes for spec in specs), more_disk_bytes)
         if more_disk_bytes:
             self.table.raise_disk_budget(more_disk_bytes)
             disk_bytes = self.budgets.disk_bytes + more_disk_bytes
             self.budgets = replace(self.budgets, disk_bytes=disk_bytes)
-        self._spare_bytes -= nbytes
-        for spec in specs:
-            self._expected_bytes[spec.kind] += spec.nbytes
+        self._expected.add(specs)
 
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
         """Add a chunk without content, for which the caller knows that there is a place. Where it was
         expected its window is among those of the chunks before."""
-        expected = self._expected_bytes[spec.kind] >= spec.nbytes
-        if expected:
-            self._expected_bytes[spec.kind] -= spec.nbytes
+        expected = self._expected.take(spec)
         return self._append(spec, reserved=expected, expected=expected)
 
     def add_tensor(self, chunk: Chunk) -> int:

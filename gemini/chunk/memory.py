@@ -14,10 +14,12 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 
 from gemini import _C
+from gemini.errors import GeminiError
 from gemini.memstats import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
 _FIRST_BYTES = 256 * 2**20
+_LEAST_SPARE_BYTES = 2**24
 _CHUNKS_AHEAD = 16
 
 
@@ -194,6 +196,18 @@ class ComputeDevice(Protocol):
 
     def release_cache(self) -> None:
         """Have torch give back the DEVICE memory that it keeps for later."""
+
+
+def open_with_spare(
+    device: ComputeDevice, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None
+) -> tuple[AnyMemory, int]:
+    """Return memory with addresses for chunks of ``sizes`` and for as much again, and how much that is:
+    nothing where a limit on addresses (``ulimit -v``) does not leave them."""
+    spare_bytes = max(sum(sizes), _LEAST_SPARE_BYTES)
+    try:
+        return device.open(sizes, budgets, file, spare_bytes=spare_bytes), spare_bytes
+    except GeminiError:
+        return device.open(sizes, budgets, file), 0
 
 
 @dataclass(frozen=True)

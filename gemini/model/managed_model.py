@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakSet
@@ -21,7 +21,7 @@ from gemini.memstats.trace import KINDS
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedParameter, ManagedSlot
-from gemini.runtime.adopt import release_adopted
+from gemini.runtime.adopt import Adopted, release_adopted
 from gemini.runtime.arrivals import Changes, find_changes, take_in
 from gemini.runtime.build import Built
 from gemini.runtime.bypassed import ManagedParameters, Unfollowed
@@ -255,30 +255,26 @@ class ManagedModel:
 
         Raises:
             ConfigError: a parameter cannot be managed, or the model was cut before it was wrapped.
-            OutOfBudgetError, IoError: the tiers cannot hold it. Nothing was changed in either case.
+            OutOfBudgetError: the tiers cannot hold it.
             StateError: a failed load or update left weights a mixture, or a backward pass is under way.
+            IoError: the disk is full, or cannot be written. The parameters are ordinary ones in all cases.
         """
-        storage, manager, compiled = self.storage, self.manager, self.compiled
+        storage, manager = self.storage, self.manager
         manager.refuse_closed()
         changes = manager.together(self._changes)
         if self.peers is not None:
             require_equal(self.peers, str(changes))
-        if changes is None:
-            return []
-        manager.run_pending()
-        manager.snapshot.close(finish=True)  # it writes what there was
-        adopted = take_in(
-            self.module, changes, self.config, self.search.chunk_numel, self.device, storage, manager
-        )
-        self._adopted = [*self._adopted, *adopted]
+        adopted: Sequence[Adopted] = ()
+        if changes is not None:
+            manager.together(manager.run_pending)
+            manager.together(lambda: manager.snapshot.close(finish=True))  # it writes what there was
+            numel = self.search.chunk_numel
+            adopted = take_in(self.module, changes, self.config, numel, self.device, storage, manager)
+            self._adopted = [*self._adopted, *adopted]
+            self._follow_module()
+        held = {param: name for name, param in self.module.named_parameters()}
         for optimizer in self.optimizers:
-            optimizer.let_go_of(changes.departed)
-        self.managed = ManagedParameters(self.module)
-        place_buffers(self.module, self.device.torch_device, casts=self.config.precision is not None)
-        if manager.sharding is not None:
-            for buffer in compiled.new_buffers():
-                manager.sharding.agree_on(buffer)
-        compiled.look_again()
+            optimizer.keep_only(held)
         return [entry.slot.name for entry in adopted]
 
     def _changes(self) -> Changes | None:
@@ -290,12 +286,24 @@ class ManagedModel:
         self.manager.lock.refuse_all()
         if self.manager.part is not None:
             raise ConfigError(
-                "parameters came into a model that was cut over ranks before it was wrapped: what each rank "
-                "has of them is not known; put them in before it is boosted"
+                "the parameters of a model that was cut over ranks before it was wrapped have changed, and "
+                "what each rank has of them is not known; put in and take out layers before it is boosted"
             )
         if torch._C._current_graph_task_id() != -1:
             raise StateError("parameters are adopted within a backward pass; do it before the forward pass")
         return changes
+
+    def _follow_module(self) -> None:
+        """Know what the module consists of by now."""
+        manager, compiled = self.manager, self.compiled
+        self.managed = ManagedParameters(self.module)
+        place_buffers(self.module, self.device.torch_device, casts=self.config.precision is not None)
+        if manager.sharding is not None:
+            for buffer in compiled.new_buffers():
+                manager.sharding.agree_on(buffer)
+        compiled.look_again()
+        if manager.activations is not None and manager.activations.recompute is not None:
+            manager.activations.recompute.begin(self.module)
 
     # -- what happened ---------------------------------------------------------------------------
 

@@ -233,8 +233,8 @@ class AsyncFile:
 
     @property
     def can_discard(self) -> bool:
-        """Whether ``discard`` gives space back: not every file system can, nor a file with ``reserve`` that
-        has not grown."""
+        """Whether ``discard`` gives space back: not on every file system, and of a file with ``reserve`` only
+        once it has grown."""
         return bool(self._file.can_discard)
 
     @property

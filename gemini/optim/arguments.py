@@ -68,26 +68,21 @@ def check_optimizer(
 def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:
     """Raise ConfigError where ``model`` does not manage a parameter of the optimizer's group ``index``; one
     may come with a name."""
-    for tensor in map(_bare, params):
-        if not _is_managed(tensor, model):
+    for tensor in map(bare, params):
+        if not is_managed(tensor, model):
             raise ConfigError(
                 f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
                 "the model does not manage; build the optimizer from the wrapped model's parameters"
             )
 
 
-def adopt_arrivals(params: Iterable[Any], model: ManagedModel) -> None:
-    """Have ``model`` manage what came into its module, where some of ``params`` (each perhaps with a name)
-    may have. Raises as :meth:`ManagedModel.adopt`."""
-    if not all(_is_managed(tensor, model) for tensor in map(_bare, params)):
-        model.adopt()
-
-
-def _bare(param: Any) -> Any:
+def bare(param: Any) -> Any:
+    """Return a parameter that may come with a name."""
     return param[1] if isinstance(param, tuple) else param
 
 
-def _is_managed(tensor: Any, model: ManagedModel) -> bool:
+def is_managed(tensor: Any, model: ManagedModel) -> bool:
+    """Say whether ``model`` manages a parameter that its module has."""
     if type(tensor) is not ManagedParameter:
         return False
     return model.storage.slots.get(tensor._slot.name) is tensor._slot

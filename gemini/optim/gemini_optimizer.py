@@ -18,7 +18,6 @@ from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.arguments import (
     Margin,
     Overlap,
-    adopt_arrivals,
     check_mode,
     check_optimizer,
     check_several,
@@ -43,9 +42,7 @@ from gemini.optim.rule import UpdateStep
 from gemini.optim.state_exchange import (
     checked_state,
     export_state,
-    forget_states,
     import_together,
-    slots_in_order,
     take_over_state,
 )
 from gemini.optim.state_shards import export_to_first
@@ -113,20 +110,20 @@ class GeminiOptimizer(ManagedGroups):
         elementwise: bool = False,
     ) -> None:
         model = handle_of(model)
-        adopt_arrivals((param for group in optim.param_groups for param in group["params"]), model)
+        self.model = model
+        self._adopt(optim.param_groups)
         self.rule = check_optimizer(optim, model, elementwise=elementwise)
         fp16 = model.config.precision == torch.float16
         check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
-        self.model = model
         super().__init__(optim.param_groups, optim.defaults)
+        self.refuse_second_names()
         self.stand_for(optim)
         self.overlap = overlap
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self.steps: dict[ManagedSlot, int] = {}
         self.small: dict[ManagedSlot, dict[str, Any]] = {}
         self._refuse_others()
-        self.make_states(optim)
-        forget_states(self, slots_in_order(self))
+        self.make_first_states(optim)
         model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type

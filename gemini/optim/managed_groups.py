@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
-from gemini.optim.arguments import Margin, adopt_arrivals, check_parameters, host_updates_of
+from gemini.optim.arguments import Margin, bare, check_parameters, host_updates_of, is_managed
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
-from gemini.optim.state_exchange import exported_groups, forget_states
+from gemini.optim.state_exchange import exported_groups, forget_states, slots_in_order
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.stepped_rule import GroupSettings
@@ -122,6 +123,11 @@ class ManagedGroups(WrappedOptimizer):
             raise
         self._driven_optim = optim
 
+    def make_first_states(self, optim: torch.optim.Optimizer) -> None:
+        """The same for an optimizer that is new: states that one of before has left begin with zeros."""
+        self.make_states(optim)
+        forget_states(self, slots_in_order(self))
+
     def take_chunks(self) -> None:
         """Treat states that were made for what was frozen as the others. Raises as :meth:`make_states`."""
         if self._driven_optim is not None:
@@ -133,34 +139,60 @@ class ManagedGroups(WrappedOptimizer):
         self.model.manager.update_on_host(host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more of the model's parameters, with settings of their own.
+        """Update more of the model's parameters, with settings of their own; manage those that came into the
+        module since it was wrapped.
 
         Raises:
-            ConfigError: the model does not manage one of them; OutOfBudgetError: the budgets cannot hold
-                their states; IoError: the file for these cannot be made. Nothing was changed.
+            ConfigError: the model cannot manage one of them; OutOfBudgetError: the budgets cannot hold them
+                or their states; IoError: the file for these cannot be made. The groups are as before; what
+                came into the module and could be managed stays so.
         """
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
             params = param_group["params"] = list(params)  # in place: the group may be another's, too
         each = [params] if isinstance(params, torch.Tensor) else params
-        adopt_arrivals(each, self.model)
+        self._adopt([{"params": each}])
         check_parameters(len(self.param_groups), each, self.model)
         super().add_param_group(param_group)
         try:
             self.rule.hyper(self.param_groups[-1])
             if self._driven_optim is not None:
+                self.refuse_second_names()
                 self.make_states(self._driven_optim)
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def let_go_of(self, slots: Collection[ManagedSlot]) -> None:
-        """Update these parameters no more, if it was so, and forget their states."""
-        held = [slot for slot in slots if slot in self.slots]
+    def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Have the model manage what came into its module, where some of the groups' parameters (each perhaps
+        with a name) did. Raises as :meth:`ManagedModel.adopt`."""
+        known = self.slots if self._driven_optim is not None else set()
+        tensors = (bare(param) for group in groups for param in group["params"])
+        fresh = [t for t in tensors if not is_managed(t, self.model) or t._slot in known]
+        if fresh and set(self.model.module.parameters()).issuperset(fresh):
+            self.model.adopt()
+
+    def refuse_second_names(self) -> None:
+        """Raise ConfigError where the groups have two parameters over one memory."""
+        counts = Counter(param._slot for group in self.param_groups for param in group["params"])
+        twice = [slot.name for slot, count in counts.items() if count > 1]
+        if twice:
+            raise ConfigError(
+                f"the groups have two parameters over the memory of {twice[0]!r}, as nn.Parameter(weight) is "
+                "one; give nn.Parameter(weight.detach().clone())"
+            )
+
+    def keep_only(self, held: Mapping[torch.Tensor, str]) -> None:
+        """Update nothing but ``held``, the parameters that the module has now, by their names; forget the
+        states of others."""
+        gone: list[ManagedSlot] = []
         for group in self.param_groups:
-            group["params"][:] = [param for param in group["params"] if param._slot not in held]
-        forget_states(self, held)
-        for slot in held:
+            gone += [param._slot for param in group["params"] if param not in held]
+            group["params"][:] = [param for param in group["params"] if param in held]
+            if "param_names" in group:
+                group["param_names"] = [held[param] for param in group["params"]]
+        forget_states(self, gone)
+        for slot in gone:
             self.steps.pop(slot, None)
             self.small.pop(slot, None)
 

@@ -47,7 +47,6 @@ _AS_IT_IS = nullcontext()
 
 _MASTERS = StateSpec(MASTER)
 
-# What nn.Parameter(weight) made of managed weights.
 # What nn.Parameter(weight) made of managed weights; some are ordinary ones again.
 second_names: WeakSet[ManagedParameter] = WeakSet()
 
@@ -144,40 +143,14 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
                 initialization.run(name, owner)
                 for key, param in owner.named_parameters(prefix=name, recurse=False):
                     if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
-                        adopted.append(_adopt(param, storage.slots[first_names[key]], manager))
+                        adopted.append(adopt_parameter(param, storage.slots[first_names[key]], manager))
     except BaseException:
         _undo(adopted, manager)
         raise
-    _warn_of_rounded([entry for entry in adopted if entry.rounded])
+    warn_of_rounded(adopted)
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
         _await_load(unset, module, storage, manager)
-    return adopted
-
-
-@torch.no_grad()
-def adopt_arrivals(
-    module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManager
-) -> Sequence[Adopted]:
-    """Copy parameters that came into a managed module into their chunks and make them managed, with the
-    gradients that they have. ``slots``: of all of them, by their names there. Extra memory: none beside
-    them.
-
-    Raises:
-        OutOfBudgetError, IoError: the tiers could not take them; they are ordinary ones again.
-    """
-    adopted: list[Adopted] = []
-    try:
-        for slot in slots:
-            param = module.get_parameter(slot.name)
-            grad = param.grad
-            adopted.append(_adopt(param, slot, manager))
-            if grad is not None and slot.grad is not None:
-                slot.grad.assign(grad.to(slot.grad.view))
-    except BaseException:
-        _release_all(adopted, manager)
-        raise
-    _warn_of_rounded([entry for entry in adopted if entry.rounded])
     return adopted
 
 
@@ -190,7 +163,7 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
     for name, param in list(module.named_parameters()):
         slot = storage.slots[name]
         if not param.is_meta:
-            adopted.append(_adopt(param, slot, manager))
+            adopted.append(adopt_parameter(param, slot, manager))
             continue
         # .data: with a version counter of its own, which filling the chunk anew over ranks does not raise.
         real = nn.Parameter(slot.param_view.data, requires_grad=param.requires_grad)
@@ -207,7 +180,9 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
     return adopted
 
 
-def _warn_of_rounded(rounded: Sequence[Adopted]) -> None:
+def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
+    """Say which values 16 bits have changed for good."""
+    rounded = [entry for entry in adopted if entry.rounded]
     if rounded:
         logger.warning(
             "%d frozen parameters (first %r) have no fp32 masters, and their values were rounded to %s for "
@@ -373,7 +348,8 @@ class Adopted:
     rounded: bool  # nobody has its values any more
 
 
-def _adopt(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> Adopted:
+def adopt_parameter(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> Adopted:
+    """Copy a parameter into its chunk and make it managed; return what makes it an ordinary one again."""
     dtype, device = param.dtype, param.device
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
@@ -487,12 +463,12 @@ def _release_view(view: ManagedTensor, entry: Adopted) -> None:
 def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
     """Make the parameters ordinary ones with memory of their own. One that cannot be read stays managed, with
     a warning."""
-    if _release_all(adopted, manager):
+    if release_all(adopted, manager):
         with suppress(GeminiError):  # of a transfer that nobody needs any more
             manager.close()
 
 
-def _release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
+def release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
     """Make the parameters ordinary ones as far as they can be read; say whether all could."""
     manager.recover()
     all_read = True

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from gemini.chunk import ComputeDevice
 from gemini.errors import ConfigError
-from gemini.runtime.adopt import Adopted, adopt_arrivals
+from gemini.runtime.adopt import Adopted, adopt_parameter, release_all, warn_of_rounded
 from gemini.runtime.build import lay_out
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
 from gemini.runtime.outline import Outline
-from gemini.runtime.storage.data_sizes import chunk_bytes, largest_operator
+from gemini.runtime.storage.data_sizes import GroupSpec, chunk_bytes, largest_operator
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
 
 
@@ -30,17 +31,17 @@ class Changes:
     outline: Outline
 
     def __str__(self) -> str:
+        """Return what has to be the same on all ranks."""
+        outline, places = self.outline, [(_place(slot), name) for slot, name in self.names.items()]
         arrived = [
-            (
-                name,
-                tuple(param.shape),
-                param.stride(),
-                self.outline.types[name],
-                name in self.outline.trainable,
-            )
-            for name, param in self.outline.params.items()
+            (name, tuple(param.shape), param.stride(), outline.types[name], name in outline.trainable)
+            for name, param in outline.params.items()
         ]
-        return f"{list(self.names.values())} {[slot.name for slot in self.departed]} {arrived}"
+        return f"{places} {[_place(slot) for slot in self.departed]} {arrived}"
+
+
+def _place(slot: ManagedSlot) -> tuple[int, int]:
+    return slot.group.number, slot.start
 
 
 def find_changes(
@@ -61,10 +62,9 @@ def find_changes(
     before = {slot: name for name, slot in storage.slots.items()}
     if names == before and not has_arrivals:
         return None
-    departed = tuple(slot for slot in before if slot not in names)
-    changes = Changes(names, departed, Outline.of(module, config, manager))
     _refuse_unfit(module, manager)
-    return changes
+    departed = tuple(slot for slot in before if slot not in names)
+    return Changes(names, departed, Outline.of(module, config, manager))
 
 
 def take_in(
@@ -81,20 +81,20 @@ def take_in(
     of them call it with the same module, of which the values of the first one count.
 
     Raises:
-        OutOfBudgetError, IoError, ConfigError: the tiers cannot hold it; nothing was changed.
+        OutOfBudgetError, ConfigError: the tiers cannot hold it; nothing was changed.
+        IoError: the same, or a chunk could not be written; the parameters are ordinary ones, and those of
+            their chunks that were made stay, empty.
     """
-    specs = lay_out(changes.outline, config, chunk_numel, device)
-    layouts = "+".join(spec.layout.signature() for spec in specs)
-    chunks = chunk_bytes(specs, device.block_bytes)
-    chunks |= {name: (slot.group, slot.group.param.spec.nbytes) for slot, name in changes.names.items()}
-    operator = largest_operator(changes.outline.operators, chunks)
     before = {slot: name for name, slot in storage.slots.items()}
-    signature = f"{manager.context.chunk_signature}+{layouts}"
-    raises_disk = config.disk_dir is not None and config.disk_bytes is None
-    assert manager.growth is not None
-    slots = manager.growth.take_in(specs, signature, operator, raises_disk=raises_disk)
+    specs = lay_out(changes.outline, config, chunk_numel, device)
+    slots: list[ManagedSlot] = []
+    if specs:
+        raises_disk = config.disk_dir is not None and config.disk_bytes is None
+        operator = _largest_operator(changes, specs, device)
+        assert manager.growth is not None
+        slots = manager.growth.take_in(specs, operator, raises_disk=raises_disk)
     try:
-        adopted = adopt_arrivals(module, slots, manager)
+        adopted = _adopt(module, slots, manager)
     except BaseException:
         storage.rename(before)
         raise
@@ -105,19 +105,51 @@ def take_in(
     return adopted
 
 
+def _largest_operator(changes: Changes, specs: Sequence[GroupSpec], device: ComputeDevice) -> tuple[int, str]:
+    chunks = chunk_bytes(specs, device.block_bytes)
+    chunks |= {name: (slot.group, slot.group.param.spec.nbytes) for slot, name in changes.names.items()}
+    return largest_operator(changes.outline.operators, chunks)
+
+
+@torch.no_grad()
+def _adopt(module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManager) -> Sequence[Adopted]:
+    """Copy parameters into their chunks, with the gradients that they have, and make them managed; where that
+    fails they are ordinary ones again."""
+    adopted: list[Adopted] = []
+    grads: list[torch.Tensor | None] = []
+    try:
+        for slot in slots:
+            param = module.get_parameter(slot.name)
+            grads.append(param.grad)
+            adopted.append(adopt_parameter(param, slot, manager))
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is not None and slot.grad is not None:
+                slot.grad.assign(grad.to(slot.grad.view))
+    except BaseException:
+        release_all(adopted, manager)
+        for entry, grad in zip(adopted, grads, strict=False):
+            entry.param.grad = grad
+        raise
+    warn_of_rounded(adopted)
+    return adopted
+
+
 def _refuse_unfit(module: nn.Module, manager: GeminiManager) -> None:
     """Raise ConfigError where a parameter that arrived has no values, or those of a managed one, or where a
     gradient would have to be exchanged that the ranks have made apart."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("parameters cannot be adopted within torch.inference_mode(): they could not train")
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             continue
-        if param.is_meta:
-            raise ConfigError(f"parameter {name!r} came into the model on 'meta': give it its values before")
-        if param.numel() and param.data_ptr() in manager.windows:
+        if isinstance(param, ManagedTensor) or (param.numel() and param.data_ptr() in manager.windows):
             raise ConfigError(
                 f"parameter {name!r} has the memory of a managed one; tie them by assigning the parameter "
-                "itself (layer.weight = other_layer.weight), or give it its own: param.data.clone()"
+                "itself (layer.weight = other_layer.weight), or give it its own: "
+                "nn.Parameter(weight.detach().clone())"
             )
+        if param.is_meta:
+            raise ConfigError(f"parameter {name!r} came into the model on 'meta': give it its values before")
         if param.grad is not None and manager.is_sharded:
             raise ConfigError(
                 f"parameter {name!r} came into the model and has a gradient of this rank alone; call "

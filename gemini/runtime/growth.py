@@ -22,7 +22,7 @@ from gemini.placement.plan import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter
-from gemini.runtime.storage.data_sizes import DataSizes, GroupSpec, Kept
+from gemini.runtime.storage.data_sizes import DataSizes, GroupPlan, GroupSpec, Kept
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
 
 
@@ -85,18 +85,12 @@ class Growth:
             watch(param, slot)
 
     def take_in(
-        self,
-        specs: Sequence[GroupSpec],
-        signature: str,
-        operator: tuple[int, str],
-        *,
-        raises_disk: bool = False,
+        self, specs: Sequence[GroupSpec], operator: tuple[int, str], *, raises_disk: bool
     ) -> list[ManagedSlot]:
         """Make the chunks of parameters that came into the module, laid out as ``specs`` say, and return
         their slots; the next step is recorded anew. Over ranks all of them call it.
 
         Args:
-            signature: of the layout of all chunks then.
             operator: the most bytes of parameter chunks that an operator takes at once, and its name.
             raises_disk: the budget of DISK is what the model takes, and grows with it.
 
@@ -104,34 +98,39 @@ class Growth:
             OutOfBudgetError, IoError, ConfigError: the tiers cannot hold them; nothing was changed.
         """
         manager, storage, sharding = self._manager, self._storage, self._manager.sharding
-        plans, sizes = storage.plans(specs), storage.sizes(plans=storage.plans(specs))
-        operator = max(operator, (manager.size.operator_bytes, manager.size.operator_name))
+        plans = storage.plans(specs)
+        size, gather_bytes = self._size_with(plans, operator)
+        expected, first_bytes = storage.expected(plans), sum(c.nbytes for p in plans for c in p.at_first())
+        more_disk_bytes = sum(chunk.nbytes for chunk in expected) if raises_disk else 0
+        before, chunks = manager.context, manager.chunks
+        capacity = replace(before.capacity, disk_bytes=before.capacity.disk_bytes + more_disk_bytes)
+
+        def check() -> None:
+            before.policy.warmup_plan(size, capacity)
+            chunks.prepare(expected, first_bytes, more_disk_bytes)
+
+        manager.together(check)
+        # Chunk numbers are part of it: there may be chunks of states between those of before and these.
+        layouts = "+".join(spec.layout.signature() for spec in specs)
+        signature = f"{before.chunk_signature}+{len(chunks.chunks)}:{layouts}"
+        chunks.expect(expected, more_disk_bytes)
+        slots = storage.widen(specs, plans, manager)
+        if sharding is not None:
+            sharding.widen(storage, gather_bytes)
+        manager.replan(replace(before, size=size, capacity=capacity, chunk_signature=signature))
+        return slots
+
+    def _size_with(self, plans: Sequence[GroupPlan], operator: tuple[int, str]) -> tuple[ModelDataSize, int]:
+        """Return the size of model data with further parameter chunks, and what of it may be whole over
+        ranks."""
+        sharding, before = self._manager.sharding, self._manager.size
+        operator = max(operator, (before.operator_bytes, before.operator_name))
+        sizes = self._storage.sizes(plans=plans)
         gather_bytes = 0
         if sharding is not None:
             least = min(sizes.windows, least_gathered(sizes, operator[0]))
             gather_bytes = max(sharding.gather_bytes, least)
-        size = with_gathered(sizes, gather_bytes, *operator)
-
-        expected, capacity = storage.expected(plans), manager.context.capacity
-        more_disk_bytes = sum(chunk.nbytes for chunk in expected) if raises_disk else 0
-        capacity = replace(capacity, disk_bytes=capacity.disk_bytes + more_disk_bytes)
-
-        def check() -> None:
-            manager.context.policy.warmup_plan(size, capacity)
-            manager.chunks.expect(expected, more_disk_bytes=more_disk_bytes)
-            at_first = [chunk for plan in plans for chunk in plan.at_first()]
-            lack = manager.chunks.lacking_place(at_first)
-            if lack is not None:
-                raise IoError(errno.ENOSPC, lack, manager.chunks.budgets.disk_dir or "")
-
-        manager.together(check)
-        manager.run_pending()
-        slots = storage.widen(specs, manager)
-        if sharding is not None:
-            sharding.widen(storage, gather_bytes)
-        context = manager.context
-        manager.replan(replace(context, size=size, capacity=capacity, chunk_signature=signature))
-        return slots
+        return with_gathered(sizes, gather_bytes, *operator), gather_bytes
 
     def _open(self, slot: ManagedSlot) -> None:
         """Make the gradient of a parameter, and what an update of it needs."""
@@ -146,7 +145,7 @@ class Growth:
         assert group.grad is not None
         grad = slot.make_grad(group.grad)
         if is_first and group.has_master:
-            manager.written.note([each.param_ref.tensors[0] for each in group.slots])
+            manager.written.note([each.param_ref.tensors[0] for each in group.members])
         if manager.sharding is not None:
             manager.sharding.add_gradient(storage, grad)
         manager.replan(manager.context)

@@ -38,7 +38,8 @@ class Outline:
         """
         params = list(unique_parameters(module, manager))
         check_apart(params)
-        types = compute_types(module, config.precision, config.keep_fp32)
+        # What keep_fp32 names may have left the module since.
+        types = compute_types(module, config.precision, config.keep_fp32, strict=manager is None)
         return cls(
             {
                 name: torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")

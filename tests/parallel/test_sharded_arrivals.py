@@ -120,3 +120,24 @@ def _with_gradient() -> str:
 def test_gradients_of_one_rank_alone_are_refused() -> None:
     for said in run_on_ranks(_with_gradient, 2):
         assert "zero_grad()" in said
+
+
+def _exchange() -> str:
+    model, optimizer = wrap(stack, RECIPE)
+    model.module.append(nn.GELU())
+    model.module.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model.module[-1].parameters())})
+    net, other = model.module, 2 + 2 * dist.get_rank()
+    net[0], net[other] = net[other], net[0]
+    try:
+        gemini.handle_of(model).adopt()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+def test_ranks_that_exchange_other_layers_are_refused() -> None:
+    for said in run_on_ranks(_exchange, 2):
+        assert "lay their parameters out in other chunks" in said

@@ -79,8 +79,9 @@ class Block:
 
     def remove(self) -> None:
         """Have the module run its own forward again."""
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
+        module = self._module()
+        if module is not None and vars(module).get("forward") is self:
+            del module.forward
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # Copies and pickles of the module have the forward of its class.
@@ -111,9 +112,19 @@ class Recompute:
         self._num_steps = 0  # watched
         self._watching = False  # within a block
         self._why_none = "no step would be shorter for it"
+        self.blocks: list[Block] = []
+        self.choice: RecomputeChoice | None = None
+        self.begin(module)
+
+    def begin(self, module: nn.Module) -> None:
+        """Watch the blocks that ``module`` has now, and choose among them."""
+        for block in self.blocks:
+            block.remove()
         found = [(name, block) for name, block in find_blocks(module) if _can_stand_in(block)]
         self.blocks = [Block(self, name, block) for name, block in found]
-        self.choice: RecomputeChoice | None = None if self.blocks else NOTHING
+        self.choice = None if self.blocks else NOTHING
+        self._calls.clear()
+        self._num_steps = 0
 
     @property
     def decided(self) -> bool:

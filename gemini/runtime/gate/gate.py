@@ -88,9 +88,7 @@ class Grows(Protocol):
     def unfreeze(self, param: Any) -> None:
         """Have ``param``, which never trained, take gradients."""
 
-    def take_in(
-        self, specs: Any, signature: str, operator: tuple[int, str], *, raises_disk: bool = False
-    ) -> Any:
+    def take_in(self, specs: Any, operator: tuple[int, str], *, raises_disk: bool) -> Any:
         """Make the chunks of what came into the module."""
 
 

@@ -27,12 +27,12 @@ _LISTS_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def compute_types(
-    module: nn.Module, precision: torch.dtype | None, keep_fp32: Sequence[str]
+    module: nn.Module, precision: torch.dtype | None, keep_fp32: Sequence[str], *, strict: bool = True
 ) -> dict[int, torch.dtype]:
     """Return the type of each parameter in its chunk, by the parameter's id.
 
     Raises:
-        ConfigError: a name in ``keep_fp32`` is that of no parameter and no module with some.
+        ConfigError: ``strict``, and a name in ``keep_fp32`` is that of no parameter and no module with some.
     """
     params = list(module.parameters())
     if precision is None:
@@ -41,7 +41,7 @@ def compute_types(
                 "keep_fp32 is for mixed_precision: without it parameters keep their type; leave it out"
             )
         return {id(param): param.dtype for param in params}
-    kept = _named(module, keep_fp32)
+    kept = _named(module, keep_fp32, strict=strict)
     for owner_name, owner in module.named_modules():
         if _computes_in_fp32(owner_name, owner):
             kept.update(id(param) for param in owner.parameters())
@@ -51,12 +51,12 @@ def compute_types(
     }
 
 
-def _named(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
+def _named(module: nn.Module, keep_fp32: Sequence[str], *, strict: bool) -> set[int]:
     """Return the ids of parameters that the user, or the model itself, names."""
     kept: set[int] = set()
     for pattern in keep_fp32:
         found = _matching(module, pattern)
-        if not found:
+        if not found and strict:
             raise ConfigError(
                 f"keep_fp32 names {pattern!r}, but no parameter and no module with parameters has that name "
                 "as a part of its own; names are those of named_parameters() and named_modules()"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -69,7 +68,8 @@ class ChunkGroup:
     grad: Chunk | None = None
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
-    slots: list[ManagedSlot] = field(default_factory=list)
+    slots: list[ManagedSlot] = field(default_factory=list)  # of the parameters that the module has
+    members: list[ManagedSlot] = field(default_factory=list)  # of all that it ever had
     kept: Kept = field(default_factory=Kept)  # of its parameters, by optimizers
     watcher: GradientWatcher | None = None  # of the gradients of its parameters
 
@@ -213,10 +213,10 @@ class ModelStorage:
         unfrozen, and ``expected_states``, which take addresses and no memory. ``piece_numel`` bounds a state
         chunk, in elements; ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``;
         ``share`` is this rank's part of them, None: all."""
-        self._plan = partial(plan_groups, piece_numel=piece_numel, share=share, block_bytes=block_bytes)
+        self._piece_numel, self._share, self._block_bytes = piece_numel, share, block_bytes
         self._expected_states = tuple(expected_states)
         self._watcher: GradientWatcher | None = None
-        plans = self._plan(groups)
+        plans = self.plans(groups)
         specs = [chunk for plan in plans for chunk in plan.at_first()]
         self.chunks = make_chunks(specs, budgets, expected=self._expected(plans))
         self.groups: list[ChunkGroup] = []
@@ -316,15 +316,15 @@ class ModelStorage:
 
     def plans(self, specs: Sequence[GroupSpec]) -> list[GroupPlan]:
         """Return the plan of each parameter chunk of ``specs``."""
-        return self._plan(specs)
+        return plan_groups(specs, self._piece_numel, self._share, self._block_bytes)
 
     def expected(self, plans: Sequence[GroupPlan]) -> list[ChunkSpec]:
         """Return the chunks of ``plans``, at once or later."""
         return [*(chunk for plan in plans for chunk in plan.at_first()), *self._expected(plans)]
 
-    def widen(self, specs: Sequence[GroupSpec], gate: Gate) -> list[ManagedSlot]:
+    def widen(self, specs: Sequence[GroupSpec], plans: Sequence[GroupPlan], gate: Gate) -> list[ManagedSlot]:
         """Make the chunks and slots of further parameters, which have no values yet; return the slots."""
-        plans, base = self._plan(specs), len(self.groups)
+        base = len(self.groups)
         chunks = [self.chunks.add_chunk(chunk) for plan in plans for chunk in plan.at_first()]
         self._build(plans, iter(chunks))
         return self._register(gate, specs, base)
@@ -361,6 +361,7 @@ class ModelStorage:
                 slot = ManagedSlot(gate, group, place, first_blocks[place.chunk])
                 first_blocks[place.chunk] += num_blocks(place.numel)
                 group.slots.append(slot)
+                group.members.append(slot)
                 self.slots[place.name] = slot
                 slots.append(slot)
             base += spec.layout.num_chunks
