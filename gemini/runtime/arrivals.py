@@ -89,7 +89,7 @@ def take_in(
     specs = lay_out(changes.outline, config, chunk_numel, device)
     slots: list[ManagedSlot] = []
     if specs:
-        raises_disk = config.disk_dir is not None and config.disk_bytes is None
+        raises_disk = config.disk_bytes is None and manager.chunks.budgets.disk_bytes > 0
         operator = _largest_operator(changes, specs, device)
         assert manager.growth is not None
         slots = manager.growth.take_in(specs, operator, raises_disk=raises_disk)

@@ -284,3 +284,17 @@ def test_without_addresses_to_spare_nothing_is_taken_in() -> None:
         add_a_layer(net)
         with pytest.raises(ConfigError, match="wrap the model anew"):
             gemini.handle_of(model).adopt()
+
+
+def test_a_model_may_begin_without_parameters(tmp_path: Path) -> None:
+    plain, net = stack(), nn.Sequential()
+    with GeminiDDP(net, device_bytes="16MiB", disk_dir=str(tmp_path)) as model:
+        net.extend(stack())
+        optimizers = [
+            RULES["adam"](plain.parameters()),
+            GeminiOptimizer(RULES["adam"](net.parameters()), model),
+        ]
+        for called, optimizer in zip((plain, model), optimizers, strict=True):
+            for step in range(3):
+                train_step(called, optimizer, step)
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
