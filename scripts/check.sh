@@ -225,9 +225,10 @@ package() { check "sdist, wheel, install" package_round_trip; }
 
 # A wheel of this interpreter with the oldest torch that pyproject.toml allows, where the package index has that.
 oldest() {
-  local torch python
+  local torch versions python
   torch=$(sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
-  "$BIN/pip" index versions torch 2> /dev/null | grep -qw "$torch" \
+  versions=$("$BIN/pip" index versions torch 2> /dev/null) || versions=
+  [[ " ${versions//[,$'\n']/ } " == *" $torch "* ]] \
     || { say "laws with torch $torch left out: the package index has none for this Python"; return 0; }
   python=$("$BIN/python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
   check "laws with torch $torch" scripts/wheels.sh laws "$python=$torch"
