@@ -124,7 +124,8 @@ class ManagedGroups(WrappedOptimizer):
         self._driven_optim = optim
 
     def make_first_states(self, optim: torch.optim.Optimizer) -> None:
-        """The same for an optimizer that is new: states that one of before has left begin with zeros."""
+        """Do what :meth:`make_states` does, for an optimizer that is new: what one of before has left in the
+        states becomes zeros."""
         self.make_states(optim)
         forget_states(self, slots_in_order(self))
 

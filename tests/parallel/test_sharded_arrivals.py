@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,17 +87,22 @@ def test_ranks_take_them_in_together(options: dict[str, Any], tmp_path: Any) -> 
         assert all(torch.equal(state[name], value) for name, value in found[0].items())
 
 
-def _differ() -> str:
-    model, optimizer = wrap(stack, RECIPE)
-    train_step(model, optimizer, RECIPE, 0)
-    model.module.append(nn.Linear(WIDTH, WIDTH * (1 + dist.get_rank())))
+def _refusal(model: gemini.GeminiDDP, call: Callable[[], object]) -> str:
+    """Return what ``call`` is refused with; close the model."""
     try:
-        gemini.handle_of(model).adopt()
+        call()
     except ConfigError as error:
         return str(error)
     finally:
         model.close()
     return ""
+
+
+def _differ() -> str:
+    model, optimizer = wrap(stack, RECIPE)
+    train_step(model, optimizer, RECIPE, 0)
+    model.module.append(nn.Linear(WIDTH, WIDTH * (1 + dist.get_rank())))
+    return _refusal(model, gemini.handle_of(model).adopt)
 
 
 def test_ranks_that_take_in_different_things_are_refused() -> None:
@@ -108,13 +114,8 @@ def _with_gradient() -> str:
     model, optimizer = wrap(stack, RECIPE)
     model.module.append(nn.Linear(WIDTH, WIDTH))
     model(own_part(batch(0))).square().mean().backward()
-    try:
-        optimizer.add_param_group({"params": list(model.module[-1].parameters())})
-    except ConfigError as error:
-        return str(error)
-    finally:
-        model.close()
-    return ""
+    group = {"params": list(model.module[-1].parameters())}
+    return _refusal(model, lambda: optimizer.add_param_group(group))
 
 
 def test_gradients_of_one_rank_alone_are_refused() -> None:
@@ -129,13 +130,7 @@ def _exchange() -> str:
     optimizer.add_param_group({"params": list(model.module[-1].parameters())})
     net, other = model.module, 2 + 2 * dist.get_rank()
     net[0], net[other] = net[other], net[0]
-    try:
-        gemini.handle_of(model).adopt()
-    except ConfigError as error:
-        return str(error)
-    finally:
-        model.close()
-    return ""
+    return _refusal(model, gemini.handle_of(model).adopt)
 
 
 def test_ranks_that_exchange_other_layers_are_refused() -> None:

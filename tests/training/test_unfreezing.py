@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from arrivals_harness import tight
 from torch import Tensor, nn
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, StateError, checkpoint
@@ -58,18 +59,6 @@ def biases_then_all(net: nn.Sequential, step: int) -> None:
             param.requires_grad = True
         if step == 4:
             param.requires_grad_()
-
-
-def tight(directory: Path, device: int, **options: Any) -> dict[str, Any]:
-    return {
-        "placement_policy": "const",
-        "device_bytes": device * KIB,
-        "non_model_bytes": 0,
-        "min_chunk_size_mb": 1 / 64,
-        "search_range_mb": 1 / 64,
-        "disk_dir": str(directory),
-        **options,
-    }
 
 
 def train(net: nn.Sequential, unfreeze: Callable[..., None], model: Any, optimizer: Any, steps: int) -> None:
