@@ -59,7 +59,14 @@ QUICK = Settings(
 
 def run(session: Session, device: str) -> CaseResult:
     """Fill all three tiers with one model and train it."""
-    settings = dataclasses.asdict(QUICK if session.quick else Settings())
+    chosen = QUICK if session.quick else Settings()
+    if session.limit_bytes is not None:
+        chosen = dataclasses.replace(
+            chosen,
+            most_host_bytes=min(chosen.most_host_bytes, session.limit_bytes),
+            most_disk_bytes=min(chosen.most_disk_bytes, session.limit_bytes),
+        )
+    settings = dataclasses.asdict(chosen)
     session.progress("largest: one model on DEVICE, HOST and DISK; initializing takes minutes")
     options = {**settings, "device": device, "disk_dir": os.fspath(session.disk_dir)}
     worker = session.run("gpu_largest.train", options, sample_seconds=TIMING_SAMPLE_SECONDS)

@@ -307,6 +307,11 @@ def test_the_largest_model_fills_host_and_disk(tmp_path: Path) -> None:
     assert found["disk_read_bytes"] > 0
 
 
+def test_the_largest_model_leaves_the_host_what_a_limit_says(tmp_path: Path) -> None:
+    session = Session(tmp_path, quick=True, run=in_process, limit_bytes=20 << 20)
+    assert gpu_largest.run(session, SIMULATED).measured["budgets"]["host"] == 20 << 20
+
+
 @pytest.mark.parametrize(("managed", "met"), [(1.0e-3, True), (1.1e-3, False)])
 def test_a_preop_is_judged_by_its_microseconds(managed: float, met: bool) -> None:
     seconds = {

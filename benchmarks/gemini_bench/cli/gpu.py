@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gemini.system.config import parse_bytes
 from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
 
 HELP = f"""\
@@ -40,6 +41,7 @@ examples:
   gemini bench gpu --out benchmarks/results/gpu.json
   gemini bench gpu --only copies
   gemini bench gpu --only largest --disk-dir /mnt/nvme
+  gemini bench gpu --only largest --limit 64GiB         of HOST and the disk no more than this, each
   gemini bench gpu --quick                     on a GPU, everything tiny: do the cases run at all?
   gemini bench gpu --simulated --json          the same without a GPU: on one simulated in host memory
 
@@ -76,6 +78,11 @@ def add_gpu(kinds: Any) -> None:
         metavar="DIR",
         help="where 'largest' puts the DISK tier's file (default: the current directory)",
     )
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="the most that 'largest' takes of HOST, and of the disk, where less than all is to be filled",
+    )
     add_common(parser)
     parser.set_defaults(run=run)
 
@@ -91,6 +98,10 @@ def run(options: argparse.Namespace) -> int:
     check_paths(options.disk_dir, options.out)
     quick = options.quick or options.simulated
     session = Session(
-        disk_dir=options.disk_dir.resolve(), quick=quick, progress=progress(), record=options.out
+        disk_dir=options.disk_dir.resolve(),
+        quick=quick,
+        limit_bytes=parse_bytes(options.limit, name="--limit"),
+        progress=progress(),
+        record=options.out,
     )
     return publish(gpu.run(session, device, names, command()), options)
