@@ -98,8 +98,9 @@ class Session:
     """Options of one ``gemini bench runtime``, or of another that runs its cases in workers.
 
     ``disk_dir`` takes the DISK tier's file; ``limit_bytes`` is the real memory limit of the case that asks
-    how large a model fits, on a GPU the most of HOST and of the disk (None: its default). ``quick`` shrinks everything until the figures mean nothing.
-    ``record``: the file that the record goes to; pictures go beside it.
+    how large a model fits, on a GPU the most of HOST and of the disk (None: its default). ``quick`` shrinks
+    everything until the figures mean nothing. ``record``: the file that the record goes to; pictures go
+    beside it.
     """
 
     disk_dir: Path
