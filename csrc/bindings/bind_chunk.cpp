@@ -71,6 +71,19 @@ py::tuple to_tuple(const Actions& actions) {
   return result;
 }
 
+// One tuple for all moments that are equal, as most are to another: a step may have hundreds of thousands, and
+// the garbage collector looks at every tuple.
+py::tuple to_shared_tuples(const std::vector<std::vector<ChunkId>>& moments) {
+  py::tuple result(moments.size());
+  py::dict shared;
+  for (size_t i = 0; i < moments.size(); ++i) {
+    py::tuple moment(moments[i].size());
+    for (size_t j = 0; j < moments[i].size(); ++j) moment[j] = moments[i][j];
+    result[i] = shared.attr("setdefault")(moment, moment);
+  }
+  return result;
+}
+
 std::string repr(const Action& action) {
   return "Action(id=" + std::to_string(action.id) + ", " + name(action.kind) +
          " chunk=" + std::to_string(action.chunk) + " " + name(action.from) + "->" +
@@ -242,9 +255,9 @@ void bind_step(Table& table) {
             self.set_schedule(std::move(schedule));
           },
           py::arg("schedule").none(true))
-      .def("record", [](const ChunkTable& self) { return self.record().accesses(); })
+      .def("record", [](const ChunkTable& self) { return to_shared_tuples(self.record().accesses()); })
       .def("record_modes", [](const ChunkTable& self) { return self.record().modes(); })
-      .def("record_frees", [](const ChunkTable& self) { return self.record().frees(); })
+      .def("record_frees", [](const ChunkTable& self) { return to_shared_tuples(self.record().frees()); })
       .def("moment", &ChunkTable::moment)
       .def("diverged", &ChunkTable::diverged)
       .def("set_limit", &ChunkTable::set_limit, py::arg("nbytes"))

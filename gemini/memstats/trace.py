@@ -178,9 +178,9 @@ class Trace:
         counts = {name: len(getattr(self, name)) for name in _PER_MOMENT}
         if len(set(counts.values())) != 1:
             raise ConfigError(f"a trace needs one entry per moment in each field, got {counts}")
+        self._check_ids("accesses")
+        self._check_ids("frees")
         for moment, (chunks, modes) in enumerate(zip(self.accesses, self.modes, strict=True)):
-            self._check_ids("accesses", moment, chunks)
-            self._check_ids("frees", moment, self.frees[moment])
             if len(modes) != len(chunks) or not set(modes) <= set(MODES):
                 raise ConfigError(
                     f"modes: moment {moment} has {modes!r} for {len(chunks)} accesses; each is one of {MODES}"
@@ -192,12 +192,18 @@ class Trace:
             if self.phases[moment] not in PHASES:
                 raise ConfigError(f"phases: moment {moment} is of no known phase: {self.phases[moment]!r}")
 
-    def _check_ids(self, field: str, moment: int, chunks: tuple[int, ...]) -> None:
-        known = len(self.chunk_bytes)
-        if chunks and not 0 <= min(chunks) <= max(chunks) < known:
-            raise ConfigError(f"{field}: moment {moment} names chunks {chunks} of {known}; ids count from 0")
-        if any(chunk >= following for chunk, following in pairwise(chunks)):
-            raise ConfigError(f"{field}: moment {moment} has {chunks}: ids ascend, each once")
+    def _check_ids(self, field: str) -> None:
+        known, moments = len(self.chunk_bytes), getattr(self, field)
+        for chunks in set(moments):  # few: most moments are like another
+            if chunks and not 0 <= min(chunks) <= max(chunks) < known:
+                raise ConfigError(
+                    f"{field}: moment {moments.index(chunks)} names chunks {chunks} of {known}; ids count "
+                    "from 0"
+                )
+            if any(chunk >= following for chunk, following in pairwise(chunks)):
+                raise ConfigError(
+                    f"{field}: moment {moments.index(chunks)} has {chunks}: ids ascend, each once"
+                )
 
 
 def _check_each_once(field: str, names: Iterable[str]) -> None:

@@ -84,7 +84,7 @@ def moments_of_step(manager: GeminiManager) -> list[dict[str, Any]]:
             "disk_bytes": disk,
             "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
         }
-        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline.copy())
+        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline)
     ]
 
 

@@ -240,7 +240,8 @@ class Recompute:
     def _moment(self) -> int:
         """Return how many moments of forward and backward the step has had: the next one's place in the
         trace, where updates come last."""
-        return sum(1 for phase, *_ in self._order.log if phase != OPTIMIZER)
+        phases = self._order.log.phases
+        return len(phases) - phases.count(OPTIMIZER)
 
 
 def _can_stand_in(module: nn.Module) -> bool:

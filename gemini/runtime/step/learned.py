@@ -15,7 +15,7 @@ from gemini.placement.machine import CPU_TRANSFERS_TAKE, Machine
 from gemini.runtime.intercept.blocks import num_compilations
 from gemini.runtime.step.meters import LinkMeter
 from gemini.runtime.step.planned import Place, Planned, StepPlanner
-from gemini.runtime.step.recorder import Accesses, Moment, Recorded, Recorder
+from gemini.runtime.step.recorder import Accesses, MomentLog, Recorded, Recorder
 from gemini.runtime.step.trace_order import completed, reordered, steady_modes, typical_seconds
 
 TIMED_ITERATIONS = 3  # the middle one by its computing time counts
@@ -105,7 +105,7 @@ class Learned:
         self._recorder.stop()
 
     @property
-    def log(self) -> Sequence[Moment]:
+    def log(self) -> MomentLog:
         """The moments of the iteration under way, so far."""
         return self._recorder.log
 

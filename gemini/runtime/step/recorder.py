@@ -4,7 +4,8 @@ and remembers what there is to learn from them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gemini.chunk import ChunkManager, TensorIds
@@ -18,6 +19,36 @@ _LONGEST_STEP = 2**20
 Moment = tuple[str, int, int, int]
 
 Accesses = tuple[tuple[int, ...], ...]
+
+
+class MomentLog:
+    """Moments in the order in which they ran. In columns: a step may have hundreds of thousands, and the
+    garbage collector would look at every tuple."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.usages = array("q")  # DEVICE, HOST and DISK bytes of the first moment, of the second, ...
+
+    def __len__(self) -> int:
+        return len(self.phases)
+
+    def __iter__(self) -> Iterator[Moment]:
+        phases = self.phases.copy()  # another thread may append meanwhile
+        usages = self.usages[: 3 * len(phases)]
+        return zip(phases, usages[::3], usages[1::3], usages[2::3], strict=True)
+
+    def append(self, phase: str, usages: Iterable[int]) -> None:
+        """Note one more moment."""
+        self.usages.extend(usages)
+        self.phases.append(phase)
+
+    def without(self, moments: Container[int]) -> MomentLog:
+        """Return a log of all but these."""
+        rest = MomentLog()
+        for number, (phase, *usages) in enumerate(self):
+            if number not in moments:
+                rest.append(phase, usages)
+        return rest
 
 
 @dataclass(frozen=True)
@@ -51,7 +82,7 @@ class Recorder:
     """Acquires chunks moment by moment. Not thread-safe; one iteration at a time over one chunk manager."""
 
     def __init__(self, chunks: ChunkManager) -> None:
-        self.log: list[Moment] = []
+        self.log = MomentLog()
         self.first_uses: dict[int, None] = {}  # tensors of the latest warmup
         self._chunks = chunks
         self._warmup = False
@@ -61,13 +92,13 @@ class Recorder:
 
     def forget(self) -> None:
         """Give up what was recorded."""
-        self.log = []
+        self.log = MomentLog()
 
     def begin(self, *, warmup: bool, timed: bool, sampled: bool) -> None:
         """Start an iteration. ``warmup``: nothing is known of it, so nothing is prefetched. ``timed``,
         ``sampled``: measure its periods, its non-model memory."""
         self.stop()
-        self.log = []
+        self.log = MomentLog()
         self._warmup = warmup
         if warmup:
             self.first_uses = {}
@@ -97,15 +128,17 @@ class Recorder:
             except BaseException:  # of another chunk's transfer
                 chunks.release(tensors, dirty=False)
                 raise
-        self.log.append((phase, *(chunks.table.usages() if chunks.stow is None else chunks.usages())))
-        return len(self.log) == _LONGEST_STEP
+        log = self.log
+        log.usages.extend(chunks.table.usages() if chunks.stow is None else chunks.usages())
+        log.phases.append(phase)
+        return len(log.phases) == _LONGEST_STEP
 
     def end(self) -> Recorded:
         """Close the last period; return all of the iteration."""
         table = self._chunks.table
         if self._timer is not None:
             self._timer.close_period()
-        accesses = _tuples(table.record())
+        accesses = table.record()
         count = len(accesses)
         non_model = self._collector.finish() if self._collector is not None else (0,) * count
         if self._chunks.device.has_own_memory:
@@ -113,8 +146,8 @@ class Recorder:
         recorded = Recorded(
             accesses=accesses,
             modes=tuple(table.record_modes()),
-            frees=_tuples(table.record_frees()),
-            phases=tuple(moment[0] for moment in self.log),
+            frees=table.record_frees(),
+            phases=tuple(self.log.phases),
             seconds=tuple(self._timer.seconds) if self._timer is not None else (0.0,) * count,
             non_model_bytes=non_model,
         )
@@ -141,10 +174,6 @@ class Recorder:
             self.first_uses.setdefault(tensor)
 
 
-def _tuples(lists: list[list[int]]) -> Accesses:
-    return tuple(tuple(chunks) for chunks in lists)
-
-
 class PeriodTimer:
     """Times each period from the return of its PreOp to the entry of the next one.
 
@@ -154,19 +183,22 @@ class PeriodTimer:
     def __init__(self, chunks: ChunkManager) -> None:
         self.seconds: list[float] = []  # of the periods that are over
         self._chunks = chunks
+        self._runs_behind = chunks.device.has_own_memory  # operators go on after their calls returned
         self._since: float | None = None  # None: no period is open
         self._stalled = 0.0
 
     def close_period(self) -> None:
         """Note that a PreOp begins, or that the iteration is over."""
         if self._since is not None:
-            self._chunks.device.synchronize()
+            if self._runs_behind:
+                self._chunks.device.synchronize()
             waited = self._chunks.stall_seconds - self._stalled
             self.seconds.append(max(0.0, time.perf_counter() - self._since - waited))
             self._since = None
 
     def open_period(self) -> None:
         """Note that a PreOp has its chunks."""
-        self._chunks.device.synchronize()
+        if self._runs_behind:
+            self._chunks.device.synchronize()
         self._stalled = self._chunks.stall_seconds
         self._since = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from statistics import median
 
 from gemini.memstats import Trace
@@ -18,13 +19,13 @@ def steady_modes(modes: Sequence[str], accesses: Accesses, frees: Accesses) -> t
     A chunk that nothing frees is allocated once: the next time it has content and is modified.
     """
     freed = {chunk for chunks in frees for chunk in chunks}
-    return tuple(
-        "".join(
-            "m" if mode == "w" and chunk not in freed else mode
-            for mode, chunk in zip(moment, chunks, strict=True)
-        )
-        for moment, chunks in zip(modes, accesses, strict=True)
-    )
+
+    @cache
+    def steady(moment: str, chunks: tuple[int, ...]) -> str:
+        letters = zip(moment, chunks, strict=True)
+        return "".join("m" if mode == "w" and chunk not in freed else mode for mode, chunk in letters)
+
+    return tuple(map(steady, modes, accesses))
 
 
 def typical_seconds(iterations: Sequence[Sequence[float]]) -> tuple[float, ...]:
