@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -170,19 +171,37 @@ def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numel
     fill = np.zeros_like(candidates)  # of the open chunk
     slack = np.zeros_like(candidates)  # of the closed chunks
     smallest = int(candidates[0])
-    for size in sizes:
-        if size > smallest:
-            oversized = size > candidates
-            # The tensor gets a chunk of its own and ends the run, so the open chunk is cut to what it uses.
-            slack[oversized] += -fill[oversized] % page_numel + -size % page_numel
-            fill[oversized] = -size  # plus size below: nothing is open
-        cut = (fill % CUT_NUMEL + size > CUT_NUMEL) & (fill > 0)
-        gap = np.where(cut, -fill % BLOCK_NUMEL, 0) if cut.any() else 0
-        end = fill + gap + size
-        closes = end > candidates
-        if closes.any():
-            slack[closes] += (candidates - fill - gap)[closes]
-            end[closes] = size
-        slack += gap
-        fill = end
+    for size, run in groupby(sizes):
+        count = sum(1 for _ in run)
+        if count > 1 and 0 < size <= smallest and CUT_NUMEL % size == 0 and not (fill % size).any():
+            fill, left = _filled(fill, candidates, size, count)
+            slack += left
+            continue
+        for _ in range(count):
+            if size > smallest:
+                oversized = size > candidates
+                # It gets a chunk of its own and ends the run, so the open chunk is cut to what it uses.
+                slack[oversized] += -fill[oversized] % page_numel + -size % page_numel
+                fill[oversized] = -size  # plus size below: nothing is open
+            cut = (fill % CUT_NUMEL + size > CUT_NUMEL) & (fill > 0)
+            gap = np.where(cut, -fill % BLOCK_NUMEL, 0) if cut.any() else 0
+            end = fill + gap + size
+            closes = end > candidates
+            if closes.any():
+                slack[closes] += (candidates - fill - gap)[closes]
+                end[closes] = size
+            slack += gap
+            fill = end
     return slack + -fill % page_numel
+
+
+def _filled(fill: _Numels, candidates: _Numels, size: int, count: int) -> tuple[_Numels, _Numels]:
+    """Put ``count`` tensors of one size behind each other, none of which is cut; return how full the open
+    chunk is, and what was left of those that are closed."""
+    fit = (candidates - fill) // size
+    each = candidates // size  # of a whole chunk
+    closed = np.maximum(count - fit - 1, 0) // each  # behind the first
+    behind = (count - fit - closed * each) * size
+    left = candidates - fill - fit * size + closed * (candidates - each * size)
+    is_open = count <= fit
+    return np.where(is_open, fill + count * size, behind), np.where(is_open, 0, left)

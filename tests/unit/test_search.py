@@ -22,8 +22,15 @@ def layout_of(numels: list[int], chunk_numel: int, itemsize: int) -> ChunkLayout
     )
 
 
+RUNS = st.tuples(
+    st.integers(0, 30000) | st.sampled_from([0, 5, 32, 64, 1024, 2048]), st.sampled_from([1, 1, 9, 70])
+)
+
+
 @given(
-    st.lists(st.integers(0, 30000), min_size=1, max_size=30),
+    st.lists(RUNS, min_size=1, max_size=20).map(
+        lambda runs: [numel for numel, count in runs for _ in range(count)]
+    ),
     st.integers(1, 64),
     st.integers(0, 64),
     st.sampled_from([300, 1024, 1500]),
