@@ -124,8 +124,15 @@ class AdamRule:
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
     ) -> Callable[[], object]:
-        rows = [self._row(part, index) for index, part in enumerate(parts)]
-        steps = [AdamStep(part.step.hyper, part.step.number, part.step.scale) for part in parts]
+        steps: list[AdamStep] = []
+        known: dict[tuple[int, int, int], int] = {}  # most parts have the same step, of the same objects
+        rows: list[Row] = []
+        for part in parts:
+            step = part.step
+            index = known.setdefault((id(step.hyper), step.number, id(step.scale)), len(steps))
+            if index == len(steps):
+                steps.append(AdamStep(step.hyper, step.number, step.scale))
+            rows.append(self._row(part, index))
         return partial(run_rows, rows, steps, device, processors)
 
     def _row(self, part: Part, index: int) -> Row:
