@@ -18,6 +18,7 @@ from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, State
 from gemini.runtime.gate.update_thread import GivenWork
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 from gemini.runtime.storage.model_storage import Room
+from gemini.system.collector import paused_collector
 from gemini.system.profiling import shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
@@ -171,6 +172,7 @@ class ChunkUpdate:
         with OutsideTransforms():  # of torch.func, in which what needs it may be
             self._manager.shortage.twice(lambda: self._run(self._manager.updates.late))
 
+    @paused_collector()  # a part makes some objects, which all go at its end
     @shown_as("update")
     def _begin(self, operator: _Operator) -> None:
         rewritten = self._taken_rewritten()
@@ -181,6 +183,7 @@ class ChunkUpdate:
             else:
                 self._update(left, rewritten, operator)
 
+    @paused_collector()
     @shown_as("update")
     def _run(self, operator: _Operator) -> None:
         rewritten = self._taken_rewritten()

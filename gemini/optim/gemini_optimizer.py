@@ -51,6 +51,7 @@ from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.storage.mixture import HALF_LOADED
 from gemini.runtime.storage.model_storage import slot_of
+from gemini.system.collector import paused_collector
 from gemini.system.profiling import shown_as
 
 T = TypeVar("T")
@@ -476,6 +477,7 @@ class GeminiOptimizer(ManagedGroups):
             found.update((param._slot, hyper) for param in settings["params"])
         return found
 
+    @paused_collector()
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale, hypers = self._clipping.scale, self._hypers()
@@ -487,11 +489,9 @@ class GeminiOptimizer(ManagedGroups):
                 if slot.has_grad and slot in hypers
             }
             if steps:
-                manager, kept = self.model.manager, (self.rule, self.states_of(group))
-                room = self.model.storage.room
-                updates.append(
-                    self.update_type(manager, group, group.number, steps, self._completeness, kept, room)
-                )
+                kept, room = (self.rule, self.states_of(group)), self.model.storage.room
+                about = group, group.number, steps, self._completeness, kept, room
+                updates.append(self.update_type(self.model.manager, *about))
         return updates
 
 

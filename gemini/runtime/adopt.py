@@ -387,7 +387,7 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> None:
     param.data = slot.param_view
     if slot.grad is not None:
         watch(param, slot)
-    make_managed(param, slot.param_ref, slot, partial(name_again, slot))
+    make_managed(param, slot.param_ref, slot, name_again)
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
 

@@ -51,6 +51,7 @@ from gemini.runtime.storage.data_sizes import (
 )
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.sharding.sharding import Sharding
+from gemini.system.collector import paused_collector
 from gemini.system.device import default_budget_bytes
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Built(NamedTuple):
     adopted: Sequence[Adopted] = ()
 
 
+@paused_collector()
 def build_runtime(
     module: nn.Module,
     config: GeminiConfig,

@@ -64,7 +64,7 @@ class ManagedParameter(torch.nn.Parameter):
 
     _ref: TensorRef
     _slot: Slot
-    _name_again: Callable[[torch.Tensor], torch.nn.Parameter]
+    _name_again: Callable[[Any, torch.Tensor], torch.nn.Parameter]
     set_ = set_memory
     __create_write_items__ = property(write_items)
 
@@ -105,10 +105,10 @@ def make_managed(
     param: torch.nn.Parameter,
     ref: TensorRef,
     slot: Slot,
-    name_again: Callable[[torch.Tensor], torch.nn.Parameter],
+    name_again: Callable[[Any, torch.Tensor], torch.nn.Parameter],
 ) -> None:
     """Turn ``param``, whose data already views its chunk's window, into a managed parameter; ``name_again``
-    makes a plain view of the same memory a second one over it."""
+    makes a plain view of the memory of ``slot`` a second one over it."""
     param.__class__ = ManagedParameter
     param._ref = ref  # type: ignore[attr-defined]
     param._slot = slot  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         with PlainTensors():
             out = func(*args, **kwargs)
             if type(args[0]) is ManagedParameter and _for_parameter(func):
-                return args[0]._name_again(out)
+                return args[0]._name_again(args[0]._slot, out)
             return adopt(out, operands)
     return _operate(func, args, kwargs, operands, given)
 

@@ -25,9 +25,10 @@ from gemini.runtime.gate.update_thread import UpdateThread
 from gemini.runtime.step.learned import Learned, PlacementContext
 from gemini.runtime.step.meters import StepMeter
 from gemini.runtime.step.planned import Place, Planned, PromisedStep
-from gemini.runtime.step.recorder import Accesses, Moment, Recorded
+from gemini.runtime.step.recorder import Accesses, MomentLog, Recorded
 from gemini.runtime.step.trace_order import completed, reordered
 from gemini.runtime.storage.host_states import HostUpdates
+from gemini.system.collector import paused_collector
 from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class StepOrder(Learned):
         layout."""
         self._warned = False  # that activations and one update do not fit
         self.updates_in_backward = False  # as far as they may be moved at all
-        self.timeline: list[Moment] = []  # of the last complete step; pending updates append to it
+        self.timeline = MomentLog()  # of the last complete step; pending updates append to it
         self.host_chunks: frozenset[int] = frozenset()  # of states that are updated on HOST
         self._host_updates: HostUpdates | None = None  # what chooses them
         self._early: dict[int, EarlyUpdate] = {}  # in the trace, by the chunk of their gradients
@@ -134,29 +135,30 @@ class StepOrder(Learned):
     def note_late(self, *, traced: bool) -> None:
         """Count the moment that :meth:`pre_op` has just logged, if ``traced``, or this untraced access to
         the step before, which left its update pending."""
+        log = self._recorder.log
         if traced:
-            self._late.add(len(self._recorder.log) - 1)
-            self.timeline.append(self._recorder.log[-1])
-        else:
-            self.timeline.append((OPTIMIZER, *self._chunks.usages()))
+            self._late.add(len(log) - 1)
+        self.timeline.append(OPTIMIZER, log.usages[-3:] if traced else self._chunks.usages())
 
+    @paused_collector()  # a trace is made of as many objects as there are moments
     def end(self, pending: Sequence[PendingUpdate]) -> None:
         """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""
         diverged = self._chunks.table.end_step()
         self._promised.end(followed=not diverged)
         log = self._recorder.log
-        own = [index for index in range(len(log)) if index not in self._late]
-        num_updates = sum(1 for index in own if log[index][0] == OPTIMIZER)
+        own = log.without(self._late) if self._late else log
+        num_updates = own.phases.count(OPTIMIZER)
         try:
             if self.trace is None:
                 self.learn(self._recorder.end())
             elif diverged or (pending and OPTIMIZER not in self.trace.phases):
-                self._reconsider(self._recorder.end().moments(own), pending, self.grown(self.trace))
+                kept = [index for index in range(len(log)) if index not in self._late]
+                self._reconsider(self._recorder.end().moments(kept), pending, self.grown(self.trace))
             elif not self.timed:
                 self.complete(completed(self.grown(self.trace), self._recorder.end()))
         finally:  # a policy may raise
             self._recorder.stop()
-            self.timeline = [log[index] for index in own]
+            self.timeline = own
             self._recorder.forget()
             self._late.clear()
             if pending or num_updates:  # else a skipped step: the next one may be like the one before
@@ -301,11 +303,13 @@ def place_updates(
         run(list(left))
     ran: set[int] = set()
     for moment in core:
-        needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting} - ran
-        run(sorted(needed))
-        ran |= needed
+        if left:
+            needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting} - ran
+            run(sorted(needed))
+            ran |= needed
         places.append(Place(trace.accesses[moment], moment, moment))
-        places += [Place(trace.accesses[index], moment, index) for index in behind.get(moment, ())]
+        if moment in behind:
+            places += [Place(trace.accesses[index], moment, index) for index in behind[moment]]
         period = moment
     place(list(left))
     if inside:
