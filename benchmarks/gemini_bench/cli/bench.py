@@ -22,6 +22,8 @@ cases:
   resident   everything fits: step time and peak memory of GPT-2 124M against plain torch, paired
   offload    half and a quarter of its model data on DEVICE, the rest on DISK: time, stalls, traffic, memory
   preop      the cost of one PreOp: in the core, and around a small operator
+  many       25,000 and 100,000 parameters of 64 elements: wrapping, the first step and state_dict(), each per
+             parameter; and how many files of the runtime it takes to wrap, forward, save and load
   largest    the largest model under a real limit on resident memory, against plain torch
   compact    the same with 8 bytes a parameter: 120 times the parameters of plain torch
   endurance  2,000 steps under a tight budget: growth of memory, open files and disk space
