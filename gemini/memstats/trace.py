@@ -180,17 +180,27 @@ class Trace:
             raise ConfigError(f"a trace needs one entry per moment in each field, got {counts}")
         self._check_ids("accesses")
         self._check_ids("frees")
-        for moment, (chunks, modes) in enumerate(zip(self.accesses, self.modes, strict=True)):
+        # Of what is said again and again each once: there may be hundreds of thousands of moments.
+        for chunks, modes in set(zip(self.accesses, self.modes, strict=True)):
             if len(modes) != len(chunks) or not set(modes) <= set(MODES):
+                moment = list(zip(self.accesses, self.modes, strict=True)).index((chunks, modes))
                 raise ConfigError(
                     f"modes: moment {moment} has {modes!r} for {len(chunks)} accesses; each is one of {MODES}"
                 )
-            if not (math.isfinite(self.seconds[moment]) and self.seconds[moment] >= 0):
-                raise ConfigError(f"seconds: moment {moment} takes {self.seconds[moment]} s")
-            if not 0 <= self.non_model_bytes[moment] < _TOO_MANY_BYTES:
-                raise ConfigError(f"non_model_bytes: moment {moment} has {self.non_model_bytes[moment]}")
-            if self.phases[moment] not in PHASES:
-                raise ConfigError(f"phases: moment {moment} is of no known phase: {self.phases[moment]!r}")
+        if not all(map(math.isfinite, self.seconds)) or min(self.seconds, default=0) < 0:
+            moment, bad = next(
+                (moment, each)
+                for moment, each in enumerate(self.seconds)
+                if not (math.isfinite(each) and each >= 0)
+            )
+            raise ConfigError(f"seconds: moment {moment} takes {bad} s")
+        for nbytes in {min(self.non_model_bytes, default=0), max(self.non_model_bytes, default=0)}:
+            if not 0 <= nbytes < _TOO_MANY_BYTES:
+                moment = self.non_model_bytes.index(nbytes)
+                raise ConfigError(f"non_model_bytes: moment {moment} has {nbytes}")
+        for phase in set(self.phases).difference(PHASES):
+            moment = self.phases.index(phase)
+            raise ConfigError(f"phases: moment {moment} is of no known phase: {phase!r}")
 
     def _check_ids(self, field: str) -> None:
         known, moments = len(self.chunk_bytes), getattr(self, field)

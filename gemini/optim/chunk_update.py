@@ -216,18 +216,27 @@ class ChunkUpdate:
             return
         with operator(left.written + left.grads, left.written), torch.no_grad():
             self._manager.snapshot.before_update(left.piece)
-            parts: list[Part] = []
-            for slot in left.slots:
-                start, stop = slot.overlapping(left.piece)
-                grad = slot.trainable_grad.flat(start - slot.start, stop - slot.start)
-                param, half_out = _operands(self._group, left.piece, start, stop, slot in rewritten)
-                states = {state.name: slot.state_in(left.piece, state) for state in left.states}
-                first = start - slot.start
-                parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
-            run = self._prepare(parts)
+            run = self._prepare(self._parts(left, rewritten))
             with self._completeness.change():
                 run()
                 del self._left[0]
+
+    def _parts(self, left: _Piece, rewritten: set[ManagedSlot]) -> list[Part]:
+        """Return what the rule updates of a piece, which is pinned."""
+        piece, parts = left.piece, []
+        kept = [(state, piece.chunks[state.key].tensor) for state in left.states]
+        for slot in left.slots:
+            start, stop = slot.overlapping(piece)
+            first = start - slot.start
+            grad = slot.trainable_grad.flat(first, stop - slot.start)
+            param, half_out = _operands(self._group, piece, start, stop, slot in rewritten)
+            here = slice(start - piece.start, stop - piece.start)
+            states = {
+                state.name: values[slot.place_in(piece, state) if state.per_block else here]
+                for state, values in kept
+            }
+            parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
+        return parts
 
     def _update_whole(self, left: WholeParameter, rewritten: set[ManagedSlot], operator: _Operator) -> None:
         (slot,) = left.slots
