@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from gemini_bench import programs_import, programs_loop, programs_resume
+from gemini_bench import programs_import, programs_load, programs_loop, programs_resume
 from gemini_bench.cases import choose, run_cases
 from gemini_bench.session import CaseResult, Session
 
@@ -14,6 +14,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
     {
         "loop": programs_loop.run,
         "resume": programs_resume.run,
+        "load": programs_load.run,
         "import": programs_import.run,
     }
 )

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.jobs.gpt.model import GPTConfig, num_parameters
-from gemini_bench import endurance, largest, offload, preop, resident, runtime
+from gemini_bench import endurance, largest, many, offload, preop, resident, runtime
 from gemini_bench.cases import run_cases
 from gemini_bench.cli import bench as command
 from gemini_bench.cli.output import command as command_line
@@ -161,6 +161,19 @@ def test_operator_task_takes_the_path_it_measures(path: str) -> None:
     found = preop.operators({**vars(preop.Settings(layers=32, repeats=2)), "path": path})
     assert found["preops_per_operator"] == 4  # forward, backward, and the gradients of weight and bias
     assert found["traced_steps"] == (1 if path == "resident" else 4 + 2)
+
+
+def test_many_parameters_are_trained_by_both_and_what_runs_is_counted() -> None:
+    found = many.measure({"count": 60, "numel": 8, "steady_steps": 1})
+    assert set(found["managed"]) == {"wrap", "make the optimizer", *found["plain"]}
+    entered = many.entered({})
+    assert 0 < entered["forward"] < entered["wrap"]
+    table = {row.what: row for row in many.rows({"30": [found], "60": [found]}, {**entered, "forward": 12})}
+    assert table["first step: 60 / 30, per parameter"].value == 1.0
+    assert table["files entered: forward"].met is True
+    assert table["files entered: wrap"].met is (entered["wrap"] <= 25)
+    slow = {"plain": found["plain"], "managed": {**found["managed"], "wrap": 60.1}}
+    assert many.rows({"30": [slow], "60": [slow]}, entered)[3].met is False
 
 
 def test_endurance_task_reads_files_without_a_name(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gemini.errors import StateError
-from gemini_bench import programs_import, programs_loop, programs_resume
+from gemini_bench import programs_import, programs_load, programs_loop, programs_resume
 from gemini_bench.peaks import PhasePeaks, memory_of
 from gemini_bench.session import CaseResult, Session, WorkerFailed, WorkerRun
 from gemini_bench.watch import Ending, WatchedRun
@@ -183,6 +183,38 @@ def test_pages_of_mapped_files_are_told_apart(tmp_path: Path) -> None:
     assert after[0] - before[0] > 30 * MIB
     assert after[1] - before[1] < 8 * MIB
     assert memory_of(2**22 + 1) == (0, 0)
+
+
+# -- load ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("trainers")
+def test_a_load_reads_all_files_and_writes_what_does_not_stay(tmp_path: Path) -> None:
+    settings = programs_load.QUICK
+    rows = rows_of(programs_load.run(Session(tmp_path, quick=True, run=here())))
+    assert rows["files"].value > 1
+    assert rows["bytes of the files"].value >= 2 * settings.num_parameters
+    spilled = rows["written to DISK by a load"].value
+    assert spilled >= 0.9 * (2 * settings.num_parameters - 256 * 1024)
+    assert [row.what for row in rows.values() if row.target is not None] == [
+        "loading / reading",
+        "memory beyond the budget and the largest tensor",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "grown", "met"), [(1.3, 460, [True, True]), (1.4, 461, [False, False])])
+def test_a_load_is_judged_by_reading_and_by_its_budget(seconds: float, grown: int, met: list[bool]) -> None:
+    settings = dataclasses.replace(programs_load.QUICK, device_bytes="300MB")
+    found = {
+        "seconds": {programs_load.READ: [1.0], programs_load.FLOOR: [1.2], programs_load.LOAD: [seconds]},
+        "files": 4,
+        "file_bytes": 1,
+        "spilled_bytes": 1,
+        "largest_tensor_bytes": 100_000_000,
+        "grown_bytes": grown * 1_000_000,
+    }
+    judged = [row for row in programs_load.rows(settings, found) if row.target is not None]
+    assert [row.met for row in judged] == met
 
 
 # -- import --------------------------------------------------------------------------------------

@@ -15,11 +15,14 @@ cases:
           that is alone and in one that has launched
   resume  GeminiTrainer of transformers, 110M parameters, their Adam states on DISK: the memory that saving
           and resuming add to training, and whether all bits are those of not stopping
+  load    gemini.from_pretrained of 1.0 billion bf16 parameters in four files, under 300 MiB of memory: its
+          time against reading the files, and against reading them while what does not stay is written; its
+          memory
   import  `import gemini` after torch, in processes in turns with `import torch`, bytecode cached: its time,
           and the large packages that it must not load
 
 A figure is a median, with the lowest and highest; a ratio is the median of the ratios within a turn.
-'resume' needs transformers and accelerate (pip install "gemini-runtime[hf]").
+'resume' and 'load' need transformers, 'resume' accelerate, too (pip install "gemini-runtime[hf]").
 
 examples:
   gemini bench programs --out benchmarks/results/programs.json
@@ -27,8 +30,8 @@ examples:
   gemini bench programs --quick --json
 
 {EXIT_CODES.format(tiny="with --quick")}
-Measure on a machine that does nothing else. A case takes 1 to 4 minutes; 'resume' needs 3 GB of memory and
-for a while 5 GB of disk.
+Measure on a machine that does nothing else. A case takes 1 to 4 minutes; 'resume' and 'load' need 3 GB of
+memory and for a while 5 and 7 GB of disk.
 """
 
 

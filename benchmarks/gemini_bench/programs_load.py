@@ -1,0 +1,233 @@
+"""Case ``load``: a checkpoint of 2 GB in four files comes into chunks under 300 MiB of memory.
+
+Beside it stand what a load cannot do without: reading the files, and reading them while what does not stay in
+memory is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gemini
+from gemini.errors import ConfigError
+from gemini.offload import AsyncFile
+from gemini.offload.direct_memory import direct_memory
+from gemini.system.config import parse_bytes
+from gemini_bench.cases import require_space
+from gemini_bench.paired import Spread, in_turn, spread_row
+from gemini_bench.peaks import PhasePeaks, memory_of
+from gemini_bench.record import Row
+from gemini_bench.session import CaseResult, Session
+
+OF_READING = 1.3
+EXTRA_MB = 60.0
+READ, FLOOR, LOAD = "reading", "reading while what leaves is written", "loading"
+_MIB = 2**20
+_PIECE = 16 * _MIB
+_WRITES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A LLaMA-like model in bf16, in files of at most ``shard``, loaded ``turns`` times."""
+
+    hidden: int = 2048
+    intermediate: int = 5632
+    layers: int = 17
+    heads: int = 16
+    vocab: int = 32_000
+    shard: str = "520MB"
+    device_bytes: str = "300MiB"
+    turns: int = 4
+
+    @property
+    def num_parameters(self) -> int:
+        """Embedding, head, and in each block four of attention, three of the MLP and two norms."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return 2 * self.vocab * self.hidden + self.layers * block + self.hidden
+
+
+QUICK = Settings(
+    hidden=64, intermediate=128, layers=4, heads=4, vocab=96, shard="100KB", device_bytes="256KiB", turns=1
+)
+
+
+def run(session: Session) -> CaseResult:
+    """Write the checkpoint in one process and load it in another.
+
+    Raises:
+        ConfigError: transformers is missing, or the disk is too small.
+    """
+    settings = QUICK if session.quick else Settings()
+    try:
+        importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "case 'load' needs transformers, which is not installed: pip install 'gemini-runtime[hf]'"
+        ) from error
+    # The files, what is written beside reading, and the DISK tier.
+    require_space("load", 6 * settings.num_parameters, session.disk_dir, "name another --disk-dir")
+    options = {**dataclasses.asdict(settings), "place": os.fspath(session.disk_dir)}
+    session.progress(f"load: writing a model of {settings.num_parameters:,} parameters")
+    session.run("programs_load.make", options, sample_seconds=0.1).data()
+    session.progress("load: reading, reading and writing, loading, in turns")
+    # The case has a watch of its own, phase by phase.
+    found = session.run("programs_load.measure", options, sample_seconds=0.1).data()
+    return CaseResult(rows(settings, found), dataclasses.asdict(settings), found)
+
+
+def rows(settings: Settings, found: Mapping[str, Any]) -> list[Row]:
+    """Return the times, their ratios turn by turn, and the memory beyond the budget."""
+    seconds: Mapping[str, list[float]] = found["seconds"]
+    budget = parse_bytes(settings.device_bytes, name="device_bytes") or 0
+    beyond = (found["grown_bytes"] - budget - found["largest_tensor_bytes"]) / 1e6
+
+    def ratio(what: str, other: str) -> Spread:
+        return Spread.of([a / b for a, b in zip(seconds[what], seconds[other], strict=True)])
+
+    return [
+        Row("parameters", settings.num_parameters, ""),
+        Row("files", found["files"], ""),
+        Row("bytes of the files", found["file_bytes"], "bytes"),
+        Row("written to DISK by a load", found["spilled_bytes"], "bytes"),
+        *(spread_row(what, Spread.of(each), "s") for what, each in seconds.items()),
+        spread_row(f"{LOAD} / {READ}", ratio(LOAD, READ), "x", OF_READING),
+        spread_row(f"{FLOOR} / {READ}", ratio(FLOOR, READ), "x"),
+        spread_row(f"{LOAD} / {FLOOR}", ratio(LOAD, FLOOR), "x"),
+        Row("memory beyond the budget and the largest tensor", beyond, "MB", EXTRA_MB),
+    ]
+
+
+# -- in the worker -------------------------------------------------------------------------------
+
+
+def make(options: dict[str, Any]) -> dict[str, Any]:
+    """Save a model of random weights below ``options["place"]``."""
+    import transformers
+
+    settings = _settings(options)
+    config = transformers.LlamaConfig(
+        vocab_size=settings.vocab,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(_source(options), max_shard_size=settings.shard)
+    for path in _files(options):  # on the disk, or leaving the page cache would be writing
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return {"parameters": sum(param.numel() for param in model.parameters())}
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """Read, read and write, load, in turns that rotate, the files dropped from the page cache before each."""
+    import transformers
+
+    importlib.import_module("transformers.models.llama.modeling_llama")  # else the first load's
+    settings, files = _settings(options), _files(options)
+    torch.set_num_threads(1)
+    place = Path(options["place"])
+    seconds: dict[str, list[float]] = {READ: [], FLOOR: [], LOAD: []}
+    spilled, largest, before = 0, 0, memory_of()[1]
+    peaks = PhasePeaks()
+
+    def load() -> None:
+        nonlocal spilled, largest
+        model = gemini.from_pretrained(
+            _source(options),
+            transformers.AutoModelForCausalLM,
+            device_bytes=settings.device_bytes,
+            disk_dir=place,
+            non_model_bytes=0,
+        )
+        handle = gemini.handle_of(model)
+        handle.manager.chunks.drain()
+        stats = handle.stats()
+        spilled = int(stats["disk_write"]["bytes"])
+        largest = max(param.numel() * param.element_size() for param in model.parameters())
+        handle.close()
+
+    with peaks:
+        load()  # does not count, but for its memory
+        peaks.end(LOAD)
+        runs: Mapping[str, Callable[[], None]] = {
+            READ: lambda: _read(files),
+            FLOOR: lambda: _read_and_write(files, place, spilled),
+            LOAD: load,
+        }
+        for turn in range(settings.turns):
+            for what in in_turn(list(runs), turn):
+                for path in files:
+                    _leave_cache(path)
+                begin = time.perf_counter()
+                runs[what]()
+                seconds[what].append(time.perf_counter() - begin)
+                peaks.end(what)
+    return {
+        "seconds": seconds,
+        "files": len(files),
+        "file_bytes": sum(path.stat().st_size for path in files),
+        "spilled_bytes": spilled,
+        "largest_tensor_bytes": largest,
+        "grown_bytes": peaks.unmapped[LOAD] - before,
+    }
+
+
+def _settings(options: Mapping[str, Any]) -> Settings:
+    return Settings(**{each.name: options[each.name] for each in dataclasses.fields(Settings)})
+
+
+def _source(options: Mapping[str, Any]) -> Path:
+    return Path(options["place"]) / "model"
+
+
+def _files(options: Mapping[str, Any]) -> list[Path]:
+    return sorted(_source(options).glob("*.safetensors"))
+
+
+def _read(files: list[Path]) -> None:
+    piece = memoryview(bytearray(_PIECE))
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+
+
+def _read_and_write(files: list[Path], place: Path, nbytes: int) -> None:
+    """Read the files while ``nbytes`` are written to a file by the runtime's engine; both on threads."""
+    reader = threading.Thread(target=_read, args=(files,))
+    reader.start()
+    count = max(1, -(-nbytes // _PIECE))
+    with AsyncFile(place, count * _PIECE) as file:
+        zeros = direct_memory(_PIECE)
+        under_way: list[int] = []
+        for number in range(count):
+            if len(under_way) == _WRITES_AHEAD:
+                file.wait(under_way.pop(0))
+            under_way.append(file.write(zeros.data_ptr(), _PIECE, number * _PIECE))
+        file.wait_all()
+    reader.join()
+
+
+def _leave_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+TASKS = {"make": make, "measure": measure}
