@@ -34,6 +34,7 @@ def tensor(session: Session) -> CaseResult:
     pairs = [
         Pair("ours", "parallelize_module", TIME_RATIO, MEMORY_RATIO),
         Pair("our layers, torch's AdamW", "parallelize_module", TIME_RATIO),
+        Pair("ours, 60 % in memory", "parallelize_module", None, MEMORY_RATIO),
     ]
     return compare(session, "tensor", _job(session, tp=2), pairs)
 
@@ -45,7 +46,8 @@ def pipeline(session: Session) -> CaseResult:
         for style in ("1F1B", "interleaved")
     ]
     alone = _job(session, pp=2, batch=4, microbatches=4)
-    first = compare(session, "pipeline", alone, both, what="2 ranks: ")
+    less = Pair("ours, 1F1B, 60 % in memory", "torch, 1F1B", None, MEMORY_RATIO)
+    first = compare(session, "pipeline", alone, [*both, less], what="2 ranks: ")
     copied = replace(alone, dp=2)
     second = compare(session, "pipeline", copied, both[:1], what="2 x 2 ranks: ")
     return CaseResult(

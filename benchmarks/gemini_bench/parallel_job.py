@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemini_bench.llama import Llama, LlamaConfig, SplitAttention
+from gemini_bench.llama import Llama, LlamaConfig, SplitAttention, num_parameters
 from gemini_bench.trainee import Batch
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
@@ -22,7 +22,8 @@ _SEED = 1234
 class Job:
     """Training over ``pp`` x ``dp`` x ``tp`` ranks, as both sides do it. ``batch``: sequences of ``seq``
     tokens that the ranks of one model take in a step, in ``microbatches``; ``chunks``: stages of a rank in
-    interleaved schedules; ``large``: the model whose memory is measured, which outweighs torch itself."""
+    interleaved schedules; ``large``: the model whose memory is measured, which outweighs torch itself.
+    ``place``: a directory for what is not in memory."""
 
     model: LlamaConfig
     large: LlamaConfig
@@ -36,6 +37,7 @@ class Job:
     warmup_steps: int = 2
     measured_steps: int = 9
     memory_steps: int = 2  # the second one has gradients beside states
+    place: str = "."
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Job:
@@ -48,6 +50,10 @@ class Job:
     def world(self) -> int:
         """How many ranks there are."""
         return self.pp * self.dp * self.tp
+
+    def model_data_bytes(self) -> int:
+        """What a rank has of parameters, gradients and moments, if no copy of the model shares them."""
+        return 16 * num_parameters(self.model) // (self.pp * self.tp)
 
     def make_model(self) -> Llama:
         """Return the whole model with its first values, the same in every process."""

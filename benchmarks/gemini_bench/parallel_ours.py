@@ -81,9 +81,18 @@ def _loss_by_parts(axis: Axis, vocab: int) -> Callable[[Tensor, Tensor], Tensor]
     return lambda logits, labels: vocabulary_cross_entropy(logits, labels, axis, vocab)
 
 
-def hybrid(job: Job) -> Contender:
-    """Train by HybridParallelPlugin over data and tensor parallelism."""
-    plugin = HybridParallelPlugin(tp_size=job.tp, tp_plan=_plan(job))
+def _budgets(job: Job, share: float) -> dict[str, Any]:
+    """Return options that leave ``share`` of the model data in memory and the rest on DISK; 1: all, without a
+    DISK tier."""
+    if share == 1:
+        return {}
+    return {"device_bytes": int(share * job.model_data_bytes()), "disk_dir": job.place, "non_model_bytes": 0}
+
+
+def hybrid(job: Job, share: float = 1) -> Contender:
+    """Train by HybridParallelPlugin over data and tensor parallelism, ``share`` of the model data in
+    memory."""
+    plugin = HybridParallelPlugin(tp_size=job.tp, tp_plan=_plan(job), **_budgets(job, share))
     booster, module = Booster(plugin=plugin), job.make_model()
     model, optimizer, *_ = booster.boost(module, CPUAdam(module.parameters(), **ADAM))
     assert isinstance(model, GeminiDDP)
@@ -108,8 +117,9 @@ def layers_alone(job: Job) -> Contender:
     return _Loop(model, optimizer, loss, Tensor.backward, lambda: mesh.leave("ended"))
 
 
-def pipeline(job: Job, style: str) -> Contender:
-    """Train by HybridParallelPlugin over stages and data, blocks divided evenly."""
+def pipeline(job: Job, style: str, share: float = 1) -> Contender:
+    """Train by HybridParallelPlugin over stages and data, blocks divided evenly, ``share`` of the model data
+    in memory."""
     chunks = job.chunks if style == "interleaved" else 1
     stages = job.pp * chunks
     starts = [f"blocks.{job.model.layers * stage // stages}" for stage in range(1, stages)]
@@ -119,6 +129,7 @@ def pipeline(job: Job, style: str) -> Contender:
         num_model_chunks=chunks,
         num_microbatches=job.microbatches,
         split=starts,
+        **_budgets(job, share),
     )
     return _executed(plugin, job)
 

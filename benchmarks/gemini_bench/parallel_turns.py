@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,11 @@ _TOLERANCE = 1e-4
 
 CONTENDERS: Mapping[str, Callable[[Job], Contender]] = {
     "ours": ours.hybrid,
+    "ours, 60 % in memory": partial(ours.hybrid, share=0.6),
     "our layers, torch's AdamW": ours.layers_alone,
     "parallelize_module": peers.parallelized,
     "ours, 1F1B": partial(ours.pipeline, style="1f1b"),
+    "ours, 1F1B, 60 % in memory": partial(ours.pipeline, style="1f1b", share=0.6),
     "ours, interleaved": partial(ours.pipeline, style="interleaved"),
     "torch, 1F1B": partial(peers.scheduled, style="1f1b"),
     "torch, interleaved": partial(peers.scheduled, style="interleaved"),
@@ -61,6 +64,7 @@ def compare(
     """
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.mine, pair.theirs)))
     session.progress(f"{case}: {what}{', '.join(names)}; {job.world} ranks")
+    job = replace(job, place=os.fspath(session.disk_dir))
     options = {"job": dataclasses.asdict(job), "names": names, "memory": memory}
     found = session.run("parallel_turns.measure", options, sample_seconds=TIMING_SAMPLE_SECONDS).data()
     for losses in (found["losses"], found["memory_losses"]):

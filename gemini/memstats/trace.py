@@ -181,7 +181,7 @@ class Trace:
         self._check_ids("accesses")
         self._check_ids("frees")
         # Of what is said again and again each once: there may be hundreds of thousands of moments.
-        for chunks, modes in set(zip(self.accesses, self.modes, strict=True)):
+        for chunks, modes in dict.fromkeys(zip(self.accesses, self.modes, strict=True)):
             if len(modes) != len(chunks) or not set(modes) <= set(MODES):
                 moment = list(zip(self.accesses, self.modes, strict=True)).index((chunks, modes))
                 raise ConfigError(
@@ -194,17 +194,18 @@ class Trace:
                 if not (math.isfinite(each) and each >= 0)
             )
             raise ConfigError(f"seconds: moment {moment} takes {bad} s")
-        for nbytes in {min(self.non_model_bytes, default=0), max(self.non_model_bytes, default=0)}:
+        for nbytes in (min(self.non_model_bytes, default=0), max(self.non_model_bytes, default=0)):
             if not 0 <= nbytes < _TOO_MANY_BYTES:
                 moment = self.non_model_bytes.index(nbytes)
                 raise ConfigError(f"non_model_bytes: moment {moment} has {nbytes}")
-        for phase in set(self.phases).difference(PHASES):
-            moment = self.phases.index(phase)
-            raise ConfigError(f"phases: moment {moment} is of no known phase: {phase!r}")
+        for phase in dict.fromkeys(self.phases):
+            if phase not in PHASES:
+                moment = self.phases.index(phase)
+                raise ConfigError(f"phases: moment {moment} is of no known phase: {phase!r}")
 
     def _check_ids(self, field: str) -> None:
         known, moments = len(self.chunk_bytes), getattr(self, field)
-        for chunks in set(moments):  # few: most moments are like another
+        for chunks in dict.fromkeys(moments):  # few: most moments are like another
             if chunks and not 0 <= min(chunks) <= max(chunks) < known:
                 raise ConfigError(
                     f"{field}: moment {moments.index(chunks)} names chunks {chunks} of {known}; ids count "

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Make many objects that all stay, without the collector looking through them again and again: a third of
-    the time that a model of many parameters takes. It is the whole process's; where it does not run, nothing
-    changes."""
+    """Pause the collector, which is the whole process's, while many objects are made that all stay, or all go
+    at once: it would look through them again and again. Where it does not run at first, it does not
+    afterwards."""
     if not gc.isenabled():
         yield
         return

@@ -19,7 +19,8 @@ cases:
 
 Contenders of a case train the same model on the same tokens in the same processes, in turns step by step,
 in a changing order; their losses must agree. A ratio is the median of the ratios within a step, with the
-lowest and highest. Peaks of memory are of a rank, in processes of its own.
+lowest and highest. Peaks of memory are of a rank, in processes of its own. '60 % in memory': the rest of
+parameters, gradients and states is on the disk of the current directory.
 
 examples:
   gemini bench parallel --out benchmarks/results/parallel.json

@@ -23,7 +23,7 @@ from gemini.runtime.gate.pending import PendingUpdate, PendingUpdates
 from gemini.runtime.gate.state_piece import WrittenTensors
 from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr
 
-NodeHooks = dict[int, Callable[[object], None]]
+NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
 
 class TensorRef:
@@ -54,11 +54,11 @@ class NodePins(Protocol):
     held: tuple[int, ...] | None
 
     def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
-        """Return what autograd is to call before a node that reads ``tensors``, as the hooks of a tensor."""
+        """Return the hooks that run before and after an autograd node that reads ``tensors``."""
         ...
 
     def settle(self) -> None:
-        """End the pins of nodes that are over."""
+        """End the pin of the node that ran last."""
 
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""

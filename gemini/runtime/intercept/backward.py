@@ -1,10 +1,10 @@
 """PreOp and PostOp of the backward pass: hooks on the autograd nodes that an operator made.
 
-A node created by an operator may have saved a view of a managed weight. A hook that runs right before that
-node pins the operator's chunks until the next PreOp behind it. Nodes are found by autograd's sequence number:
-those made since the operator began are its own, so composite operators, in-place results and recomputation
-under checkpointing need no special case. Each thread counts for itself, and a GPU's backward pass has one of
-its own: what an operator was given is known to be older, whatever its number.
+A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
+after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
+autograd's sequence number: those made since the operator began are its own, so composite operators, in-place
+results and recomputation under checkpointing need no special case. Each thread counts for itself, and a GPU's
+backward pass has a thread of its own: what an operator was given is known to be older, whatever its number.
 See docs/notes/interception.md.
 """
 
@@ -13,13 +13,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
-from torch.utils.hooks import RemovableHandle
 
 from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate, NodeHooks
@@ -27,6 +25,10 @@ from gemini.runtime.intercept.nested import map_tensors
 
 # The number of the next node, and nodes that are older, whatever theirs.
 NodesSoFar = tuple[int, list[Any]]
+
+# A node that runs: its backward pass, what returns None once that is over, the number of the first node that
+# it may make, what it reads.
+_RunningNode = tuple[int, Callable[[], object], int, tuple[int, ...]]
 
 # Nodes of these kinds keep no tensor of a weight's memory for their backward.
 _SAVES_NO_WEIGHT = frozenset(
@@ -64,25 +66,6 @@ _SAVES_NO_WEIGHT = frozenset(
 
 next_node_number: Callable[[], int] = _get_sequence_nr
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-class _Lender(threading.local):
-    """A tensor whose hooks nodes come to share: one dict for all that read the same, where every hook that is
-    registered makes objects that the garbage collector follows."""
-
-    def __init__(self) -> None:
-        self._tensor = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def give(self, node: Any, hooks: NodeHooks) -> None:
-        """Have autograd call ``hooks`` before ``node`` runs."""
-        tensor: Any = self._tensor
-        tensor._backward_hooks = hooks
-        node._register_hook_dict(tensor)
-        tensor._backward_hooks = None
-
-
-_lender = _Lender()
 
 
 class _PassEnd:
@@ -92,47 +75,36 @@ class _PassEnd:
         """Do nothing: autograd calls it at the end."""
 
 
-class _RunningNode(NamedTuple):
-    """A node that has begun: it runs until another of its pass does, or its pass is over."""
-
-    pass_number: int
-    pass_end: Callable[[], object]  # returns None once the pass is over
-    number: int
-    tensors: tuple[int, ...]  # what it reads
-    makes_graph: RemovableHandle | None  # of what is called behind it
-
-
 class BackwardPins:
     """What autograd nodes keep pinned: the node that runs, those around it, and the one that ran last.
 
     The pin of the last node stays until the next PreOp, so that nodes of one operator share it. A node may
     call Python before it reads what it saved (recomputation under checkpointing, custom functions, a backward
-    pass within): operators run meanwhile leave its pin alone. Nothing says that a node has ended: it has once
-    autograd runs another one of its pass, and all have where no pass runs.
+    pass within): operators run meanwhile leave its pin alone. A node that raised runs no more once its
+    backward pass is gone.
     """
 
     def __init__(self, gate: Gate) -> None:
         self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
-        self._running: list[_RunningNode] = []  # outermost first; the last one may be over
+        self._running: list[_RunningNode] = []  # outermost first
         self._pass = -1  # the backward pass seen last
         self._pass_thread = 0  # that it runs on
         self._pass_end: Callable[[], object] = _PassEnd()
         self._gate = gate
         gate.threads.watch_passes(self.other_thread)
-        self._begins = self._begin  # one method object for all hooks
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
 
     def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
-        """Return what autograd is to call before a node that reads ``tensors``, as the hooks of a tensor."""
+        """Return the hooks that run before and after an autograd node that reads ``tensors``."""
         hooks = self._hooks.get(tensors)
         if hooks is None:
-            hooks = self._hooks[tensors] = {0: partial(self._begins, tensors)}
+            hooks = self._hooks[tensors] = self._make_hooks(tensors)
         return hooks
 
     def settle(self) -> None:
-        """End the pins of nodes that are over; called by every PreOp while there is one."""
+        """End the pin of the node that ran last; called by every PreOp while there is one."""
         if self._running:
-            self._forget_ended()
+            self._forget_raised()
         if not self._running:
             held, self.held = self.held, None
             if held is not None:
@@ -151,38 +123,44 @@ class BackwardPins:
         self.held = None
         self._running.clear()
 
-    def _begin(self, tensors: tuple[int, ...], _grad: object) -> None:
-        current = current_pass()
-        if current == self._pass:
-            self._pin(tensors)
-        else:
-            if self._pass_end() is not None:
-                self._gate.threads.refuse_second_pass()
-            with self._gate.threads.operators:  # one of another thread ends first, and none begins
-                self._pin(tensors)
-                self._watch(current)
-        node = current_node()
-        behind = None
-        if torch.is_grad_enabled():  # create_graph: what this node makes reads the same weights
-            behind = node.register_hook(partial(self._hook_made, tensors, next_node_number()))
-        running = _RunningNode(current, self._pass_end, node._sequence_nr(), tensors, behind)
-        self._running.append(running)
+    def _make_hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
+        gate, running = self._gate, self._running
 
-    def _pin(self, tensors: tuple[int, ...]) -> None:
-        self._gate.enter(BACKWARD)
-        if self._running:
-            self._forget_ended()
-        if self._running:
-            self._gate.pre_op(tensors)
-        elif self.held != tensors:
-            self._gate.pre_op(tensors)
-            self.held = tensors
+        def before(_grad_outputs: object) -> None:
+            current = current_pass()
+            if current == self._pass:
+                pin()
+            else:
+                if self._pass_end() is not None:
+                    gate.threads.refuse_second_pass()
+                with gate.threads.operators:  # one of another thread ends first, and none begins
+                    pin()
+                    self._watch(current)
+            running.append((current, self._pass_end, next_node_number(), tensors))
 
-    def _hook_made(
-        self, tensors: tuple[int, ...], first_node: int, grad_inputs: object, grad_outputs: object
-    ) -> None:
-        grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
-        hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), self._gate, tensors)
+        def pin() -> None:
+            gate.enter(BACKWARD)
+            if running:
+                self._forget_raised()
+            if running:
+                gate.pre_op(tensors)
+            elif self.held != tensors:
+                gate.pre_op(tensors)
+                self.held = tensors
+
+        def after(grad_inputs: object, grad_outputs: object) -> None:
+            if len(running) > 1:
+                current = current_pass()
+                while running[-1][0] != current:  # of a pass within this node that raised
+                    self._forget_last()
+            first_node = running.pop()[2]
+            if running:
+                gate.post_op(tensors, False)
+            if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
+                grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
+                hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), gate, tensors)
+
+        return before, after
 
     def _watch(self, current: int) -> None:
         """See to it that ``_pass_end`` returns None once the current backward pass is over, or raised."""
@@ -190,30 +168,17 @@ class BackwardPins:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._pass, self._pass_end, self._pass_thread = current, weakref.ref(end), threading.get_ident()
 
-    def _forget_ended(self) -> None:
-        """Unpin what nodes that are over, or raised, left pinned; stop at one that runs, or around whose
-        pass this is."""
-        current = current_pass()
-        while self._running:
-            last = self._running[-1]
-            if last.pass_number == current:
-                node = current_node()
-                if node is not None and node._sequence_nr() == last.number:
-                    return
-            elif current != -1 and last.pass_end() is not None and not self._runs_in(current):
-                return
+    def _forget_raised(self) -> None:
+        """Unpin what nodes that raised left pinned: they count as running but their backward pass is over."""
+        outside = current_pass() == -1
+        while self._running and (outside or self._running[-1][1]() is None):
             self._forget_last()
-
-    def _runs_in(self, pass_number: int) -> bool:
-        return any(each.pass_number == pass_number for each in self._running)
 
     def _forget_last(self) -> None:
         """Unpin for the innermost node; the outermost one's pin is ``held``, which the next PreOp ends."""
-        last = self._running.pop()
-        if last.makes_graph is not None:
-            last.makes_graph.remove()
+        tensors = self._running.pop()[3]
         if self._running:
-            self._gate.post_op(last.tensors, False)
+            self._gate.post_op(tensors, False)
 
 
 def _is_pythons(ident: int) -> bool:
@@ -256,7 +221,7 @@ def _note_nodes(values: Any, found: list[Any]) -> None:
 
 def _given_to_current(grad_outputs: Any) -> list[Any]:
     """Return the nodes that made what the node that runs was given, and what it may have saved."""
-    node: Any = current_node()
+    node: Any = torch._C._current_autograd_node()
     found = [node, *(child for child, _ in node.next_functions)]
     _note_nodes(grad_outputs, found)
     return found
@@ -290,7 +255,9 @@ def hook_backward(
                 continue
             seen.append(node)
             if type(node).__name__ not in _SAVES_NO_WEIGHT:
-                _lender.give(node, gate.backward_pins.hooks(tensors))
+                pin, unpin = gate.backward_pins.hooks(tensors)
+                node.register_prehook(pin)
+                node.register_hook(unpin)
             if len(seen) == behind - first_node:
                 return True
             for child, _ in node.next_functions:
