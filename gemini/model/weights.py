@@ -24,9 +24,11 @@ from gemini.runtime import (
 )
 from gemini.runtime.intercept.param import plain_copy
 from gemini.runtime.storage.model_storage import slot_of
+from gemini.system.collector import paused_collector
 from gemini.system.config import parse_bytes
 
 
+@paused_collector()
 def export_weights(
     model: ManagedModel, *args: Any, only_rank_0: bool = False, **options: Any
 ) -> dict[str, Any]:
