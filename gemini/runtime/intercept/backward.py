@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class BackwardPins:
         """Return the hooks that run before and after an autograd node that reads ``tensors``."""
         hooks = self._hooks.get(tensors)
         if hooks is None:
-            hooks = self._hooks[tensors] = partial(self._before, tensors), partial(self._after, tensors)
+            hooks = self._hooks[tensors] = self._make_hooks(tensors)
         return hooks
 
     def settle(self) -> None:
@@ -124,41 +123,44 @@ class BackwardPins:
         self.held = None
         self._running.clear()
 
-    def _before(self, tensors: tuple[int, ...], _grad_outputs: object) -> None:
-        current = current_pass()
-        if current == self._pass:
-            self._pin(tensors)
-        else:
-            if self._pass_end() is not None:
-                self._gate.threads.refuse_second_pass()
-            with self._gate.threads.operators:  # one of another thread ends first, and none begins
-                self._pin(tensors)
-                self._watch(current)
-        self._running.append((current, self._pass_end, next_node_number(), tensors))
+    def _make_hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
+        gate, running = self._gate, self._running
 
-    def _pin(self, tensors: tuple[int, ...]) -> None:
-        self._gate.enter(BACKWARD)
-        if self._running:
-            self._forget_raised()
-        if self._running:
-            self._gate.pre_op(tensors)
-        elif self.held != tensors:
-            self._gate.pre_op(tensors)
-            self.held = tensors
-
-    def _after(self, tensors: tuple[int, ...], grad_inputs: object, grad_outputs: object) -> None:
-        running = self._running
-        if len(running) > 1:
+        def before(_grad_outputs: object) -> None:
             current = current_pass()
-            while running[-1][0] != current:  # of a pass within this node that raised
-                self._forget_last()
-        first_node = running.pop()[2]
-        if running:
-            self._gate.post_op(tensors, False)
-        if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
-            grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
-            made_since = first_node, _given_to_current(grad_outputs)
-            hook_backward(grad_inputs, made_since, self._gate, tensors)
+            if current == self._pass:
+                pin()
+            else:
+                if self._pass_end() is not None:
+                    gate.threads.refuse_second_pass()
+                with gate.threads.operators:  # one of another thread ends first, and none begins
+                    pin()
+                    self._watch(current)
+            running.append((current, self._pass_end, next_node_number(), tensors))
+
+        def pin() -> None:
+            gate.enter(BACKWARD)
+            if running:
+                self._forget_raised()
+            if running:
+                gate.pre_op(tensors)
+            elif self.held != tensors:
+                gate.pre_op(tensors)
+                self.held = tensors
+
+        def after(grad_inputs: object, grad_outputs: object) -> None:
+            if len(running) > 1:
+                current = current_pass()
+                while running[-1][0] != current:  # of a pass within this node that raised
+                    self._forget_last()
+            first_node = running.pop()[2]
+            if running:
+                gate.post_op(tensors, False)
+            if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
+                grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
+                hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), gate, tensors)
+
+        return before, after
 
     def _watch(self, current: int) -> None:
         """See to it that ``_pass_end`` returns None once the current backward pass is over, or raised."""
