@@ -71,8 +71,8 @@ py::tuple to_tuple(const Actions& actions) {
   return result;
 }
 
-// One tuple for all moments that are equal, as most are to another: a step may have hundreds of thousands, and
-// the garbage collector looks at every tuple.
+// One tuple for all moments that are equal, as most are to another: a step may have hundreds of
+// thousands, and the garbage collector looks at every tuple.
 py::tuple to_shared_tuples(const std::vector<std::vector<ChunkId>>& moments) {
   py::tuple result(moments.size());
   py::dict shared;
@@ -255,9 +255,11 @@ void bind_step(Table& table) {
             self.set_schedule(std::move(schedule));
           },
           py::arg("schedule").none(true))
-      .def("record", [](const ChunkTable& self) { return to_shared_tuples(self.record().accesses()); })
+      .def("record",
+           [](const ChunkTable& self) { return to_shared_tuples(self.record().accesses()); })
       .def("record_modes", [](const ChunkTable& self) { return self.record().modes(); })
-      .def("record_frees", [](const ChunkTable& self) { return to_shared_tuples(self.record().frees()); })
+      .def("record_frees",
+           [](const ChunkTable& self) { return to_shared_tuples(self.record().frees()); })
       .def("moment", &ChunkTable::moment)
       .def("diverged", &ChunkTable::diverged)
       .def("set_limit", &ChunkTable::set_limit, py::arg("nbytes"))

@@ -11,6 +11,9 @@ import torch
 from gemini import _C
 from gemini.system.threads import Workers
 
+# Of what is freed the C library keeps up to 64 MiB for each thread, once it has seen blocks as large.
+_MOST_FREED_BYTES = 48 * 2**20
+
 
 class Readable(Protocol):
     """A tensor in a file."""
@@ -40,6 +43,7 @@ class TensorReads:
         self._places: dict[str, int] = {}
         self._next = 0  # in the order: what nobody has read yet
         self._most_bytes = 0
+        self._freed_bytes = 0  # since the system was given back what was freed
         self._ahead: dict[str, _Read] = {}
         self._workers: Workers | None = None
 
@@ -60,14 +64,22 @@ class TensorReads:
     def take(self, tensor: Readable) -> torch.Tensor:
         """Return the values of ``tensor``, which are the caller's, and begin to read those that follow.
         Raises what reading it raised."""
-        while self.spent:
-            self.spent.pop().untyped_storage().resize_(0)
+        self._free_spent()
         read = self._ahead.pop(tensor.name, None)
         values = read.result() if read is not None else tensor.read()
         if read is None:
             self._next = max(self._next, self._places.get(tensor.name, -1) + 1)
         self._begin(tensor.nbytes)
         return values
+
+    def _free_spent(self) -> None:
+        while self.spent:
+            storage = self.spent.pop().untyped_storage()
+            self._freed_bytes += storage.nbytes()
+            storage.resize_(0)
+        if self._workers is not None and self._freed_bytes >= _MOST_FREED_BYTES:
+            self._freed_bytes = 0
+            self._workers.submit(_C.malloc_trim)
 
     def _begin(self, in_use_bytes: int) -> None:
         room = self._most_bytes - in_use_bytes - sum(read.nbytes for read in self._ahead.values())

@@ -220,6 +220,20 @@ def test_small_tensors_behind_a_large_one_are_read_on_another_thread() -> None:
     assert order[3].threads != [threading.get_ident()]
 
 
+def test_the_system_is_given_back_what_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(_C, "malloc_trim", lambda: trims.append(threading.get_ident()))
+    monkeypatch.setattr("gemini.integrations.tensor_reads._MOST_FREED_BYTES", 10)
+    order = [Stored(str(place), 4) for place in range(10)]
+    reads = TensorReads()
+    reads.expect(order)
+    for tensor in order:
+        reads.spent.append(reads.take(tensor))
+    reads.close()
+    assert len(trims) == 3 + 1  # for every 12 bytes, and at the end
+    assert threading.get_ident() not in trims[:3]  # beside the copies into chunks
+
+
 def test_another_order_than_expected_gives_the_same_values() -> None:
     order = [Stored(str(place), 1 + place % 3) for place in range(12)]
     reads = TensorReads()
