@@ -79,7 +79,7 @@ class TensorReads:
             storage.resize_(0)
         if self._workers is not None and self._freed_bytes >= _MOST_FREED_BYTES:
             self._freed_bytes = 0
-            self._workers.submit(_C.malloc_trim)
+            self._workers.submit(_give_back)
 
     def _begin(self, in_use_bytes: int) -> None:
         room = self._most_bytes - in_use_bytes - sum(read.nbytes for read in self._ahead.values())
@@ -97,7 +97,12 @@ class TensorReads:
         if workers is not None:
             workers.close()
             self._ahead.clear()
-            _C.malloc_trim()  # or the C library keeps up to as much as each thread had
+            _give_back()  # what each thread had
+
+
+def _give_back() -> None:
+    """Have the C library give the system what was freed."""
+    _C.malloc_trim()
 
 
 class _Read:
