@@ -20,6 +20,7 @@ from gemini.offload.direct_memory import direct_memory
 from gemini.optim import GeminiAdamOptimizer
 from gemini.runtime import init_on
 from gemini_bench.cases import require_space
+from gemini_bench.nvme_bare import leave_page_cache
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
@@ -135,7 +136,7 @@ def _measure_speed(options: dict[str, Any]) -> dict[str, Any]:
         found["save"].append(_seconds(lambda: checkpoint.save(place / "run", model, optimizer, keep=1)))
         path = checkpoint.latest(place / "run")
         for file in (plain, *path.iterdir()):
-            _leave_cache(file)
+            leave_page_cache(file)
         found["read"].append(_seconds(lambda: _read_plain(plain)))
         found["load"].append(_seconds(lambda: checkpoint.load(place / "run", model, optimizer)))
     model.close()
@@ -199,15 +200,6 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
         return os.open(path, flags, 0o600)
-
-
-def _leave_cache(path: Path) -> None:
-    """Ask the kernel to forget what it holds of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 TASKS = {"speed": _measure_speed, "overhead": _measure_overhead}

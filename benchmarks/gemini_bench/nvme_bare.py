@@ -98,6 +98,15 @@ class BareDisk:
         return self._file.read(self._buffer(index), size, offset)
 
 
+def leave_page_cache(path: Path) -> None:
+    """Ask the kernel to forget what it holds of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def process_io() -> dict[str, float]:
     """Return the bytes that this process has had read from and written to disks, page cache or not."""
     lines = Path("/proc/self/io").read_text().splitlines()

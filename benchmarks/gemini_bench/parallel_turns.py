@@ -64,8 +64,8 @@ def compare(
     """
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.mine, pair.theirs)))
     session.progress(f"{case}: {what}{', '.join(names)}; {job.world} ranks")
-    job = replace(job, place=os.fspath(session.disk_dir))
-    options = {"job": dataclasses.asdict(job), "names": names, "memory": memory}
+    placed = replace(job, place=os.fspath(session.disk_dir))  # of this machine: not for the record
+    options = {"job": dataclasses.asdict(placed), "names": names, "memory": memory}
     found = session.run("parallel_turns.measure", options, sample_seconds=TIMING_SAMPLE_SECONDS).data()
     for losses in (found["losses"], found["memory_losses"]):
         require_same_losses(losses)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 import gemini
-from gemini.errors import ConfigError
 from gemini.offload import AsyncFile
 from gemini.offload.direct_memory import direct_memory
 from gemini.system.config import parse_bytes
 from gemini_bench.cases import require_space
+from gemini_bench.nvme_bare import leave_page_cache
 from gemini_bench.paired import Spread, in_turn, spread_row
 from gemini_bench.peaks import PhasePeaks, memory_of
+from gemini_bench.programs_model import LlamaSizes, require_packages
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session
 
@@ -38,7 +39,7 @@ _WRITES_AHEAD = 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LlamaSizes):
     """A LLaMA-like model in bf16, in files of at most ``shard``, loaded ``turns`` times."""
 
     hidden: int = 2048
@@ -49,12 +50,6 @@ class Settings:
     shard: str = "520MB"
     device_bytes: str = "300MiB"
     turns: int = 4
-
-    @property
-    def num_parameters(self) -> int:
-        """Embedding, head, and in each block four of attention, three of the MLP and two norms."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * block + self.hidden
 
 
 QUICK = Settings(
@@ -69,12 +64,7 @@ def run(session: Session) -> CaseResult:
         ConfigError: transformers is missing, or the disk is too small.
     """
     settings = QUICK if session.quick else Settings()
-    try:
-        importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            "case 'load' needs transformers, which is not installed: pip install 'gemini-runtime[hf]'"
-        ) from error
+    require_packages("load", "transformers")
     # The files, what is written beside reading, and the DISK tier.
     require_space("load", 6 * settings.num_parameters, session.disk_dir, "name another --disk-dir")
     options = {**dataclasses.asdict(settings), "place": os.fspath(session.disk_dir)}
@@ -116,15 +106,8 @@ def make(options: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     settings = _settings(options)
-    config = transformers.LlamaConfig(
-        vocab_size=settings.vocab,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-    )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(settings.config(), dtype=torch.bfloat16)
     model.save_pretrained(_source(options), max_shard_size=settings.shard)
     for path in _files(options):  # on the disk, or leaving the page cache would be writing
         with path.open("rb") as file:
@@ -171,7 +154,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         for turn in range(settings.turns):
             for what in in_turn(list(runs), turn):
                 for path in files:
-                    _leave_cache(path)
+                    leave_page_cache(path)
                 begin = time.perf_counter()
                 runs[what]()
                 seconds[what].append(time.perf_counter() - begin)
@@ -221,14 +204,6 @@ def _read_and_write(files: list[Path], place: Path, nbytes: int) -> None:
             under_way.append(file.write(zeros.data_ptr(), _PIECE, number * _PIECE))
         file.wait_all()
     reader.join()
-
-
-def _leave_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 TASKS = {"make": make, "measure": measure}

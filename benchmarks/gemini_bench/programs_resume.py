@@ -7,7 +7,6 @@ and one that goes on from there. They are compared bit for bit, and by their pea
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import ConfigError
 from gemini_bench.cases import require_space
 from gemini_bench.paired import Spread, spread_row
+from gemini_bench.programs_model import LlamaSizes, require_packages
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session
 
@@ -27,7 +26,7 @@ _DISK_BYTES_PER_PARAMETER = 40  # the DISK tier, and a checkpoint beside the wei
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LlamaSizes):
     """A LLaMA-like model with bf16 weights and fp32 masters and moments; AdamW, ``steps`` steps of which
     ``save_step`` is saved. ``rounds``: processes of each kind."""
 
@@ -43,12 +42,6 @@ class Settings:
     device_bytes: str = "192MiB"
     host_bytes: str = "64MiB"
     rounds: int = 2
-
-    @property
-    def num_parameters(self) -> int:
-        """Embedding, head, and in each block four of attention, three of the MLP and two norms."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * block + self.hidden
 
 
 QUICK = Settings(
@@ -71,8 +64,7 @@ def run(session: Session) -> CaseResult:
         ConfigError: transformers is missing, or the disk is too small.
     """
     settings = QUICK if session.quick else Settings()
-    for name in ("transformers", "accelerate"):
-        _require(name)
+    require_packages("resume", "transformers", "accelerate")
     need = _DISK_BYTES_PER_PARAMETER * settings.num_parameters
     require_space("resume", need, session.disk_dir, "name another --disk-dir")
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -141,15 +133,6 @@ def _peaks(runs: Sequence[Mapping[str, Any]], which: str) -> list[int]:
 
 def _least(found: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> int:
     return min(int(one[name]) for runs in found.values() for one in runs)
-
-
-def _require(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"case 'resume' needs {name}, which is not installed: pip install 'gemini-runtime[hf]'"
-        ) from error
 
 
 def _without_digests(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

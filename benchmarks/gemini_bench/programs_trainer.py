@@ -85,14 +85,7 @@ def train(settings: Settings, kind: str, place: Path) -> dict[str, Any]:
 
 
 def _trainer(settings: Settings, kind: str, directory: Path) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=settings.vocab,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        use_cache=False,
-    )
+    config = settings.config(use_cache=False)
     torch.manual_seed(_SEEDS.get(kind, 0))
     with gemini.init_on("meta"):
         model = transformers.LlamaForCausalLM(config)

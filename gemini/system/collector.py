@@ -10,8 +10,8 @@ from contextlib import contextmanager
 @contextmanager
 def paused_collector() -> Iterator[None]:
     """Pause the collector, which is the whole process's, while many objects are made that all stay, or all go
-    at once: it would look through them again and again. Where it does not run at first, it does not
-    afterwards."""
+    at once: it would look through them again and again. It is left as it was found: what another thread made
+    of it meanwhile is undone."""
     if not gc.isenabled():
         yield
         return

@@ -49,6 +49,7 @@ def test_a_quick_run_measures_every_row_of_a_case(case: str, capsys: Any, tmp_pa
     assert found["rows"]
     assert all(row["value"] > 0 for row in found["rows"])
     assert json.loads(out.read_text())["cases"][case] == found
+    assert "gemini-bench-" not in out.read_text()  # a directory of this machine
 
 
 def test_time_is_compared_step_by_step_and_memory_by_rank(tmp_path: Path) -> None:
