@@ -96,7 +96,8 @@ class _Worker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._last_words = Path(_stores(), f"worker-{next(_NUMBERS)}")
+        self.process = context.Process(target=_serve, args=(theirs, self._last_words), daemon=True)
         self.process.start()
         theirs.close()
         self.started = False
@@ -110,6 +111,13 @@ class _Worker:
             self.started = True
         self.pipe.send_bytes(pickle.dumps(list(sys.path)))
         self.pipe.send_bytes(pickle.dumps(job))
+
+    def how_it_died(self) -> str:
+        """Wait for a process that no longer answers; return its exit code, and where its threads were if a
+        signal of the processor's ended it."""
+        self.process.join()
+        stacks = self._last_words.read_text() if self._last_words.exists() else ""
+        return f"died with exit code {self.process.exitcode}\n{stacks}"
 
     def close(self) -> None:
         self.process.kill()
@@ -135,6 +143,7 @@ class _Workers:
 
 _WORKERS = _Workers()
 _RUNS = count()
+_NUMBERS = count()
 
 
 @cache
@@ -162,8 +171,7 @@ def _results(workers: list[_Worker], timeout: float) -> list[Any]:
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                workers[rank].process.join()
-                succeeded, value = False, f"died with exit code {workers[rank].process.exitcode}"
+                succeeded, value = False, workers[rank].how_it_died()
             if succeeded:
                 results[rank] = value
             else:
@@ -174,13 +182,14 @@ def _results(workers: list[_Worker], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _serve(pipe: Connection) -> None:
-    """Do jobs until the other end goes away."""
+def _serve(pipe: Connection, last_words: Path) -> None:
+    """Do jobs until the other end goes away. If the process dies of a fault, ``last_words`` says where."""
     import torch
 
     torch.set_num_threads(1)
     pipe.send_bytes(b"started")
-    with suppress(EOFError, KeyboardInterrupt):
+    with suppress(EOFError, KeyboardInterrupt), last_words.open("w") as stacks:
+        faulthandler.enable(stacks)
         while True:
             sys.path[:] = pickle.loads(pipe.recv_bytes())
             answer = _answer(pipe.recv_bytes())

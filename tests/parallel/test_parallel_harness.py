@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 
@@ -34,6 +35,12 @@ def _die_on_rank_1() -> None:
     dist.barrier()
 
 
+def _crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
 def test_every_rank_runs_in_a_group_of_the_asked_size() -> None:
     assert [float(value) for value in run_on_ranks(_sum_of_ranks, 2, 10.0)] == [30.0, 30.0]
     assert [float(value) for value in run_on_ranks(_sum_of_ranks, 3, 1.0)] == [6.0, 6.0, 6.0]
@@ -48,6 +55,11 @@ def test_error_of_a_rank_is_told_and_later_runs_work() -> None:
 def test_rank_that_dies_is_told_with_its_exit_code() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1:\ndied with exit code 7"):
         run_on_ranks(_die_on_rank_1, 2)
+
+
+def test_rank_that_crashes_is_told_with_its_stack() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)exit code -11\nFatal Python error: .*_crash_on_rank_1"):
+        run_on_ranks(_crash_on_rank_1, 2)
 
 
 def test_rank_that_hangs_is_told() -> None:

@@ -309,6 +309,7 @@ if "fail" in sys.argv and dist.get_rank() == 3:
     os._exit(7)
 if "end" not in sys.argv:
     time.sleep(100)
+dist.destroy_process_group()  # one that lives longer than the interpreter may abort the process
 """
 
 
