@@ -59,13 +59,18 @@ class StoredTensor:
         whole = self.reads.take(self)
         return whole if index is ... else whole[index]
 
-    def read(self) -> torch.Tensor:
-        """Return a copy of the tensor in memory of its own, while the kernel fetches what follows it.
+    def read(self, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+        """Return a copy of the tensor in ``memory``, or in some of its own, while the kernel fetches what
+        follows it.
 
         Raises:
             CheckpointError: the file cannot be read, or is too short.
         """
-        return self._read(torch.empty(self.shape, dtype=self.dtype, device="cpu"), self.begin)
+        if memory is None:
+            copy = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        else:
+            copy = torch.empty(0, dtype=self.dtype, device="cpu").set_(memory).view(self.shape)
+        return self._read(copy, self.begin)
 
     def holds_the_same_as(self, other: StoredTensor) -> bool:
         """Return whether two tensors have equal values, of whatever types; some MiB are read at a time.

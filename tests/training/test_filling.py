@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from late_engine import LateEngine, LateResult
 from safetensors.torch import save_file
 from torch import nn
@@ -95,7 +97,12 @@ def test_budgets_and_late_transfers_never_change_what_was_loaded(
 def test_each_value_is_read_once_and_leaves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = saved(tmp_path)
     read, names = StoredTensor.read, []
-    monkeypatch.setattr(StoredTensor, "read", lambda tensor: (names.append(tensor.name), read(tensor))[1])
+
+    def noted(tensor: StoredTensor, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+        names.append(tensor.name)
+        return read(tensor, memory)
+
+    monkeypatch.setattr(StoredTensor, "read", noted)
     stats = gemini.handle_of(load(tmp_path)).stats()
     linear = [name for name in want if not name.startswith("12.")]  # BatchNorm looks at its values first
     assert sorted(name for name in names if name in linear) == sorted(linear)
@@ -163,10 +170,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
     saved(tmp_path)
     file, read, threads = tmp_path / "model.safetensors", StoredTensor.read, threading.active_count()
 
-    def cutting(tensor: StoredTensor) -> torch.Tensor:
+    def cutting(tensor: StoredTensor, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
         if tensor.name == "4.weight":
             file.write_bytes(file.read_bytes()[:1000])
-        return read(tensor)
+        return read(tensor, memory)
 
     monkeypatch.setattr(StoredTensor, "read", cutting)
     with pytest.raises(CheckpointError, match="ends within"):
@@ -186,12 +193,15 @@ class Stored:
     error: Exception | None = None
     threads: list[int] = field(default_factory=list)
 
-    def read(self) -> torch.Tensor:
-        """Return as many bytes."""
+    def read(self, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+        """Return as many bytes, in ``memory`` if there is some."""
         self.threads.append(threading.get_ident())
         if self.error is not None:
             raise self.error
-        return torch.full((self.nbytes,), int(self.name), dtype=torch.uint8)
+        if memory is None:
+            memory = torch.UntypedStorage(self.nbytes)
+        assert memory.nbytes() == self.nbytes
+        return torch.empty(0, dtype=torch.uint8).set_(memory).fill_(int(self.name))
 
 
 def waiting_bytes(reads: TensorReads) -> int:
@@ -224,14 +234,53 @@ def test_the_system_is_given_back_what_was_freed(monkeypatch: pytest.MonkeyPatch
     trims: list[int] = []
     monkeypatch.setattr(_C, "malloc_trim", lambda: trims.append(threading.get_ident()))
     monkeypatch.setattr("gemini.integrations.tensor_reads._MOST_FREED_BYTES", 10)
-    order = [Stored(str(place), 4) for place in range(10)]
+    order = [Stored(str(place), 10 - place % 2) for place in range(6)]  # beside one is no room for another
     reads = TensorReads()
     reads.expect(order)
     for tensor in order:
         reads.spent.append(reads.take(tensor))
     reads.close()
-    assert len(trims) == 3 + 1  # for every 12 bytes, and at the end
+    assert len(trims) == 3 + 1  # of 10 bytes, twice of 9 and 10, and at the end
     assert threading.get_ident() not in trims[:3]  # beside the copies into chunks
+
+
+def test_memory_of_what_is_spent_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini.integrations.tensor_reads._MOST_AHEAD_BYTES", 3)
+    sizes = [9, *([2, 3, 1] * 5)]
+    order = [Stored(str(place), nbytes) for place, nbytes in enumerate(sizes)]
+    reads = TensorReads()
+    reads.expect(order)
+    seen: set[int] = set()
+    for place, tensor in enumerate(order):
+        values = reads.take(tensor)
+        assert values.tolist() == [place] * tensor.nbytes
+        seen.add(values.data_ptr())
+        reads.spent.append(values)
+    reads.close()
+    assert len(seen) < len(order) / 2
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=40),
+    keeps=st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_what_a_caller_keeps_is_never_written_to(sizes: list[int], keeps: list[bool]) -> None:
+    order = [Stored(str(place), nbytes) for place, nbytes in enumerate(sizes)]
+    reads = TensorReads()
+    reads.expect(order)
+    kept: list[torch.Tensor] = []
+    for tensor, keeps_it in zip(order, keeps, strict=False):
+        values = reads.take(tensor)
+        assert waiting_bytes(reads) + tensor.nbytes + reads._spare._nbytes <= max(sizes)
+        assert values.tolist() == [int(tensor.name)] * tensor.nbytes
+        if keeps_it:
+            kept.append(values)
+        else:
+            reads.spent.append(values)
+    reads.close()
+    names = [int(tensor.name) for tensor, keeps_it in zip(order, keeps, strict=False) if keeps_it]
+    for name, values in zip(names, kept, strict=True):
+        assert set(values.tolist()) <= {name}
 
 
 def test_another_order_than_expected_gives_the_same_values() -> None:
