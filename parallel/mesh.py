@@ -51,14 +51,14 @@ class Axis(ProcessGroupPeers):
         self._count("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
         group = self._group_for(tensor)
         how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        self._run(dist.all_reduce(tensor, how, group=group, async_op=True), group)
+        self._run(dist.all_reduce(tensor, how, group=group, async_op=True), group, tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, of equal shapes, in order."""
         self._count("all_gather", tensor.nbytes * (self.size - 1))
         group, tensor = self._group_for(tensor), tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._run(dist.all_gather(found, tensor, group=group, async_op=True), group)
+        self._run(dist.all_gather(found, tensor, group=group, async_op=True), group, tensor.device)
         return found
 
     def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -68,21 +68,23 @@ class Axis(ProcessGroupPeers):
         group = self._group_for(parts[0])
         found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         sent = [part.contiguous() for part in parts]
-        self._run(dist.reduce_scatter(found, sent, group=group, async_op=True), group)
+        self._run(dist.reduce_scatter(found, sent, group=group, async_op=True), group, found.device)
         return found
 
     def broadcast_from(self, tensor: torch.Tensor, rank: int) -> None:
         """Replace a contiguous ``tensor`` by that of ``rank``."""
         self._count("broadcast", tensor.nbytes * (self.size - 1) if rank == self.rank else 0)
         group = self._group_for(tensor)
-        self._run(dist.broadcast(tensor, group=group, group_src=rank, async_op=True), group)
+        work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
+        self._run(work, group, tensor.device)
 
     def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
         """Replace a contiguous ``tensor`` by its sum over the ranks, on ``rank``; on the others it is used
         up."""
         self._count("reduce", tensor.nbytes if rank != self.rank else 0)
         group = self._group_for(tensor)
-        self._run(dist.reduce(tensor, group=group, group_dst=rank, async_op=True), group)
+        work = dist.reduce(tensor, group=group, group_dst=rank, async_op=True)
+        self._run(work, group, tensor.device)
 
     def all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
@@ -97,7 +99,7 @@ class Axis(ProcessGroupPeers):
         work = dist.all_to_all_single(
             got, sent, lengths, [part.numel() for part in parts], group=group, async_op=True
         )
-        self._run(work, group)
+        self._run(work, group, sent.device)
         return [part.view(*shape) for part, shape in zip(got.split(lengths), shapes, strict=True)]
 
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
@@ -109,7 +111,7 @@ class Axis(ProcessGroupPeers):
         to[(self.rank + 1) % self.size] = source[(self.rank - 1) % self.size] = tensor.numel()
         # Not isend and irecv: over gloo nobody can see whether those have ended without waiting for them.
         work = dist.all_to_all_single(got, tensor, source, to, group=group, async_op=True)
-        return Arrival(got, tensor, partial(self._run, work, group))
+        return Arrival(got, tensor, partial(self._run, work, group, tensor.device))
 
     def neighbours(self, count: int) -> Axis:
         """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
@@ -162,8 +164,8 @@ class Axis(ProcessGroupPeers):
         self.calls[collective] += 1
         self.sent_bytes[collective] += nbytes
 
-    def _run(self, work: Any, group: dist.ProcessGroup) -> None:
-        self._wait(work, f"computes over the axis {self.name} (forward, backward)", group)
+    def _run(self, work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._wait(work, f"computes over the axis {self.name} (forward, backward)", group, device)
 
 
 class HasAxes(Protocol):

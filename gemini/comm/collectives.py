@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.attendance import Attendance
-from gemini.comm.groups import devices_of, in_time, new_group, shortest_timeout, store_of
+from gemini.comm.groups import devices_of, in_time, is_over_gloo, new_group, shortest_timeout, store_of
 from gemini.comm.messages import Messages
 from gemini.comm.peers import Peers, Share, Topic, Transfer
 from gemini.comm.rank import Rank
@@ -24,6 +24,7 @@ from gemini.errors import ConfigError
 
 _Result = TypeVar("_Result")
 
+_CPU = torch.device("cpu")
 _STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
 _BREAK_TAG = 0x6E4F  # of a message that nobody sends
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
@@ -198,12 +199,15 @@ class ProcessGroupPeers(Peers):
     def _reduce(self, values: torch.Tensor, how: Any, doing: str) -> None:
         group = self._group_for(values)
         work = dist.all_reduce(values, how, group=group, async_op=True)
-        self._wait(work, doing, group)
+        self._wait(work, doing, group, values.device)
 
-    def _wait(self, work: Any, doing: str, group: dist.ProcessGroup | None = None) -> None:
-        """Wait for a collective of ``group``, None: of all ranks. Raises as :meth:`Attendance.wait`."""
+    def _wait(
+        self, work: Any, doing: str, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
+    ) -> None:
+        """Wait for a collective of ``group``, None: of all ranks, with memory of ``device``. Raises as
+        :meth:`Attendance.wait`."""
         group = self._among_all if group is None else group
-        if dist.get_backend(group) != "gloo":
+        if not is_over_gloo(group, device):
             work.wait()  # on a GPU it only orders streams
             return
         self.attendance.wait(work, doing, partial(break_off, group))

@@ -52,7 +52,8 @@ def in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
     ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
     timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
-    if dist.get_backend(group) != "gloo" or limit is None or timeout is None or timeout <= limit:
+    is_late = limit is not None and timeout is not None and timeout > limit
+    if not (is_late and any(is_over_gloo(group, device) for device in devices_of(group))):
         return group
     return new_group(dist.get_process_group_ranks(group), limit)
 
@@ -74,6 +75,13 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
     """Return the kinds of devices whose memory a backend of ``group`` takes."""
     found: list[torch.device] = group._device_types
     return found
+
+
+def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Say whether what ``group`` does with memory of ``device`` goes over gloo. A group that was made without
+    naming a backend has one for each kind of device, and itself none."""
+    config = dist.get_backend_config(group)
+    return f"{device.type}:gloo" in config.split(",")
 
 
 def store_of(group: dist.ProcessGroup, name: str = "") -> Any:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from gemini.comm.attendance import Attendance
 from gemini.comm.collectives import all_gather, break_off
-from gemini.comm.groups import store_of
+from gemini.comm.groups import is_over_gloo, store_of
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8
@@ -92,8 +92,7 @@ class Collectives:
 
     def attend(self) -> None:
         """From now on name the rank that others wait for in vain, over gloo; nccl has a watchdog."""
-        if self.size > 1 and dist.get_backend(self._group) == "gloo":
-            assert self._group is not None
+        if self._group is not None and self.size > 1 and is_over_gloo(self._group, self._device):
             store = store_of(self._group, self.first(uuid4().hex))
             self._attendance = Attendance(store, self.rank, self.size, self._group)
             weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False

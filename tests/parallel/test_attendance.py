@@ -19,10 +19,12 @@ from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
 from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign
+from gemini.parallel import Layout, Mesh
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
 PATIENCE = 2.0
 SOON = 8 * PATIENCE  # on a machine that does other things too
+BACKENDS = ["gloo", None]  # None: one for each kind of device, as where a program names none
 
 
 @pytest.fixture(autouse=True)
@@ -219,9 +221,39 @@ def _stop_low_level(call: str) -> tuple[str, float]:
     return message, time.monotonic() - begin
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", ["step", "state_dict"])
-def test_low_level_zero_names_a_stopped_rank(call: str) -> None:
-    (message, seconds), _ = run_on_ranks(_stop_low_level, 2, call)
+def test_low_level_zero_names_a_stopped_rank(call: str, backend: str | None) -> None:
+    (message, seconds), _ = run_on_ranks(_stop_low_level, 2, call, backend=backend)
+    assert "rank 1 has given no sign of life for" in message
+    assert PATIENCE <= seconds < SOON
+
+
+def _stop_along_an_axis() -> tuple[str, float]:
+    _set_patience(PATIENCE)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    message, begin = "", time.monotonic()
+    with suppress(StateError), Mesh(Layout(tp=2)) as mesh:
+        axis = mesh.axis("tp")
+        assert axis is not None
+        axis.all_reduce(torch.ones(4))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            axis.all_reduce(torch.ones(4))
+        except StateError as error:
+            message = str(error)
+            raise
+        finally:
+            if dist.get_rank() == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    return message, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_collective_of_an_axis_names_a_stopped_rank(backend: str | None) -> None:
+    (message, seconds), _ = run_on_ranks(_stop_along_an_axis, 2, backend=backend)
     assert "rank 1 has given no sign of life for" in message
     assert PATIENCE <= seconds < SOON
 
