@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from gemini.errors import ConfigError
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
 
 
-class EndOfStage(Exception):
+class EndOfStage(BaseException):  # a model that catches exceptions around its blocks lets it through
     """Leaves the model's forward pass where the next stage begins, with what that one is sent."""
 
     def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -25,26 +25,35 @@ class EndOfStage(Exception):
         self.outputs = outputs
 
 
-class FirstBlock(Exception):
-    """Leaves the forward pass at the first block of a stage, with the places of what it takes."""
+class FirstBlock(BaseException):
+    """Leaves the forward pass at the first block of a stage, with the values that it is called with."""
 
-    def __init__(self, places: tuple[int, ...]) -> None:
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
         super().__init__("the stage begins here")
-        self.places = places
+        self.name, self.values = name, values
 
 
 class Nothing:
     """What stands for tensors that another stage has: NaN, or zeros of a type without NaN, in one element of
-    memory by type and device."""
+    memory by type and device. Within :meth:`at_random` it is other numbers: what changes with them is made of
+    what is not there, although NaN may not show in it (masks, indices, branches)."""
 
     def __init__(self) -> None:
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._generator: torch.Generator | None = None
 
     def __bool__(self) -> bool:
         return bool(self._elements)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it is random numbers now."""
+        return self._generator is not None
+
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor``, on ``device``."""
+        if self._generator is not None:
+            return _numbers(tensor.shape, tensor.dtype, self._generator).to(device)
         element = self._elements.get((tensor.dtype, device))
         if element is None:
             fill = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
@@ -53,16 +62,25 @@ class Nothing:
         return element.expand(tensor.shape)
 
     @contextmanager
-    def as_zeros(self) -> Iterator[None]:
-        """Have all of it be zeros within the block, unseen by autograd."""
+    def at_random(self, seed: int) -> Iterator[None]:
+        """Have all of it be random numbers within the block, unseen by autograd."""
+        self._generator = torch.Generator().manual_seed(seed)
         before = [(element, element.clone()) for element in self._elements.values()]
         for element, _ in before:
-            element.data.zero_()
+            element.data.copy_(_numbers(element.shape, element.dtype, self._generator))
         try:
             yield
         finally:
+            self._generator = None
             for element, values in before:
                 element.data.copy_(values)
+
+
+def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers on the CPU; whole ones are 0 and 1, which are in reach of most tables."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
+    return torch.randint(2, tuple(shape), generator=generator, device="cpu").to(dtype)
 
 
 class Passage:
@@ -104,23 +122,21 @@ class Passage:
             self._received, self.runs = (), False
             self._known.clear()
 
-    def replaced(self, values: Sequence[Any]) -> list[Any]:
-        """Return what a block is called with: what was received in the place of what stands for it."""
+    def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """Return what the block ``name`` is called with: what was received in the place of what stands for
+        it."""
         if not self.has_entered:
-            self._enter(values)
+            self._enter(name, values)
         return [self._known[id(value)][1] if id(value) in self._known else value for value in values]
 
     def given(self, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return what of the values that the next stage begins with goes there."""
         return tuple(values[place] for place in self._gives)
 
-    def _enter(self, values: Sequence[Any]) -> None:
+    def _enter(self, name: str, values: Sequence[Any]) -> None:
         self.has_entered = True
         if self._takes is None:
-            first = {
-                id(value): place for place, value in reversed([*enumerate(values)]) if _is_nothing(value)
-            }
-            raise FirstBlock(tuple(sorted(first.values())))
+            raise FirstBlock(name, values)
         for place, tensor in zip(self._takes, self._received, strict=True):
             self._known[id(values[place])] = (values[place], tensor)
 
@@ -133,11 +149,13 @@ class Passage:
             )
 
 
-def outline_of(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` on ``meta``, which takes no memory."""
+def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
+    """Return a copy of ``model`` on ``meta``, which takes no memory. ``types``: those in which its parameters
+    will compute, by their ids."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
-        values = torch.empty_like(param, device="meta", requires_grad=False)
+        dtype = (types or {}).get(id(param), param.dtype) if param.is_floating_point() else param.dtype
+        values = torch.empty_like(param, dtype=dtype, device="meta", requires_grad=False)
         memo[id(param)] = nn.Parameter(values, requires_grad=False)
     memo.update((id(buffer), torch.empty_like(buffer, device="meta")) for buffer in model.buffers())
     return copy.deepcopy(model, memo)
@@ -185,8 +203,15 @@ class Absent(nn.Module):
             if len(self._answers) >= _KEPT_ANSWERS:
                 self._answers.clear()
             self._answers[key] = self._run_outline(args, kwargs, device)
-        # Tensors of their own for each call: what was received is put in by which of them it stands for.
-        return tree_map(lambda value: value.detach() if torch.is_tensor(value) else value, self._answers[key])
+        return tree_map(self._anew, self._answers[key])
+
+    def _anew(self, value: Any) -> Any:
+        """Return a tensor of its own for each call: what was received is put in by which of them it stands
+        for."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        nothing = self._passage.nothing
+        return nothing.like(value, value.device) if nothing.is_random else value.detach()
 
     @torch.no_grad()
     def _run_outline(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -283,13 +308,13 @@ def _really(
             one, so it was computed of what another stage has, and is not what that stage calls blocks with.
     """
     values, form = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten(passage.replaced(values), form)
+    args, kwargs = tree_unflatten(passage.replaced(name, values), form)
     tensors = tuple(isinstance(value, torch.Tensor) for value in values)
     if tensors not in seen:
         seen.add(tensors)
         named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
         for label, value in named.items():
-            if any(_is_nothing(each) for each in tree_flatten(value)[0]):
+            if any(is_nothing(each) for each in tree_flatten(value)[0]):
                 raise ConfigError(
                     f"{name!r} is called with {label!r} in which there is NaN: what comes between the blocks "
                     "makes it of something that another stage has (only what one block after another is "
@@ -317,7 +342,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     """Say whether a tensor was computed of what is absent, or is a weight of it."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -82,7 +82,7 @@ class Engine:
         self.takes: dict[tuple[int, str], tuple[int, ...]] = {}
         self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
         self._learned: set[str] = set()  # forms of batches of which that is known
-        self.checked: set[str] = set()  # and those whose first loss was looked at
+        self.checked: set[tuple[int, str]] = set()  # stages, and forms whose first results were looked at
         self._trainable = ""
         self._place = ""  # what is being done, for an error
 
@@ -248,7 +248,10 @@ class _Run:
             self._announce(action, tensors, is_here=is_here)
         if is_here:
             key = (action.stage, action.micro_batch, action.kind is Kind.FORWARD)
-            self._coming[key] = [tensor.detach() for tensor in tensors]
+            # Copies of activations: the stage behind may write to them, and this one needs its own.
+            is_copied = action.kind is Kind.FORWARD
+            own = [tensor.detach() for tensor in tensors]
+            self._coming[key] = [tensor.clone() for tensor in own] if is_copied else own
             return
         passing, rank = self._engine.passing, self._order.rank_of[action.stage]
         assert passing is not None
@@ -300,10 +303,11 @@ class _Run:
         args, kwargs = call_arguments(self._batches[number])
         training = torch.is_grad_enabled()
         returns = [each.returns and training for each in self._expected(action) or ()]
-        for tensor, returned in zip(received, returns, strict=True):
-            tensor.requires_grad_(returned)
         takes, gives = self._takes(action.stage, number), self._takes(action.stage + 1, number)
-        call = (received, takes, gives, args, kwargs)
+        is_new = (action.stage, self._forms[number]) not in self._engine.checked
+        copies = [tensor.clone() for tensor in received] if is_new else []  # blocks may write to them
+        entered = [_entered(*each) for each in zip(received, returns, strict=True)]
+        call = ([inside for _, inside in entered], takes, gives, args, kwargs)
         outputs = self._engine.trained.forward(stage.run, call, {})
         if action.stage == self._order.num_stages - 1:
             if self._keeps:
@@ -311,29 +315,42 @@ class _Run:
             if self._criterion is None:
                 return
             outputs = (self._loss(outputs, number),)
-            self._refuse_nothing(stage, outputs[0], call, number)
-        else:
+        if is_new:
+            self._refuse_nothing(stage, outputs, (copies, *call[1:]), number)
+        if action.stage < self._order.num_stages - 1:
             following = Action(Kind.FORWARD, action.stage + 1, number)
             self._give(following, outputs)
             known = self._engine.forms[self._key(following)]
             outputs = tuple(each for each, form in zip(outputs, known, strict=True) if form.returns)
         if training:
-            kept = tuple(each for each, returned in zip(received, returns, strict=True) if returned)
+            kept = tuple(outside for outside, _ in entered if outside is not None)
             self._held[action.stage, number] = _Held(kept, outputs)
 
-    def _refuse_nothing(self, stage: Stage, loss: torch.Tensor, call: tuple[Any, ...], number: int) -> None:
-        """Raise ConfigError the first time that a loss of such a batch is NaN because the model uses, behind
-        the blocks, what another stage has."""
-        form, checked = self._forms[number], self._engine.checked
-        if form in checked:
+    def _refuse_nothing(
+        self, stage: Stage, results: Sequence[torch.Tensor], call: tuple[Any, ...], number: int
+    ) -> None:
+        """Raise ConfigError where what a stage gives on, or the loss, is made of what another stage has and
+        has not sent; ``call`` is that of the stage. Looked at in the first forward pass, and where a batch of
+        other shapes comes to NaN."""
+        checked = self._engine.checked
+        is_first = all(index != stage.index for index, _ in checked)
+        checked.add((stage.index, self._forms[number]))
+        if not is_first and not any(each.isnan().any() for each in results):
             return
-        checked.add(form)
-        run = self._engine.trained.forward
-        if stage.makes_nan_of_nothing(loss, lambda: self._loss_of(run(stage.run, call, {}), number)):
+        is_last = stage.index == self._order.num_stages - 1
+
+        def again() -> Sequence[torch.Tensor]:
+            received = [tensor.clone() for tensor in call[0]]
+            found = self._engine.trained.forward(stage.run, (received, *call[1:]), {})
+            return (self._loss_of(found, number),) if is_last else found
+
+        if stage.depends_on_nothing(results, again):
+            what = "the loss" if is_last else f"what stage {stage.index} gives on"
             raise ConfigError(
-                "the loss is NaN, made of something that another stage has: what runs in front of the "
-                "blocks, or a weight there, is used behind the last one (only what one block after another "
-                "is called with goes from stage to stage); have the blocks pass it on, or train without pp"
+                f"{what} is made of something that another stage has: what runs in front of the blocks, or "
+                "a weight there, is used behind a block, or decides how the model goes on (only what one "
+                "block after another is called with goes from stage to stage); have the blocks pass it on, "
+                "or train without pp"
             )
 
     def _loss(self, output: Any, number: int) -> torch.Tensor:
@@ -393,6 +410,31 @@ class _Run:
         for tensor in received:
             tensor.grad = None
         self._give(Action(Kind.BACKWARD, action.stage - 1, action.micro_batch), given)
+
+
+class _Enter(torch.autograd.Function):
+    """Makes a received tensor a part of the stage's graph, which blocks may write to as to any other."""
+
+    @staticmethod
+    def forward(ctx: Any, outside: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Return ``received``, whose gradient is that of ``outside``."""
+        ctx.mark_dirty(received)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Hand the gradient on."""
+        return grad, None
+
+
+def _entered(received: torch.Tensor, returned: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return where the gradient of a received tensor arrives, None where none is sent back, and what the
+    stage is given. The former takes no memory before there is one."""
+    if not returned:
+        return None, received
+    outside = received.new_empty(()).expand(received.shape).requires_grad_()
+    entered: torch.Tensor = _Enter.apply(outside, received)  # type: ignore[no-untyped-call]
+    return outside, entered
 
 
 def _listed(forms: Sequence[Form]) -> str:

@@ -163,7 +163,8 @@ class Pipeline:
     def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         mean = torch.zeros(1, dtype=torch.float64, device="cpu")
         for loss, weight in zip(losses, weights, strict=False):
-            mean += loss.double().cpu().reshape(1) * weight
+            if weight:  # the mean over no tokens is NaN
+                mean += loss.double().cpu().reshape(1) * weight
         if self._losses is not None:
             self._losses.all_reduce(mean)
         copies = self._data.size if self._data is not None else 1

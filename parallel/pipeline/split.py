@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from gemini.parallel.pipeline.absent import (
     Nothing,
     Passage,
     Present,
+    is_nothing,
     outline_of,
 )
 from gemini.parallel.pipeline.partition import partition_balanced
@@ -29,6 +31,12 @@ from gemini.runtime.storage.initialize import Initialization, children_first
 from gemini.system.device import current_device
 
 Split = str | Sequence[str]
+
+_SEEDS = (1, 2, 3)  # a mask of two tokens is the same by chance, hardly so three times
+_SAME = 1e-5  # of a number: operators that add up in another order each time
+_NUMBERS = (bool, int, float, complex, str)
+_OF_NUMBERS = (RuntimeError, ValueError, IndexError)  # what models raise for numbers that they do not expect
+_LARGEST_STATISTICS_BYTES = 2**20  # what forward passes write to is smaller than tables
 
 
 @dataclass
@@ -39,17 +47,40 @@ class Stage:
     tree: nn.Module
     passage: Passage
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by place in ``mirrored``
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Return what the stage is sent: places among the values that its first block is called with.
-        ``args`` and ``kwargs`` are those of the whole model."""
-        self._follow()
-        devices = [device] if (device := current_device()).type == "cuda" else []
-        with self.passage.begun(None, (args, kwargs)), torch.no_grad(), torch.random.fork_rng(devices):
+        ``args`` and ``kwargs`` are those of the whole model.
+
+        Raises:
+            ConfigError: the block takes a number, or the like, that another stage computes.
+        """
+        begin = self._first_block(args, kwargs)
+        others: list[Sequence[Any]] = []
+        if self.passage.nothing:
+            for seed in _SEEDS:
+                with self.passage.nothing.at_random(seed), suppress(*_OF_NUMBERS):
+                    others.append(self._first_block(args, kwargs).values)
+        first: dict[int, int] = {}
+        for place, value in reversed([*enumerate(begin.values)]):
+            if is_nothing(value) or not all(_are_alike(value, other[place]) for other in others):
+                if not isinstance(value, torch.Tensor):
+                    raise ConfigError(
+                        f"{begin.name!r} is called with {value!r}, which is made of something that another "
+                        "stage has: tensors alone go from stage to stage; cut the model elsewhere (split=), "
+                        "or have the block take a tensor"
+                    )
+                first[id(value)] = place
+        return tuple(sorted(first.values()))
+
+    def _first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
+        with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
+            self._follow()
             try:
                 self.tree(*args, **kwargs)
             except FirstBlock as begin:
-                return begin.places
+                return begin
         raise ConfigError(
             f"stage {self.index} gets to the end of the model and to none of its blocks: blocks are called "
             "one after another, once each; say which with blocks=['layer1', 'layer2', ...]"
@@ -73,23 +104,71 @@ class Stage:
             except EndOfStage as end:
                 return end.outputs
 
-    def makes_nan_of_nothing(self, value: torch.Tensor, again: Callable[[], torch.Tensor]) -> bool:
-        """Say whether ``value``, which came of a run of this stage, has NaN that comes of what another stage
-        has: with zeros in the place of that, and :meth:`run` within it, ``again`` returns other ones."""
-        if not self.passage.nothing or not value.isnan().any():
+    def depends_on_nothing(
+        self, values: Sequence[torch.Tensor], again: Callable[[], Sequence[torch.Tensor]]
+    ) -> bool:
+        """Say whether ``values``, which came of a run of this stage, are made of what another stage has: with
+        other numbers in the place of that, and :meth:`run` within it, ``again`` returns other ones."""
+        if not self.passage.nothing:
             return False
+        for seed in _SEEDS:
+            others: Sequence[torch.Tensor] = ()
+            with self._without_a_trace(), self.passage.nothing.at_random(seed), suppress(*_OF_NUMBERS):
+                others = again()
+            if not all(map(_are_alike, values, others)):
+                with self._without_a_trace():  # from the same state: a model may count its passes
+                    values = again()
+                if not all(map(_are_alike, values, others)):
+                    return True
+        return False
+
+    @contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """Undo what a run within the block changes: random numbers, statistics and counters in buffers, and
+        attributes of the modules around blocks."""
         devices = [device] if (device := current_device()).type == "cuda" else []
-        with self.passage.nothing.as_zeros(), torch.no_grad(), torch.random.fork_rng(devices):
-            return not torch.equal(value.isnan(), again().isnan())
+        small = [buffer for buffer in self.tree.buffers() if buffer.nbytes <= _LARGEST_STATISTICS_BYTES]
+        buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+        attributes = [(here, dict(here.__dict__)) for here, _ in self.mirrored]
+        followed = {place: dict(seen) for place, seen in self._followed.items()}
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            try:
+                yield
+            finally:
+                for buffer, version, values in buffers:
+                    if buffer._version != version:
+                        buffer.data.copy_(values)
+                for here, kept in attributes:
+                    here.__dict__.clear()
+                    here.__dict__.update(kept)
+                self._followed = followed
 
     def _follow(self) -> None:
-        """Have copies be as what they are copies of: trained or evaluated, and whatever was set there."""
-        kept = ("_modules", "_parameters", "_compiled_call_impl")
-        for here, there in self.mirrored:
+        """Have copies be as what they are copies of: trained or evaluated, and whatever was set there since
+        the last time. What a copy's own forward pass sets stays."""
+        own = ("_modules", "_parameters", "_compiled_call_impl")
+        for place, (here, there) in enumerate(self.mirrored):
+            seen = self._followed.setdefault(place, {})
             for key, value in there.__dict__.items():
-                if key not in kept:
-                    is_own = inspect.ismethod(value) and value.__self__ is there
-                    here.__dict__[key] = value.__func__.__get__(here) if is_own else value
+                if key in own or (key in seen and seen[key] is value):
+                    continue
+                seen[key] = value
+                is_method = inspect.ismethod(value) and value.__self__ is there
+                here.__dict__[key] = value.__func__.__get__(here) if is_method else value
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Say whether two values are the same, tensors but for the last digits."""
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other)
+    if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    first, second = one.detach().double(), other.detach().double()
+    finite = first[first.isfinite()]
+    scale = float(finite.abs().mean()) if finite.numel() else 0.0
+    return torch.allclose(first, second, rtol=_SAME, atol=_SAME * scale, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -178,9 +257,10 @@ def split(
     absent must not take part in collectives.
 
     Raises:
-        ConfigError: the model leaves out layers at random.
+        ConfigError: the model leaves out layers at random, or takes a loss from all of them.
     """
     _refuse_random_depth(model, units)
+    _refuse_router_losses(model)
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
@@ -221,6 +301,18 @@ def _refuse_random_depth(model: nn.Module, units: Units) -> None:
                     "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
                     "decoder_layerdrop) to 0 in the configuration before the model is built"
                 )
+
+
+def _refuse_router_losses(model: nn.Module) -> None:
+    """Raise ConfigError where transformers adds up a loss of what the routers of all layers return: a stage
+    has those of its own layers."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            raise ConfigError(
+                f"{type(module).__name__} adds a loss of the routers of all its layers (config."
+                "output_router_logits), and a stage of a pipeline has its own layers alone; set it to False, "
+                "which trains without that loss, or train without pp"
+            )
 
 
 def _holds_units(name: str, units: Collection[str]) -> bool:

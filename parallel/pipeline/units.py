@@ -120,11 +120,13 @@ def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
         source = ast.parse(textwrap.dedent(inspect.getsource(type(owner).forward)))
     except (OSError, TypeError, SyntaxError):
         return {}
+    forward = source.body[0]
+    owner_is = forward.args.args[0].arg if isinstance(forward, ast.FunctionDef) and forward.args.args else ""
     calls: dict[str, list[ast.expr | ast.stmt]] = {}
     for node in ast.walk(source):
-        if isinstance(node, ast.For) and any(_own_name(inner) == row for inner in ast.walk(node.iter)):
+        if isinstance(node, ast.For) and any(_of(owner_is, each) == row for each in ast.walk(node.iter)):
             calls.setdefault(row, []).append(node)
-        elif isinstance(node, ast.Call) and (name := _own_name(node.func)) is not None:
+        elif isinstance(node, ast.Call) and (name := _of(owner_is, node.func)) is not None:
             calls.setdefault(name, []).append(node)
     if len(runs := calls.pop(row, [])) != 1:
         return {}
@@ -134,9 +136,9 @@ def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
     return dict.fromkeys(before, True) | dict.fromkeys(behind, False)
 
 
-def _own_name(node: ast.AST) -> str | None:
-    """Return ``name`` of ``self.name``."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+def _of(owner: str, node: ast.AST) -> str | None:
+    """Return ``name`` of ``owner.name``."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner:
         return node.attr
     return None
 

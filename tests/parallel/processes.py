@@ -42,7 +42,11 @@ class RanksFailed(AssertionError):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, backend: str | None = "gloo"
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 180.0,
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a new default process group; return the results by rank.
 

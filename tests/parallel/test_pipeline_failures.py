@@ -61,6 +61,8 @@ class Trapped(nn.Module):
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # a stage looks at what it gives on before it trains
+            return self.inner(x)
         out: Tensor = _Trap.apply(self.inner(x), self.spring)
         return out
 
@@ -151,9 +153,9 @@ def _skip(style: str, sizes: dict[str, int]) -> str:
 def test_a_loss_of_what_another_stage_has_is_refused_on_all_ranks(style: str) -> None:
     first, last = run_on_ranks(_skip, 2, style, {"pp_size": 2})
     told, said = (last, first) if style == "zbv" else (first, last)
-    assert said.startswith("ConfigError: the loss is NaN, made of something that another stage has")
+    assert said.startswith("ConfigError: the loss is made of something that another stage has")
     # Both ends of the model are on one rank in zbv: the last stage is refused nonetheless.
-    assert "used behind the last one" in told
+    assert "used behind a block" in told
 
 
 def _raise_between() -> tuple[str, float]:

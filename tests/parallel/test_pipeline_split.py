@@ -252,9 +252,9 @@ def test_nan_of_what_another_stage_has_is_told_from_the_models_own(what: str, re
     received: tuple[Tensor, ...] = ()
     for stage, own, following in zip(before, takes, takes[1:], strict=False):
         received = stage.run(received, own, following, (IDS,), {})
-    run = lambda: last.run(received, takes[-1], (), (IDS,), {}).sum()  # noqa: E731
-    assert last.makes_nan_of_nothing(run(), run) == refused
-    assert bool(run().isnan())  # what stands for it is as before
+    run = lambda: (last.run(received, takes[-1], (), (IDS,), {}).sum(),)  # noqa: E731
+    assert last.depends_on_nothing(run(), run) == refused
+    assert bool(run()[0].isnan())  # what stands for it is as before
 
 
 def test_what_no_block_is_called_with_on_the_way_is_refused() -> None:

@@ -173,7 +173,8 @@ class HybridParallelPlugin(Plugin):
         mesh = self.mesh
         if mesh is not None and (across := mesh.axis("sp")) is not None:
             across.together(partial(refuse_unfit_model, model))  # before layers are cut
-        parts, sequence = self._take_part(model, optimizer, mesh)
+        types = self._data.types(model, precision)
+        parts, sequence = self._take_part(model, optimizer, mesh, types)
         if optimizer is not None:
             _forget_absent(optimizer, model)
         group: Group = None
@@ -190,9 +191,14 @@ class HybridParallelPlugin(Plugin):
         return Boosted(boosted, updating, criterion)
 
     def _take_part(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mesh: Mesh | None,
+        types: Mapping[int, torch.dtype],
     ) -> tuple[Parts, SequenceParallel | None]:
-        """Leave ``model`` this rank's part, and have it attend to what other ranks have of sequences."""
+        """Leave ``model`` this rank's part, and have it attend to what other ranks have of sequences.
+        ``types``: in which parameters will compute, by their ids."""
         if isinstance(model, BuiltStages):
             return self._join(model, optimizer, mesh), None
         axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
@@ -205,7 +211,8 @@ class HybridParallelPlugin(Plugin):
 
         def decide() -> tuple[Any, ...]:
             units = find_units(model, **self._units)
-            return units, choose_ranges(model, units, len(self._rank_of), **self._split), outline_of(model)
+            ranges = choose_ranges(model, units, len(self._rank_of), **self._split)
+            return units, ranges, outline_of(model, types)
 
         units, ranges, outline = axis.together(decide)
         assert mesh is not None

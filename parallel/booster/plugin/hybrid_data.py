@@ -24,6 +24,7 @@ from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, sprea
 from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
+from gemini.runtime.intercept.precision import compute_types
 from gemini.system.config import keyword_names, refuse_unknown
 from gemini.system.device import current_device
 
@@ -57,6 +58,10 @@ class DataParallelism(Protocol):
     ) -> Wrap:
         """Return what wraps the part, after ranks have taken theirs of ``model``. Raises ConfigError, and
         nothing was touched, for what it cannot train."""
+        ...
+
+    def types(self, model: nn.Module, precision: Precision | None) -> dict[int, torch.dtype]:
+        """Return in which types the parameters of ``model`` will compute, by their ids."""
         ...
 
 
@@ -130,6 +135,14 @@ class Chunks:
             return Wrapped(managed, boosted, _ManagedPart(handle_of(managed), boosted))
 
         return wrap
+
+    def types(self, model: nn.Module, precision: Precision | None) -> dict[int, torch.dtype]:
+        """See :class:`DataParallelism`."""
+        options, _ = with_precision(
+            "HybridParallelPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
+        )
+        dtype = parse_precision(options.get("mixed_precision"))
+        return compute_types(model, dtype, options.get("keep_fp32") or (), strict=False)
 
 
 class _ManagedPart:
@@ -210,6 +223,14 @@ class Replicas:
             return Wrapped(model, cut, _ReplicatedPart(model, cut, len(parts.staged.stages)))
 
         return wrap
+
+    def types(self, model: nn.Module, precision: Precision | None) -> dict[int, torch.dtype]:
+        """See :class:`DataParallelism`."""
+        options, _ = with_precision(
+            "HybridParallelPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
+        )
+        dtype = parse_precision(options["mixed_precision"] or "fp32")
+        return compute_types(model, dtype, self._keep_fp32, strict=False)
 
 
 class _ReplicatedPart:

@@ -1,0 +1,263 @@
+"""What a stage makes of what another stage has: it is sent, whatever its type, or it is refused by name."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pipeline_harness import ADAM, CHUNKS
+from processes import run_on_ranks
+from torch import Tensor, nn
+
+from gemini import CPUAdam
+from gemini.parallel import Booster, HybridParallelPlugin
+
+WIDTH, VOCAB = 16, 37
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        return x + (y if mask is None else y * mask.unsqueeze(-1).to(y.dtype))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.through(self.embed(ids)))
+
+    def through(self, x: Tensor) -> Tensor:
+        """Run the blocks."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MaskOfTheFront(Model):
+    def through(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > 0
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class MaskBetweenBlocks(Model):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x[..., 0] > 0)
+        return x
+
+
+class Routed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+
+    def forward(own, ids: Tensor) -> Tensor:
+        x = own.embed(ids)
+        expert = own.router(x).argmax(-1)
+        for block in own.blocks:
+            x = block(x, expert)
+        return own.head(x)
+
+
+class Counting(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.through(self.embed(ids) / self.calls))
+
+
+class Catching(Model):
+    def through(self, x: Tensor) -> Tensor:
+        try:
+            return super().through(x)
+        except Exception as error:
+            raise ValueError("within the blocks") from error
+
+
+class Normed(Model):
+    """Statistics in buffers, which each pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.BatchNorm1d(6), Block()) for _ in range(4))
+
+
+class Writing(Model):
+    """Blocks that write to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.blocks = nn.ModuleList(layer for each in linear for layer in (each, nn.ReLU(inplace=True)))
+
+
+class MaskBehind(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.through(x) * (x[..., :1] > 0))
+
+
+class Branching(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.through(x)) * (2.0 if x.mean() > -100 else 0.5)
+
+
+class NumberOfTheFront(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scale = max(1.0, float(x.norm()))
+        return self.head(self.through(x) / scale)
+
+
+class WithoutNaN(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.through(x) + torch.nan_to_num(x.mean(1, keepdim=True)))
+
+
+SENT = (Model, MaskOfTheFront, MaskBetweenBlocks, Routed, Counting, Catching, Normed, Writing)
+REFUSED = (MaskBehind, Branching, NumberOfTheFront, WithoutNaN)
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randint(VOCAB, (8, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(output: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def build(kind: type[Model]) -> Model:
+    torch.manual_seed(5)
+    return kind()
+
+
+@cache
+def whole(kind: type[Model]) -> list[float]:
+    """The losses of one process that runs one micro-batch after another."""
+    model, losses = build(kind), []
+    optimizer = CPUAdam(model.parameters(), **ADAM)
+    for step in range(3):
+        parts = [loss_of(model(part), part) / 4 for part in batch_of(step).chunk(4)]
+        sum(parts, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(part.item() for part in parts))
+    return losses
+
+
+def _train(kind: type[Model], style: str, device_bytes: str) -> list[float] | str:
+    plugin = HybridParallelPlugin(
+        pp_size=2, pp_style=style, num_microbatches=4, device_bytes=device_bytes, host_bytes="16MiB", **CHUNKS
+    )
+    booster, model, losses = Booster(plugin=plugin), build(kind), []
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    try:
+        for step in range(3):
+            out = booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(out["loss"]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return losses
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", SENT)
+def test_stages_are_sent_masks_and_indices_and_may_count_and_write(kind: type[Model], style: str) -> None:
+    roomy, tight = (run_on_ranks(_train, 2, kind, style, budget) for budget in ("16MiB", "48KiB"))
+    assert tight == roomy
+    for losses in roomy:
+        assert losses == pytest.approx(whole(kind), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_shows_no_nan_and_is_made_of_what_another_stage_has_is_refused(kind: type[Model]) -> None:
+    first, last = run_on_ranks(_train, 2, kind, "1f1b", "16MiB")
+    assert last.startswith("ConfigError: the loss is made of something that another stage has")
+    assert "the loss is made of something that another stage has" in first
+
+
+# -- 16 bits, and losses of all layers -----------------------------------------------------------------
+
+
+def _llama(precision: str, zero_stage: int, pp_size: int) -> list[float]:
+    import transformers
+
+    torch.manual_seed(8)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **heads))
+    plugin = HybridParallelPlugin(
+        pp_size=pp_size, zero_stage=zero_stage, num_microbatches=4, mixed_precision=precision
+    )
+    booster, losses = Booster(plugin=plugin), []
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    for step in range(3):
+        batch = {"input_ids": batch_of(step), "labels": batch_of(step)}
+        run = booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(run["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(("precision", "zero_stage"), [("bf16", 3), ("fp16", 3), ("bf16", 2)])
+def test_positions_that_rotate_have_the_type_that_stages_compute_in(precision: str, zero_stage: int) -> None:
+    pytest.importorskip("transformers", reason="models of transformers")
+    (wanted,) = run_on_ranks(_llama, 1, precision, zero_stage, 1)
+    for losses in run_on_ranks(_llama, 2, precision, zero_stage, 2):
+        assert losses == wanted
+
+
+def test_a_loss_of_the_routers_of_all_layers_is_refused() -> None:
+    transformers = pytest.importorskip("transformers", reason="models of transformers")
+    from gemini import ConfigError
+    from gemini.parallel.pipeline import choose_ranges, find_units, split
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.MixtralConfig(vocab_size=37, **sizes, **heads, output_router_logits=True)
+    model = transformers.MixtralForCausalLM(config)
+    units = find_units(model)
+    with pytest.raises(ConfigError, match="set it to False"):
+        split(model, units, choose_ranges(model, units, 2), (0,))
+
+
+def _mean_without_tokens() -> float:
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, **CHUNKS)
+    booster, model = Booster(plugin=plugin), build(Model)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    ids, labels = batch_of(0), batch_of(1)
+    labels[4:] = -100
+
+    def criterion(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+    run = booster.execute_pipeline(
+        iter([(ids, labels)]), model, criterion, optimizer, count=lambda batch: float((batch[1] >= 0).sum())
+    )
+    return float(run["loss"])
+
+
+def test_a_micro_batch_in_which_no_token_counts_leaves_the_loss_alone() -> None:
+    model = build(Model)
+    wanted = nn.functional.cross_entropy(model(batch_of(0)[:4]).flatten(0, 1), batch_of(1)[:4].flatten())
+    assert run_on_ranks(_mean_without_tokens, 2) == pytest.approx([wanted.item()] * 2, rel=1e-5)
