@@ -9,11 +9,12 @@ from pathlib import Path
 
 from torch import nn
 
+from gemini.chunk.disk_file import lacking_space
 from gemini.cli.plan import settings_from
 from gemini.cli.plan_hugging_face import hugging_face
 from gemini.cli.train import with_options
-from gemini.errors import ConfigError, GeminiError
-from gemini.forecast.forecast import Settings, look, time_step
+from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
+from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.source import ModelSource
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
@@ -44,8 +45,15 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     smaller = (
         "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
     )
+    if _is_refused(outlook, settings):
+        yield f"plan: it {'may' if smaller else 'does'} not fit: {needs}{smaller}"
+        if not smaller:
+            return  # loading says why
+    elif outlook.obstacles and config.activations == "keep":
+        yield f"plan: activations will exceed the budget: {needs}{smaller}"
+    elif outlook.obstacles:
+        yield f"plan: activations are too large to stay, so --activations {config.activations} acts: {needs}"
     if outlook.obstacles:
-        yield f"plan: it does not fit: {needs}{smaller}"
         for obstacle in outlook.obstacles:
             yield f"plan: {with_options(obstacle).replace('--checkpointing', '--activation-checkpointing')}"
         return
@@ -64,6 +72,18 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         f"plan: at most {', '.join(kept)}; about {step.seconds:.3g} s a step, {tokens / step.seconds:,.0f} "
         f"tokens/s, bound by {step.bound}; {format_bytes(writes)} written to DISK a step"
     )
+
+
+def _is_refused(outlook: Outlook, settings: Settings) -> bool:
+    """Return whether the model data does not fit, so that nothing will be loaded."""
+    blueprint = outlook.blueprint
+    try:
+        blueprint.refuse_misfit()
+    except OutOfBudgetError:
+        return True
+    if not settings.disk_is_here:
+        return False
+    return lacking_space(blueprint.budgets, blueprint.context.size.total_bytes) is not None
 
 
 def _source(config: FineTuneConfig, seq: int) -> ModelSource:

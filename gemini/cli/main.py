@@ -14,6 +14,7 @@ from gemini._C import build_info
 from gemini.cli import check, ckpt, convert_config, finetune, mode_speeds, plan, run, simulate, trace, train
 from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
+from gemini.cli.usage import CommandParser, WarningFormatter
 from gemini.errors import ConfigError, GeminiError
 
 EXIT_ERROR = 2
@@ -58,7 +59,7 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 
 def build_parser(added: Mapping[str, AddParser] | None = None) -> argparse.ArgumentParser:
     """Return the parser of the whole command, with ``added`` commands after its own."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="gemini",
         description="Train PyTorch models several times larger than the memory they are allowed.",
         epilog=EPILOG,
@@ -109,7 +110,8 @@ def main(arguments: Sequence[str] | None = None, *, added: Mapping[str, AddParse
 def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
     options = _parsed(arguments, added)
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
-        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        is_ours = arguments[0] in ("train", "finetune") or (arguments[0] == "trace" and not options.script)
+        logging.lastResort.setFormatter(WarningFormatter(train.with_options if is_ours else str))
     _require_directory()
     perform: Callable[[argparse.Namespace], int] = options.run
     return perform(options)
@@ -129,11 +131,7 @@ def _parsed(arguments: list[str], added: Mapping[str, AddParser]) -> argparse.Na
     called = arguments[0] if arguments else ""
     parser = build_parser({**added, **added_commands(called, {*COMMANDS, *added})})
     if called != "trace":
-        options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            command = f"{parser.prog} {called}" if not called.startswith("-") else parser.prog
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}; all there are: {command} --help")
-        return options
+        return parser.parse_args(arguments)
     own, script = trace.split_script(arguments)
     options = parser.parse_args(own)
     options.script = script

@@ -45,7 +45,8 @@ _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
 _AXES = ("tp", "pp", "sp", "dp")
 _SEQUENCE_MODES = ("ulysses", "ring")
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+# Those of gemini.parallel.pipeline.SCHEDULES, which takes the time of importing torch to ask.
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 EXIT_MISFIT = 1
 
 
@@ -113,7 +114,7 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--schedule",
-        choices=_SCHEDULES,
+        choices=SCHEDULES,
         default="1f1b",
         help="how --accumulation micro-batches of --batch samples go through the stages (default: 1f1b)",
     )

@@ -19,6 +19,7 @@ from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import ModelSource
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
+from gemini.parallel.pipeline.orders import SCHEDULES
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import format_bytes
@@ -54,7 +55,7 @@ def _choices(options: argparse.Namespace) -> LayoutChoices:
     dp, pp, sp, tp = (getattr(options, name) or 1 for name in ("dp", "pp", "sp", "tp"))
     layout, (style, chunks) = Layout(dp, pp, sp, tp), (options.schedule, options.stages_per_rank)
     if chunks is None:
-        chunks = {"zbv": 2, "dualpipev": 2, "interleaved": 2, "zero_bubble": 2}.get(style, 1)
+        chunks = 1 if SCHEDULES[style].of_torch is None else 2
     if layout.pp == 1:
         style, chunks = "1f1b", 1
     return LayoutChoices(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gemini.cli.plan_hugging_face import MOST_LAYERS, hugging_face
+from gemini.cli.usage import did_you_mean
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
@@ -66,8 +67,8 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
     if ":" in name:
         return _factory(name, options)
     raise ConfigError(
-        f"{name!r} is no model: give a preset ({', '.join(PRESETS)}), gpt:layers=..,hidden=..,heads=.., "
-        "module:function, or the path of a Hugging Face config.json"
+        f"{name!r} is no model{did_you_mean(name, PRESETS)}: give a preset ({', '.join(PRESETS)}), "
+        "gpt:layers=..,hidden=..,heads=.., module:function, or the path of a Hugging Face config.json"
     )
 
 

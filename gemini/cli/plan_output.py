@@ -97,10 +97,10 @@ def _advice(report: Report, step: StepTime) -> Text:
     units, unit = report.units_to_compute_bound, report.source.unit
     if units is not None:
         now = report.settings.batch * report.source.tokens
-        verb = "already hide" if now >= units else "do not hide"
+        verdict = "enough" if now >= units else "too few"
         text.append(
-            f"Transfers hide behind computing from about {units:,} {unit} per forward pass; the {now:,} now "
-            f"{verb} them.\n"
+            f"Transfers hide behind computing from about {units:,} {unit} per forward pass on; this step has "
+            f"{now:,}, which is {verdict}.\n"
         )
     if report.wear is not None:
         text.append(_wear(report.wear))

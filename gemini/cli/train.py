@@ -43,6 +43,11 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 
 
 _PARAMETERS = re.compile(r"\b(device_bytes|host_bytes|disk_bytes|disk_dir|non_model_bytes|device(?==))")
+_WITH_VALUES = {
+    "torch.utils.checkpoint": "--activation-checkpointing",
+    "activation_offload='auto'": "--activations offload",
+    'activation_offload="auto"': "--activations offload",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -131,6 +136,8 @@ def options_named() -> Iterator[None]:
 
 def with_options(text: str) -> str:
     """Return what the library says with options in the place of its parameters."""
+    for said, option in _WITH_VALUES.items():
+        text = text.replace(said, option)
     return _PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), text)
 
 
@@ -225,8 +232,8 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         kind=kind,
         type=_size,
         metavar="SIZE",
-        help="budget of DISK; default: what all model data takes, with --activations half of what is free "
-        "there besides",
+        help="budget of DISK; default: as much as all model data takes; with --activations offload or plan, "
+        "half of the free space on top",
     )
     add_option(
         group,
@@ -290,7 +297,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--verify",
         action="store_true",
         help="afterwards run the same seed unmanaged (which takes the memory of all model data, and the "
-        "time again, on the same device) and say whether every loss and weight is identical",
+        "time again or more, on the same device) and say whether every loss and weight is identical",
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")

@@ -152,10 +152,23 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Load what :meth:`save_state` has saved."""
+        """Load what :meth:`save_state` has saved.
+
+        Raises:
+            ConfigError: there is no directory given, or Accelerate's own Accelerator has saved it.
+            CheckpointError: it holds no complete checkpoint.
+        """
         if input_dir is None:
             raise ConfigError("load_state() of managed models needs the directory that save_state() returned")
-        for number, (model, optimizer) in enumerate(self._pairs()):
+        pairs = self._pairs()
+        if pairs and not _folder(input_dir, 0).is_dir() and _is_accelerates(Path(input_dir)):
+            raise ConfigError(
+                f"{input_dir} was saved by Accelerate's own Accelerator, and has no {_FOLDER}/ with the "
+                "states of managed models; give its weights (model.safetensors) to load_state_dict() of the "
+                "managed model, or make a directory of them for gemini.from_pretrained(); the optimizer "
+                "starts anew"
+            )
+        for number, (model, optimizer) in enumerate(pairs):
             load_keeping_random(_folder(input_dir, number), model, optimizer)
         with self._others_only():
             super().load_state(input_dir, load_kwargs, **options)
@@ -227,6 +240,11 @@ def load_keeping_random(
         checkpoint.load(directory, model, optimizer)
     finally:
         rng.restore(rng.parse(state))
+
+
+def _is_accelerates(directory: Path) -> bool:
+    """Return whether there are weights of a model that Accelerate has saved itself."""
+    return any(file.is_file() for file in (*directory.glob("model*"), *directory.glob("pytorch_model*")))
 
 
 def _folder(directory: str | os.PathLike[str], number: int) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from gemini.runtime import Filling, init_on, initialize_buffers
 from gemini.system.config import keyword_names
 
 _MANAGED = keyword_names(GeminiDDP) - {"module"}
+_OWN = frozenset(("auto_class", "dtype", "adapter"))
 _REFUSED = {
     "device_map": "budgets say where the model lies (device_bytes, host_bytes, disk_dir)",
     "offload_folder": "disk_dir= is the directory of the DISK tier",
@@ -72,8 +75,11 @@ def from_pretrained(
         OutOfBudgetError: the model cannot fit the budgets.
         CheckpointError: a file is damaged, lacks what its index names, or holds two names of one tied tensor
             of a module that is not transformers' with different values.
-        RuntimeError, OSError, ValueError: as transformers; shapes differ, there are no files.
-        ConfigError: an option that cannot be, or transformers (peft) is not installed.
+        RuntimeError, OSError, ValueError: as transformers; shapes differ, there are no files, or no model of
+            that name.
+        TypeError: there is no such option.
+        ConfigError: there is no such directory, an option that cannot be, or transformers (peft) is not
+            installed.
     """
     for name, way_out in _REFUSED.items():
         if options.get(name) is not None:
@@ -82,6 +88,7 @@ def from_pretrained(
     others = {name: value for name, value in options.items() if name not in _MANAGED}
     if _is_other_callable(auto_class):
         if adapter is not None or dtype is not None or others:
+            _refuse_misspelled(others)
             given = [*(["adapter"] if adapter is not None else []), *(["dtype"] if dtype else []), *others]
             raise ConfigError(
                 f"{', '.join(given)} cannot be given for a callable: apply it where the module is built"
@@ -89,7 +96,24 @@ def from_pretrained(
         return _load_other(Path(path_or_config), auto_class, managed)
     from gemini.integrations.transformers_loading import load_pretrained
 
-    return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others)
+    try:
+        return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others)
+    except TypeError as error:
+        # Options of the config are among what transformers takes, so only it knows which it does not.
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if refused and refused[1] in others:
+            _refuse_misspelled([refused[1]], error)
+        raise
+
+
+def _refuse_misspelled(names: Iterable[str], cause: Exception | None = None) -> None:
+    """Raise TypeError for the first of ``names`` that is nearly one of ours."""
+    for name in names:
+        near = get_close_matches(name, _MANAGED | _OWN, 1)
+        if near:
+            raise TypeError(
+                f"from_pretrained() has no argument {name!r} (did you mean {near[0]}?)"
+            ) from cause
 
 
 def _is_other_callable(auto_class: Any) -> bool:
@@ -105,7 +129,11 @@ def _is_other_callable(auto_class: Any) -> bool:
 
 def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[str, Any]) -> nn.Module:
     """Build, manage and load a module of which transformers knows nothing."""
-    with SafetensorsFiles.of_directory(directory) as files:
+    from gemini.integrations.transformers_loading import damage_explained
+
+    with damage_explained():
+        opened_files = SafetensorsFiles.of_directory(directory)
+    with opened_files as files:
         with init_on("meta"):
             module = build()
         names = _other_names(module, files, directory)

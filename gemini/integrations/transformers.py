@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "gemini"
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OF_TORCH = ("sgd", "rmsprop", "adagrad")  # GeminiOptimizer drives the class that the Trainer makes
 _SCHEDULER = "scheduler.pt"
 
 
@@ -49,7 +50,8 @@ class GeminiTrainerMixin:
 
     The model is managed in place, unless it is already (:func:`gemini.from_pretrained`). Optimizer states go
     to and from ``checkpoint-N/gemini``, streamed, with fp32 masters where there are any: resuming goes on bit
-    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW. What the trainer evaluates
+    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW; ``sgd``, ``rmsprop`` and
+    ``adagrad`` are torch's, on chunks. What the trainer evaluates
     beside the model, such as DPO's reference, becomes managed too, under budgets of its own.
     """
 
@@ -146,9 +148,9 @@ class GeminiTrainerMixin:
     # -- the optimizer ---------------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
-        """Make the optimizer: the Trainer's groups, our AdamW unless another one was given."""
+        """Make the optimizer: the Trainer's groups, our AdamW unless another one was given or named."""
         own = self._optimizer_options
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._optim not in _OF_TORCH:
             self.optimizer_cls_and_kwargs = (HybridAdam, self._adam_options())
             own = {name: value for name, value in own.items() if name not in _ADAM_OPTIONS}
         super().create_optimizer(*args, **options)  # type: ignore[misc]
@@ -157,12 +159,18 @@ class GeminiTrainerMixin:
             self.optimizer = GeminiOptimizer(inner, self.model, **own)
         return self.optimizer
 
+    @property
+    def _optim(self) -> str:
+        """The optimizer that the TrainingArguments name."""
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
     def _adam_options(self) -> dict[str, Any]:
-        name = str(getattr(self.args.optim, "value", self.args.optim))
+        name = self._optim
         if name not in _ADAMW:
             raise ConfigError(
-                f"optim={name!r} is not an optimizer that updates chunks; leave it out for AdamW, or give "
-                "optimizers=(gemini.Lion(...), None), a torch.optim.SGD, or any that GeminiOptimizer takes"
+                f"optim={name!r} names an optimizer that does not update chunks; leave it out for AdamW, "
+                f"give one of {', '.join(_OF_TORCH)}, or optimizers=(an optimizer that GeminiOptimizer "
+                "drives, such as gemini.Lion(...), None)"
             )
         logger.warning("optim=%r: gemini's AdamW updates the chunks, with the same rule", name)
         given = {key: value for key, value in self._optimizer_options.items() if key in _ADAM_OPTIONS}

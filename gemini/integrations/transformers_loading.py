@@ -19,13 +19,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from gemini.errors import ConfigError
+from gemini.errors import CheckpointError, ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import Adapters
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import slot_of
+from gemini.system.files import parse_json, read_regular
+
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 2**26
+_AGAIN = "copy or download the file again"
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
 _PATCHED = threading.Lock()
@@ -58,9 +63,55 @@ def load_pretrained(
     if adapters is None and (Path(path) / "adapter_config.json").is_file():
         adapters = Adapters.of(path)
         path = adapters.base
-    chosen = _class_of(transformers, auto_class, path, others)
+    _refuse_missing_directory(path)
     loading = _Loading(options, adapters)
-    return loading.run(lambda: chosen.from_pretrained(path, **others))
+    try:
+        chosen = _class_of(transformers, auto_class, path, others)
+        return loading.run(lambda: chosen.from_pretrained(path, **others))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if not isinstance(error, GeminiError) and not loading.has_begun:
+            _explain(error, path)
+        raise
+
+
+def _refuse_missing_directory(path: str) -> None:
+    """Raise ConfigError where ``path`` can only be a directory and is none: transformers would look for a
+    model of that name elsewhere."""
+    is_path = path.startswith(("/", "./", "../", "~")) or path.rstrip("/").count("/") > 1
+    if not is_path or Path(path).exists():
+        return
+    home = "Python does not expand ~, os.path.expanduser() does; " if path.startswith("~") else ""
+    raise ConfigError(
+        f"from_pretrained() finds no directory {path!r}; {home}give one that save_pretrained() has made "
+        "(hf download NAME --local-dir DIR gets one)"
+    )
+
+
+def _explain(error: Exception, path: str) -> None:
+    """Raise what says more of an error of transformers that loaded nothing, where more is known."""
+    if isinstance(error, OSError) and error.errno is None and not Path(path).exists():
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OSError(
+            f"there is no directory {path!r} here, and transformers finds no model of that name: {said}"
+        ) from error
+    index = Path(path) / _INDEX
+    if not index.is_file():
+        return
+    try:
+        parse_json(read_regular(index, _MAX_INDEX_BYTES))["weight_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as reason:
+        raise CheckpointError(f"{index} is damaged: {in_words(reason)}; {_AGAIN}") from error
+
+
+@contextmanager
+def damage_explained() -> Iterator[None]:
+    """Have the error of a file that cannot be read say what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.__cause__ is None:  # it says so itself
+            raise
+        raise CheckpointError(f"{error}; {_AGAIN}") from error
 
 
 def _transformers() -> Any:
@@ -127,6 +178,11 @@ class _Loading:
         # What transformers makes itself, as files lack it, by its id: the managed one in whose place it is.
         self._fresh: dict[int, tuple[nn.Parameter, ManagedParameter]] = {}
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the parameters are managed, and values may have been read."""
+        return self._built is not None
+
     def run(self, load: Callable[[], Any]) -> Any:
         """Call ``load``, which is ``from_pretrained`` with its arguments; return what it does, managed."""
         try:
@@ -157,7 +213,9 @@ class _Loading:
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)
-        with SafetensorsFiles([Path(file) for file in files]) as stored:
+        with damage_explained():
+            opened = SafetensorsFiles([Path(file) for file in files])
+        with opened as stored:
             self._begin(model, frozenset(_apart(model, stored)))
             self._spent = stored.reads.spent
             stored.expect(sorted(stored, key=_natural))

@@ -85,6 +85,12 @@ def test_states_are_streamed(tmp_path: Path) -> None:
     assert not names & {"model.safetensors", "optimizer.bin"}
 
 
+def test_a_state_of_accelerates_own_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    run(accelerate.Accelerator, managed=False, save=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Accelerate's own Accelerator.*gemini\.from_pretrained"):
+        run(GeminiAccelerator, managed=True, load=str(tmp_path))
+
+
 def test_clipping_without_the_optimizer_is_refused() -> None:
     accelerator = GeminiAccelerator(cpu=True)
     model = net()

@@ -21,14 +21,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="only the extra 'test' brings it")
-    from hf_models import SIZES, saved
-    from test_trl import tokenizer
-
-    saved(transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
     programs = programs_of("huggingface.md")
     assert len(programs) == 6
-    run("\n".join(programs), tmp_path)
+    run("\n".join([*programs_of("finetune.md"), *programs]), tmp_path)
     assert (tmp_path / "run" / "checkpoint-4" / "gemini").is_dir()
     assert (tmp_path / "state" / "gemini").is_dir()
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
@@ -44,7 +39,7 @@ def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path)
     words = [*line.split(), "--quiet"]
     run(f"import sys\nfrom gemini.cli.main import main\nsys.exit(main({words}))", tmp_path)
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "toy" / "model")
-    assert tuned.num_parameters() == 1_115_520
+    assert tuned.num_parameters() == 8_524_544
 
 
 def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:

@@ -289,4 +289,25 @@ def test_what_does_not_fit_is_said_by_the_plan_and_refused_by_the_runtime(
     said = capsys.readouterr().err
     assert "plan: it does not fit" in said
     assert "gemini: error: " in said
+    assert said.count("the model data is") + said.count("needs") == 1
     assert not Path(config.output).exists()
+
+
+def test_activations_that_exceed_the_budget_are_no_reason_to_say_that_it_does_not_fit(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--model", config.model, "--data", config.data, "--output", config.output]
+    few = ["--seq", "64", "--steps", "1", "--batch", "4", "--device-bytes", "256KiB"]
+    assert main(["finetune", *paths, *few, "--disk-dir", config.output]) == 0
+    said = capsys.readouterr().err
+    assert "plan: activations will exceed the budget" in said
+    assert "does not fit" not in said
+
+
+@pytest.mark.parametrize("below", ["", "/out"])
+def test_an_output_that_cannot_be_made_is_refused_before_data_are_read(
+    below: str, config: FineTuneConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--output .*/file is a file; name another directory"):
+        run(config, output=f"{tmp_path}/file{below}", data="nowhere")

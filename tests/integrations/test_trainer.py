@@ -135,6 +135,19 @@ def test_a_default_that_is_replaced_is_said(tmp_path: Path, caplog: pytest.LogCa
     assert "gemini's AdamW" in caplog.text
 
 
+@pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
+def test_optimizers_of_torch_that_are_named_update_chunks_with_their_numbers(
+    optim: str, tmp_path: Path
+) -> None:
+    want = transformers.Trainer(
+        model=build(), args=arguments(tmp_path / "want", optim=optim), train_dataset=Tokens(12)
+    )
+    want.train()
+    got = ours(arguments(tmp_path / "got", optim=optim))
+    assert figures(got) == figures(want)
+    assert_same(got.model, want.model)
+
+
 @pytest.mark.parametrize(
     ("more", "message"), [({"optim": "adafactor"}, "adafactor"), ({"fp16": True}, "fp16")]
 )

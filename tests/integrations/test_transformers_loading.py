@@ -131,6 +131,34 @@ def test_no_memory_is_held_by_a_load_that_failed(tmp_path: Path) -> None:
     assert_same(LLAMA.from_pretrained(tmp_path), gemini.from_pretrained(tmp_path, LLAMA, **tight(tmp_path)))
 
 
+@pytest.mark.parametrize("path", ["./tooy", "/nowhere/tooy", "~/tooy", "some/where/tooy"])
+def test_a_path_that_is_no_directory_is_refused_at_once(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no directory '{path}'.*save_pretrained\(\).*hf download"):
+        gemini.from_pretrained(path, LLAMA)
+
+
+def test_a_name_that_nobody_knows_is_said_to_be_no_directory_either() -> None:
+    with pytest.raises(OSError, match=r"^there is no directory 'tooy' here, and transformers"):
+        gemini.from_pretrained("tooy", LLAMA)
+
+
+def test_an_option_that_was_misspelled_is_refused_with_a_guess(tmp_path: Path) -> None:
+    saved(llama(), LLAMA, tmp_path)
+    with pytest.raises(TypeError, match=r"'dsk_dir' \(did you mean disk_dir\?\)"):
+        gemini.from_pretrained(tmp_path, LLAMA, dsk_dir=str(tmp_path))
+    with pytest.raises(TypeError, match="'nonsense'"):
+        gemini.from_pretrained(tmp_path, LLAMA, nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00001-of-"])
+def test_files_that_are_damaged_are_named_with_the_way_out(name: str, tmp_path: Path) -> None:
+    LLAMA(llama()).save_pretrained(tmp_path, max_shard_size="20KB")
+    file = next(each for each in sorted(tmp_path.iterdir()) if each.name.startswith(name))
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=rf"{file.name}.*; copy or download the file again"):
+        gemini.from_pretrained(tmp_path, LLAMA, **tight(tmp_path))
+
+
 def test_a_config_alone_is_initialized_by_the_models_own_rules(tmp_path: Path) -> None:
     model = gemini.from_pretrained(llama(), LLAMA, **tight(tmp_path))
     spread = float(model.model.embed_tokens.weight.std())
@@ -150,11 +178,11 @@ def test_no_more_than_the_largest_tensor_is_held_beside_the_chunks(
     largest = max(param.nbytes for param in LLAMA.from_pretrained(tmp_path).parameters())
     read, held, most = StoredTensor.read, [], []
 
-    def watched(tensor: StoredTensor) -> torch.Tensor:
-        values = read(tensor)
+    def watched(tensor: StoredTensor, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
+        values = read(tensor, memory)
         held.append(weakref.ref(values.untyped_storage()))
-        alive = [storage() for storage in held]
-        most.append(sum(storage.nbytes() for storage in alive if storage is not None))
+        alive = [storage() for storage in held]  # some several times: memory is used again
+        most.append(sum({each.data_ptr(): each.nbytes() for each in alive if each is not None}.values()))
         return values
 
     monkeypatch.setattr(StoredTensor, "read", watched)

@@ -101,8 +101,10 @@ def test_recipes_that_mean_nothing_are_refused_by_key(text: str, message: str, t
 
 
 def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the recipe"):
+    with pytest.raises(ConfigError, match=r"there is no recipe .*none\.toml; name a \.toml or"):
         read_recipe(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        read_recipe(tmp_path)
     with pytest.raises(ConfigError, match="is neither"):
         read_recipe(recipe(tmp_path, "{}", "r.json"))
 

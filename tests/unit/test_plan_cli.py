@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from forecast_models import KIB, MIB, machine
 
+from gemini.cli import plan as plan_command
 from gemini.cli.main import build_parser, main
 from gemini.cli.plan_model import PRESETS, ModelOptions, find_model
 from gemini.errors import ConfigError
@@ -274,3 +275,14 @@ def test_a_count_beyond_the_sizes_of_tensors_is_refused(
         main(["plan", GPT, "--device-bytes", "8MiB", option, count])
     assert end.value.code == 2
     assert f"argument {option}" in capsys.readouterr().err
+
+
+def test_a_model_that_was_misspelled_is_refused_with_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt2xl"]) == 2
+    assert "did you mean gpt2-xl?" in capsys.readouterr().err
+
+
+def test_the_schedules_are_those_of_pipelines() -> None:
+    from gemini.parallel.pipeline import SCHEDULES
+
+    assert set(plan_command.SCHEDULES) == set(SCHEDULES)

@@ -43,7 +43,30 @@ def test_an_unknown_option_is_refused_with_the_help_of_its_command(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--batch-size", "2"])
-    assert "--batch-size 2; all there are: gemini train --help" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "gemini train: error: unrecognized arguments: --batch-size" in said
+    assert "all options: gemini train --help" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "guess"),
+    [
+        (["train", "--disc-dir", "x"], "gemini train: error: .*--disk-dir"),
+        (["finetune", "--disc-dir=x"], "gemini finetune: error: .*--disk-dir"),
+        (["ckpt", "verfy", "x"], "gemini ckpt: error: .*verify"),
+        (["fientune"], "gemini: error: .*finetune"),
+        (["train", "--policy", "atuo"], "gemini train: error: .*auto"),
+    ],
+)
+def test_what_was_misspelled_is_answered_by_its_command_in_three_lines_with_a_guess(
+    arguments: list[str], guess: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert len(lines) == 3
+    assert re.match(rf"{guess}\?", lines[2].replace("did you mean ", ""))
 
 
 def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]) -> None:

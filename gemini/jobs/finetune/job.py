@@ -67,6 +67,7 @@ def run(
 
 def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
     """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
+    directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
     if config.resume == "no":
         if not config.overwrite:

@@ -30,8 +30,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_regular(path, _LARGEST_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no recipe {path}; name a .toml or .yaml file of options (recipes/ in the checkout has "
+            "some to start from), or give options alone: --model DIR --data PATH --output DIR"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"cannot read the recipe {path}: {reason}; name a .toml or .yaml file of options"
+        ) from error
     if path.suffix == ".toml":
         document = _toml(path, text)
     elif path.suffix in (".yaml", ".yml"):

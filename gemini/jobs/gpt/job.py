@@ -56,6 +56,7 @@ def run(
     directory = None
     if config.checkpoint is not None:
         directory = RunDirectory(config.checkpoint, is_complete)
+        directory.refuse_unmakeable()
     # Until all is written: what comes before is a request to stop, which may be too late for anything else.
     with (
         StopRequest(shown.stopping) as stop,

@@ -75,6 +75,20 @@ class RunDirectory:
     def _run(self) -> Path:
         return self.path / _RUN
 
+    def refuse_unmakeable(self) -> None:
+        """Raise ConfigError where :attr:`path` is no directory that can be written to, and cannot become
+        one."""
+        there = self.path.absolute()
+        while not os.path.exists(there) and there != there.parent:  # noqa: PTH110 - it never raises
+            there = there.parent
+        if not there.is_dir():
+            raise ConfigError(f"{self._option} {self.path}: {there} is a file; name another directory")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{self._option} {self.path}: {there} may not be written to; change its permissions, or name "
+                "another directory"
+            )
+
     def refuse_foreign_model(self, source: Path) -> None:
         """Raise ConfigError where :attr:`model`, which a run replaces, is what it starts from, or is there
         and no run has made it."""
@@ -122,7 +136,8 @@ class RunDirectory:
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"cannot write to {self._option} {self.path}: {error.strerror or error}"
+                f"cannot write to {self._option} {self.path}: {error.strerror or error}; name another "
+                "directory"
             ) from error
 
     def _refuse_directories(self) -> None:
