@@ -82,6 +82,11 @@ SCHEDULES = {
 }
 
 
+def unknown_schedule(name: str) -> ConfigError:
+    """Return what to raise where there is no schedule of that name."""
+    return ConfigError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+
+
 def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Return which rank has which stage, where each has ``chunks`` of them.
 
@@ -89,7 +94,7 @@ def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ..
         ConfigError: there is no such schedule, or it needs another number of stages per rank.
     """
     if schedule not in SCHEDULES:
-        raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+        raise unknown_schedule(schedule)
     kind = SCHEDULES[schedule]
     if kind.is_v and chunks != 2:
         raise ConfigError(f"{schedule} has 2 stages on each rank, not {chunks}: set num_model_chunks=2")

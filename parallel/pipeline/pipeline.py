@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from gemini.parallel.pipeline.split import StagedModel
 logger = logging.getLogger(__name__)
 
 Count = Callable[[Any], float]
+# How many there have been, by the group of all ranks.
+_PIPELINES: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,16 @@ def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
 
 
 class _Cause:
-    """What the first rank that failed said: it outlives that rank's process."""
+    """What the first rank that failed said: it outlives that rank's process. Each pipeline of a program has
+    its own; ranks make them in the same order."""
 
     def __init__(self) -> None:
         self._store: Any = None
+        self._key = ""
         if dist.is_available() and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            number = _PIPELINES[dist.group.WORLD] = _PIPELINES.get(dist.group.WORLD, 0) + 1
+            self._key = f"cause {number}"
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore("gemini-pipeline", store)  # type: ignore[attr-defined]
 
@@ -231,6 +239,6 @@ class _Cause:
         if self._store is None:
             return why
         with suppress(RuntimeError):  # who keeps the store is gone
-            first: bytes = self._store.compare_set("cause", "", why)
+            first: bytes = self._store.compare_set(self._key, "", why)
             return first.decode(errors="replace")
         return why

@@ -254,3 +254,8 @@ def test_what_cannot_be_is_refused() -> None:
     model, optimizer, *_ = booster.boost(model := language(), HybridAdam(model.parameters()))
     with pytest.raises(ConfigError, match="HybridParallelPlugin"):
         booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)
+
+
+def test_a_schedule_that_is_none_is_refused_where_there_is_one_stage_too() -> None:
+    with pytest.raises(ConfigError, match="there is no schedule '1f2b'; there are gpipe, 1f1b"):
+        HybridParallelPlugin(pp_style="1f2b")

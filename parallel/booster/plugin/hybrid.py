@@ -34,7 +34,7 @@ from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.absent import outline_of
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
-from gemini.parallel.pipeline.orders import ranks_of_stages
+from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
@@ -129,6 +129,8 @@ class HybridParallelPlugin(Plugin):
         self._sp_mode = sp_mode
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
         if pp_size == 1:
+            if pp_style not in SCHEDULES:
+                raise unknown_schedule(pp_style)
             pp_style, chunks = "1f1b", 1
         self._rank_of = ranks_of_stages(pp_style, pp_size, chunks)
         self._schedule = Schedule(pp_style, chunks, num_microbatches, microbatch_size)
