@@ -50,6 +50,8 @@ _UNEVEN = (
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
     "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
 )
+_EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # of this process
+_EVERY_LOCK = threading.Lock()  # threads of signs look at it
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
@@ -59,7 +61,7 @@ _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 class Sign:
     """What a rank lets the others see: ``beat`` grows while its process runs, ``calls`` is how many calls it
     has begun that ranks make together, ``doing`` says what the last one does, ``waits`` whether it is in it,
-    and ``left`` why it makes no more."""
+    ``other`` what it waits for with some of them alone, and ``left`` why it makes no more."""
 
     beat: int = 0
     calls: int = 0
@@ -67,23 +69,31 @@ class Sign:
     waits: bool = False
     place: str = ""
     waits_elsewhere: bool = False
+    other: str = ""
     left: str = ""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it waits for other ranks, here or in a collective of the program's own."""
-        return self.waits or self.waits_elsewhere
+        """Whether it waits for other ranks, here or with some of them, or in a collective of the program's
+        own."""
+        return self.waits or self.waits_elsewhere or bool(self.other)
 
     @property
     def state(self) -> tuple[object, ...]:
         """What changes when it gets on."""
-        return self.calls, self.waits, self.place, self.waits_elsewhere
+        return self.calls, self.waits, self.place, self.waits_elsewhere, self.other
+
+    @property
+    def what(self) -> str:
+        """What it waits for."""
+        return self.other or self.doing
 
     def __str__(self) -> str:
         if self.left:
             return f"{self.left} after {self.calls} calls together; the last one {self.doing}"
         at = f", now at {self.place}" if self.place else ""
         where = ", in a collective of the program's own" if self.waits_elsewhere else ""
+        where += f", where it {self.other}" if self.other else ""
         return f"last {self.doing} (call {self.calls}{', not over' if self.waits else ''}){at}{where}"
 
 
@@ -114,7 +124,10 @@ class Attendance:
         self._thread = threading.get_ident()
         self._seen: dict[int, _Seen] = {}
         self._broke = ""  # what was found when a connection broke
-        self._looks_until = self._since_s = 0.0
+        self._looks_until = self._since_s = self._waits_since_s = 0.0
+        self._world = dist.group.WORLD if count == dist.get_world_size() else None  # None: some ranks alone
+        with _EVERY_LOCK:
+            _EVERY.add(self)
         self._wake, self._told = threading.Event(), threading.Event()
         end_gloo_gently()
         self._publish()
@@ -152,6 +165,7 @@ class Attendance:
         """
         self._calls += of_all and not begun
         self._doing, self._waits, self._thread = doing, True, threading.get_ident()
+        self._waits_since_s = time.monotonic()
         try:
             while not self._is_over(work):
                 trouble = self._find_trouble(of_all)
@@ -229,7 +243,8 @@ class Attendance:
 
     def _find_trouble(self, of_all: bool) -> str:
         self._ask_for_signs()
-        return self._find_gone(self.patience_s, of_all=of_all) or self._find_apart()
+        trouble = self._find_gone(self.patience_s, of_all=of_all) or self._find_apart()
+        return trouble or self._find_all_apart()
 
     def _find_gone(self, silence_s: float, *, of_all: bool = True) -> str:
         """Return which rank has left before this call (``of_all``, else at any time), or given no sign for so
@@ -261,6 +276,26 @@ class Attendance:
         ]
         return (
             f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
+        )
+
+    def _find_all_apart(self) -> str:
+        """Return who waits for what where all ranks of the program wait, each with some of the others, and
+        have for the patience, but for different things: those that this one waits with cannot tell."""
+        world = dist.group.WORLD
+        of_all = next((one for one in self._others() if one._world is world and not one._left), None)
+        if of_all is None or world is None:
+            return ""
+        of_all._ask_for_signs()
+        now, seen = time.monotonic(), list(of_all._seen.copy().values())
+        if len(seen) + 1 < of_all._count or now - self._waits_since_s < self.patience_s:
+            return ""
+        if not all(each.sign.is_stuck and now - each.state_s > self.patience_s for each in seen):
+            return ""
+        found = sorted({each.sign.what for each in seen} - {self._doing})
+        return (
+            f"all ranks wait for each other: this one {self._doing}, others {' or '.join(found)}"
+            if found
+            else ""
         )
 
     def _look(self) -> None:
@@ -296,8 +331,25 @@ class Attendance:
     def _sign(self) -> Sign:
         place = find_place(self._thread)
         return Sign(
-            self._beat, self._calls, self._doing, self._waits, place.text, place.in_collective, self._left
+            self._beat,
+            self._calls,
+            self._doing,
+            self._waits,
+            place.text,
+            place.in_collective,
+            self._what_else() if self._world is not None else "",
+            self._left,
         )
+
+    def _what_else(self) -> str:
+        """Return what this process waits for with some of the ranks alone."""
+        found = (f"{one._doing} (call {one._calls})" for one in self._others() if one._waits)
+        return "; ".join(sorted(found))
+
+    def _others(self) -> list[Attendance]:
+        """Return those of this process, for other ranks."""
+        with _EVERY_LOCK:
+            return [one for one in _EVERY if one is not self]
 
     def _publish(self) -> None:
         self._beat += 1

@@ -31,6 +31,7 @@ from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
+from gemini.runtime.storage.gradient import SlotGradient
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
 from gemini.system.profiling import shown_as
@@ -241,6 +242,18 @@ class ManagedModel:
                 slot.grad.fill_zero()
         if not any(slot.has_grad for slot in set(self.storage.slots.values()).difference(slots)):
             self.manager.gradient_scale.forget()
+
+    def gradients_of_torch(self) -> list[SlotGradient]:
+        """Return those that there are, and those that there would be in plain torch, which keeps them
+        through steps."""
+        found = [slot.grad for slot in self.storage.slots.values() if slot.grad is not None]
+        return [grad for grad in found if grad.is_in_torch]
+
+    def make_zeros(self) -> None:
+        """Have all gradients be there that ``zero_grad(set_to_none=False)`` has made zeros of ones that a
+        step had taken. Over ranks all call it, after the exchange."""
+        for grad in self.gradients_of_torch():
+            grad.make_zeros()
 
     # -- what comes into the module, and leaves it ---------------------------------------------------
 

@@ -138,6 +138,9 @@ class StateLoad:
         self._errors += errors
         load.missing = self._missing[num_missing:]
         load.unexpected = self._unexpected[num_unexpected:]
+        for key, target, value in recorder.copies:
+            is_outline = isinstance(state, _LazyState) and state.is_given(key)
+            _refuse_kind(key, target, value, may_be_meta=is_outline)
         load.copies = [
             Copy(target, self._reader(state, key, value)) for key, target, value in recorder.copies
         ]
@@ -313,6 +316,19 @@ def _extra_states_to(load: ModuleLoad) -> Iterator[None]:
         del attributes["set_extra_state"]
         if before is not None:
             attributes["set_extra_state"] = before
+
+
+def _refuse_kind(key: str, target: torch.Tensor, value: torch.Tensor, *, may_be_meta: bool) -> None:
+    """Raise ConfigError where torch cannot copy ``value``, of the right shape, to its parameter or buffer."""
+    kind, way_out = "", "give its values: value.to_dense()"
+    if value.layout is not target.layout:
+        kind = str(value.layout).removeprefix("torch.")
+    elif value.is_quantized and not target.is_quantized:
+        kind, way_out = "quantized", "give its values: value.dequantize()"
+    elif value.is_meta and not may_be_meta:
+        kind, way_out = "on meta", "load the state from a file"
+    if kind:
+        raise ConfigError(f"{key!r} is {kind} in the state but an ordinary tensor in the model; {way_out}")
 
 
 def _refuse_misfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,19 +26,32 @@ TUNED_FROM_BYTES = 2**30
 # With O_DIRECT, addresses, sizes and offsets are multiples of this many bytes.
 BLOCK_BYTES = 4096
 
+# What making a file fails with in a directory that there is, and may be written to: that of /proc, of /sys.
+_NO_PLACE_FOR_FILES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP)
+
 
 def checked_directory(directory: str | os.PathLike[str]) -> str:
     """Return ``directory`` as a string.
 
     Raises:
-        ConfigError: it does not exist, is not a directory, or cannot be written.
+        ConfigError: it does not exist, is not a directory, cannot be written, or takes no files.
     """
     path = os.fspath(directory)
     if not os.path.isdir(path):  # noqa: PTH112 -- the string is passed on as it is
-        what = "is a file" if os.path.exists(path) else "does not exist"  # noqa: PTH110
-        raise ConfigError(f"directory {path!r} {what}; create it or name another")
+        if os.path.exists(path):  # noqa: PTH110
+            raise ConfigError(f"directory {path!r} is a file; name a directory")
+        raise ConfigError(f"directory {path!r} does not exist; create it or name another")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"directory {path!r} is not writable; change its permissions or name another")
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        if error.errno not in _NO_PLACE_FOR_FILES:  # the disk is full: the file itself will say so
+            return path
+        raise ConfigError(
+            f"no file can be made in directory {path!r} ({os.strerror(error.errno)}); name another one, on a "
+            "disk"
+        ) from None
     return path
 
 

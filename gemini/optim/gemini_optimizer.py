@@ -195,7 +195,7 @@ class GeminiOptimizer(ManagedGroups):
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients but for those of the model's other optimizers; all ranks together."""
+        """Give up the gradients but for those of other optimizers, or make zeros of them; all ranks do."""
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
 
@@ -204,8 +204,8 @@ class GeminiOptimizer(ManagedGroups):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-        Same numbers as ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. The factor is applied inside the
-        update, not written to the gradients.
+        Same numbers as ``torch.nn.utils.clip_grad_norm_`` on gradients of fp32 and float64. The factor is
+        applied inside the update, not written to the gradients.
         """
         checked_max_norm(max_norm)
         self._start_clipping("clip_grad_by_norm", max_norm=max_norm, norm_type=norm_type)
@@ -230,9 +230,9 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.note(after)
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy, fp32 in CPU memory, of the gradient of ``param`` as the update will see it: the mean
-        over all ranks, without loss scale, clipped if it was. None where there is none. Over ranks all call
-        it, after their backward passes.
+        """Return a copy in CPU memory, fp32 or float64, of the gradient of ``param`` as the update will see
+        it: the mean over all ranks, without loss scale, clipped if it was. None where there is none. Over
+        ranks all call it, after their backward passes.
 
         Raises:
             ConfigError: the optimizer does not update ``param``, or updates run in backward.
@@ -273,13 +273,16 @@ class GeminiOptimizer(ManagedGroups):
         overflowed = self._are_scaled and (self._clipping.overflowed or not self._all_finite())
         for losses in self.model.manager.gradient_scale.losses:
             losses.note_step(overflowed)
-        update = self._update if not overflowed else _skip
+        taken = self.model.gradients_of_torch()
+        update = self._update if not overflowed else (lambda: None)
         if self._in_backward is not None:
             self._in_backward.finish(update, self._hypers())
         else:
             update()
         self._grad_norm = self._clipping.measured
         self.give_up_gradients(set_to_none=True)
+        for grad in taken:
+            grad.note_taken()
         self._losses = ScaledLosses()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
@@ -392,6 +395,7 @@ class GeminiOptimizer(ManagedGroups):
             )
         self._finish_gradients(call, **arguments)
         self._clipping.check()
+        self.model.manager.shortage.twice(self.model.make_zeros)
 
     def _finish_gradients(self, call: str, **arguments: Any) -> None:
         sharding, add_up = self.model.manager.sharding, self.model.add_up
@@ -419,8 +423,7 @@ class GeminiOptimizer(ManagedGroups):
         return self.model.storage, self.model.manager
 
     def _all_finite(self) -> bool:
-        storage, manager = self._chunks
-        return manager.shortage.twice(lambda: all_finite(storage, manager))
+        return self.model.manager.shortage.twice(lambda: all_finite(*self._chunks))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
@@ -433,6 +436,7 @@ class GeminiOptimizer(ManagedGroups):
         manager = self.model.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
+        manager.shortage.twice(self.model.make_zeros)
         updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: None for update in updates for slot in update.steps}
         with self._completeness.change():
@@ -460,6 +464,7 @@ class GeminiOptimizer(ManagedGroups):
         """Note that the steps of ``update`` are made, which put small states where these expect them."""
         for slot, step in update.steps.items():
             self.steps[slot] = step.number
+            slot.trainable_grad.note_taken()
             if self.rule.keeps_small:
                 self.small[slot] = step.after
 
@@ -493,7 +498,3 @@ class GeminiOptimizer(ManagedGroups):
                 about = group, group.number, steps, self._completeness, kept, room
                 updates.append(self.update_type(self.model.manager, *about))
         return updates
-
-
-def _skip() -> None:
-    """Update nothing."""

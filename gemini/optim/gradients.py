@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._foreach_utils import _has_foreach_support
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from gemini.comm.peers import Peers, Topic
 from gemini.errors import StateError
@@ -19,14 +19,19 @@ from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
-    """Return the gradient in fp32 as the optimizer kernel will see it; the input itself when nothing
-    changes."""
-    grad = grad.float()
+    """Return the gradient, in fp32 or float64, as the optimizer kernel will see it; the input itself when
+    nothing changes."""
+    grad = grad.to(wide_type(grad.dtype))
     if scale.pre_scale != 1.0:
         grad = grad * scale.pre_scale
     if scale.clip_value != math.inf:
         grad = grad.clamp(-scale.clip_value, scale.clip_value)
     return grad * scale.post_scale if scale.post_scale != 1.0 else grad
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that gradients of ``dtype`` are computed with: fp32, but float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def then_multiply(scale: GradScale, factor: float) -> GradScale:
@@ -58,12 +63,13 @@ def visit_gradients(
 
 
 def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) -> torch.Tensor | None:
-    """Return a copy of a gradient, scaled, whole, fp32 in CPU memory, in the parameter's memory layout; None
-    where there is none. Over several ranks all of them call it, after the exchange."""
+    """Return a copy of a gradient, scaled, whole, in CPU memory, in the parameter's memory layout; None where
+    there is none. Over several ranks all of them call it, after the exchange."""
     if not slot.has_grad:
         return None
     grad, view = slot.trainable_grad, slot.param_view
-    full = torch.empty_strided(view.shape, view.stride(), dtype=torch.float32, device="cpu")
+    dtype = wide_type(grad.view.dtype)
+    full = torch.empty_strided(view.shape, view.stride(), dtype=dtype, device="cpu")
     shard = slot.group.shard
     into = full
     if shard is not None:
@@ -86,7 +92,9 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
 
     def look(_slot: object, grad: torch.Tensor) -> None:
         nonlocal finite
-        if grad.device.type == "cpu":
+        if grad.dtype == torch.float64:
+            finite = finite and bool(grad.isfinite().all())
+        elif grad.device.type == "cpu":
             finite = finite and math.isfinite(sum_of_squares(grad))
         elif grad.numel():
             # The largest element, which is NaN where one is: read as it is, with no copy in a wider type.
@@ -135,8 +143,11 @@ def total_norm(
     visit_gradients(storage, manager, measure)
     if not norms:
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")
-    each = torch.stack([norms[slot] for slot in order if slot in norms])
-    norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    each = [norms[slot] for slot in order if slot in norms]
+    if len({measured.dtype for measured in each}) > 1:  # torch takes those of one type after another
+        grouped = _group_tensors_by_device_and_dtype([each])  # type: ignore[list-item]
+        each = [measured for (group,), _ in grouped.values() for measured in group if measured is not None]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
     return norm
 
 
@@ -158,7 +169,7 @@ def _norm_over_ranks(
 
     def measure(slot: ManagedSlot, grad: torch.Tensor) -> None:
         if slot.name not in uncounted:
-            norm.add(scaled(grad, scale))
+            norm.add(scaled(grad, scale).float())
 
     visit_gradients(storage, manager, measure)
     return norm.over(_other_ranks(manager))

@@ -11,6 +11,7 @@ from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
 from gemini.optim.stepped_rule import SteppedRule, step_of
+from gemini.optim.wrapped import WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
 _ELEMENT_WISE = (
@@ -47,6 +48,11 @@ _WAY_OUT = (
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False) -> UpdateRule:
     """Return how ``optim`` updates. ``elementwise``: what the step of a class that is not known makes of an
     element depends on that element alone. Raises ConfigError where nothing here does as it does."""
+    if isinstance(optim, WrappedOptimizer):
+        raise ConfigError(
+            f"it is a {type(optim).__name__} already, which updates the model by itself: use that one, or "
+            "make another of the optimizer that it drives"
+        )
     if isinstance(optim, CPUAdam):
         return AdamRule(optim.state_format)
     step = step_of(type(optim))

@@ -284,6 +284,46 @@ def test_ranks_that_wait_for_each_other_in_different_calls_hear_of_it() -> None:
     assert seconds < SOON
 
 
+def _told_of_waits() -> tuple[str, float]:
+    try:
+        _set_patience(PATIENCE)
+        begin, mesh = time.monotonic(), Mesh(Layout(pp=2, tp=2))
+        some, every = mesh.axis("tp"), mesh.axis("pp", "dp", "sp", "tp")
+        assert some is not None
+        assert every is not None
+        every.all_reduce(torch.ones(4))
+        begin = time.monotonic()
+        (some if dist.get_rank() == 0 else every).all_reduce(torch.ones(4))
+    except StateError as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+def test_ranks_that_wait_for_each_other_along_different_axes_hear_of_it() -> None:
+    for message, seconds in run_on_ranks(_told_of_waits, 4):
+        assert "for each other" in message or "will not come" in message, message
+        assert seconds < SOON
+
+
+def _wait_for_one_that_is_busy() -> float:
+    """Have one rank compute for longer than the patience while all others wait for it, along other axes."""
+    _set_patience(PATIENCE / 4)
+    with Mesh(Layout(pp=2, tp=2)) as mesh:
+        rows, columns = mesh.axis("tp"), mesh.axis("pp")
+        assert rows is not None
+        assert columns is not None
+        total = torch.ones(1)
+        if dist.get_rank() == 3:
+            time.sleep(2 * PATIENCE)
+        rows.all_reduce(total)
+        columns.all_reduce(total)
+    return float(total)
+
+
+def test_a_rank_that_is_busy_keeps_others_waiting_along_other_axes() -> None:
+    assert run_on_ranks(_wait_for_one_that_is_busy, 4) == [4.0] * 4
+
+
 def _busy_for_long() -> list[float]:
     """Keep one rank busy elsewhere for longer than the patience."""
     _set_patience(PATIENCE / 4)

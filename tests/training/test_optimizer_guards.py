@@ -202,6 +202,7 @@ def test_what_is_none_is_refused_by_name(tmp_path: Path) -> None:
             (lambda: checkpoint.load(tmp_path, model.module, optimizer), "model is a .*, not a GeminiDDP"),
             (lambda: checkpoint.save_async(tmp_path, model.module, optimizer), "not a GeminiDDP"),
             (lambda: checkpoint.save(tmp_path, model, plain), "optimizer is a Adam, not a GeminiOptimizer"),
+            (lambda: GeminiOptimizer(optimizer, model), "it is a GeminiOptimizer already"),
             (lambda: optimizer.load_state_dict({}), "the state has no param_groups"),
             (lambda: optimizer.clip_grad_by_norm(-1.0), "max_norm is -1"),
             (lambda: optimizer.clip_grad_by_value(float("nan")), "clip_value is nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -124,6 +125,13 @@ def _edited(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda state: {**state, key: value}
 
 
+def _quantized(state: dict[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to give them up
+        value = torch.quantize_per_tensor(torch.eye(32), 0.1, 0, torch.quint8)
+    return {**state, "after.2.weight": value}
+
+
 BAD_STATES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
     "missing": (_without, RuntimeError, "after.0.bias"),
     "unexpected": (_edited("extra.weight", torch.zeros(2)), RuntimeError, "extra.weight"),
@@ -135,6 +143,27 @@ BAD_STATES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exc
     "shape of the last": (_edited("after.2.bias", torch.zeros(1)), ConfigError, "after.2.bias"),
     "shape of a buffer": (_edited("core.running_mean", torch.zeros(3)), ConfigError, "running_mean"),
     "not a tensor": (_edited("after.2.weight", 3.0), ConfigError, "after.2.weight"),
+    "sparse": (
+        _edited("after.2.weight", torch.eye(32).to_sparse()),
+        ConfigError,
+        r"'after.2.weight' is sparse_coo in the state .* value.to_dense\(\)",
+    ),
+    "sparse by rows": (
+        _edited("after.2.weight", torch.eye(32).to_sparse_csr()),
+        ConfigError,
+        "'after.2.weight' is sparse_csr",
+    ),
+    "sparse buffer": (
+        _edited("core.running_mean", torch.ones(32).to_sparse()),
+        ConfigError,
+        "'core.running_mean' is sparse_coo",
+    ),
+    "quantized": (_quantized, ConfigError, r"'after.2.weight' is quantized .* value.dequantize\(\)"),
+    "without values": (
+        _edited("after.2.weight", torch.empty(32, 32, device="meta")),
+        ConfigError,
+        "'after.2.weight' is on meta",
+    ),
 }
 
 

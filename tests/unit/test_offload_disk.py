@@ -325,5 +325,14 @@ def test_async_file_moves_bytes(tmp_path: Path) -> None:
 def test_async_file_checks_its_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positive"):
         AsyncFile(tmp_path, 0)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist; create it or name another"):
         AsyncFile(tmp_path / "missing", 4096)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; name a directory"):
+        AsyncFile(tmp_path / "file", 4096)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no procfs here")
+def test_a_directory_that_takes_no_files_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"'/proc'.*; name another|not writable; .* name another"):
+        AsyncFile("/proc", 4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,6 +29,14 @@ class _GivenUp(RefusingGate):
 _GIVEN_UP = cast("Gate", _GivenUp())
 
 
+class Left(Enum):
+    """What plain torch would have where there is no gradient here."""
+
+    NOTHING = auto()
+    TAKEN = auto()  # one that a step has used, of which zero_grad(set_to_none=False) makes zeros
+    ZEROS = auto()  # that, which gets memory once it is used: an update takes it, others do not see it
+
+
 class SlotGradient:
     """Holds the gradient between backward and update.
 
@@ -37,7 +46,7 @@ class SlotGradient:
     update only.
     """
 
-    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_loose", "_name", "ref", "view")
+    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_left", "_loose", "_name", "ref", "view")
 
     def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor) -> None:
         self.ref = TensorRef(gate, tensor)
@@ -45,6 +54,7 @@ class SlotGradient:
         self._name = name
         self._gate = gate
         self._in_chunk = False
+        self._left = Left.NOTHING
         self._loose: torch.Tensor | None = None
         self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
 
@@ -56,6 +66,11 @@ class SlotGradient:
     def exists(self) -> bool:
         """Whether there is a gradient."""
         return (self._in_chunk and not self._is_taken) or self._loose is not None
+
+    @property
+    def is_in_torch(self) -> bool:
+        """Whether plain torch would have a gradient: this one, one that a step has taken, or zeros."""
+        return self.exists or self._left is not Left.NOTHING
 
     @property
     def _is_taken(self) -> bool:
@@ -113,14 +128,16 @@ class SlotGradient:
         if self._loose is not None:
             self._loose.add_(grad)
         elif self._gate.resident and not self._in_chunk and not self._gate.gradients_are_lent:
-            self._set_loose(grad)
+            self._set_loose(grad + 0.0 if self._left is Left.ZEROS else grad)
         else:
             self._write(grad, add=self._in_chunk)
+        self._left = Left.NOTHING
 
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
         up. Raises StateError where backward has used it up already."""
         self._gate.lock.refuse(self.ref.tensors)
+        self.make_zeros()
         if self._loose is not None:
             return self._loose
         if not self._in_chunk or self._is_taken:
@@ -152,6 +169,7 @@ class SlotGradient:
             return
         source = grad.detach().clone()
         self._gate.count_gradient()
+        self._left = Left.NOTHING
         if self._in_chunk:
             self._await_update()
         if self._loose is not None or (self._gate.resident and not self._in_chunk):
@@ -162,10 +180,30 @@ class SlotGradient:
             self.retire_aliases()
 
     def fill_zero(self) -> None:
-        """Set the gradient to zeros, if there is one."""
+        """Set the gradient to zeros, if there is one, or the last step has taken it."""
         if self.exists:
             with self._gate.operator(self.tensors, self.tensors):
                 self.value.zero_()
+        elif self._left is Left.TAKEN:
+            self._left = Left.ZEROS
+
+    def note_taken(self) -> None:
+        """A step uses the gradient, which is still there by torch's rules."""
+        if self._left is Left.NOTHING:
+            self._left = Left.TAKEN
+
+    def make_zeros(self) -> None:
+        """Have zeros be there that :meth:`fill_zero` left to be made. Raises as an operator."""
+        if self._left is not Left.ZEROS:
+            return
+        if self._in_chunk:
+            self._await_update()
+        if self._gate.resident and not self._in_chunk:
+            self._set_loose(torch.zeros_like(self.view))
+        else:
+            with torch.no_grad():
+                self._write(torch.zeros((), dtype=self.view.dtype, device=self.view.device), add=False)
+        self._left = Left.NOTHING
 
     def free(self) -> None:
         """Give up the gradient's memory; what ``param.grad`` was cannot be used any more. One that a pending
@@ -174,6 +212,7 @@ class SlotGradient:
         Raises:
             StateError: it is in use; it stays.
         """
+        self._left = Left.NOTHING
         self._set_loose(None)
         if self._in_chunk and not self._is_taken:
             self.use_up()
@@ -240,6 +279,8 @@ class SlotGradient:
                 self.view.add_(grad)
             else:
                 self.view.copy_(grad)
+                if self._left is Left.ZEROS:  # to which plain torch adds it: -0.0 becomes 0.0
+                    self.view.add_(0.0)
             self._in_chunk = True
         finally:
             self._gate.post_op(self.ref.tensors, True)

@@ -15,7 +15,7 @@ from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.guards import RefusingGate
 from gemini.runtime.gate.tensor_mgr import TensorState
 from gemini.runtime.intercept.param import as_managed
-from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.gradient import Left, SlotGradient
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class ShardedGradient(SlotGradient):
     def take_mean(self) -> None:
         """The shard holds the mean over the ranks."""
         self.is_shared = True
+        self._left = Left.NOTHING
 
     @property
     def is_local(self) -> bool:
@@ -164,10 +165,11 @@ class ShardedGradient(SlotGradient):
     def alias(self) -> torch.Tensor | None:
         """Return what ``param.grad`` is: None, this rank's own, or one whose use raises ConfigError."""
         self.events.settle()
-        if not self.exists:
+        is_zeros = self._left is Left.ZEROS
+        if not self.exists and not is_zeros:
             return None
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._has_mean or (self._is_offered and not in_backward):
+        if self._has_mean or is_zeros or (self._is_offered and not in_backward):
             ref = TensorRef(cast("Gate", _Shared(self._name)), self.ref.tensors[0])
             return as_managed(self.view.view_as(self.view), ref)
         return super().alias()
@@ -190,7 +192,10 @@ class ShardedGradient(SlotGradient):
             self.events.assigned()
 
     def fill_zero(self) -> None:
-        """Set both to zeros, where they exist."""
+        """Set both to zeros, where they exist, or the last step has taken the shard."""
+        if not self.exists and self._left is Left.TAKEN:
+            self._left = Left.ZEROS
+            self.events.assigned()
         with torch.no_grad():
             if self._in_chunk:
                 with self._gate.operator(self.ref.tensors, self.ref.tensors):
@@ -199,8 +204,18 @@ class ShardedGradient(SlotGradient):
                 with self._gate.operator(self.tensors, self.tensors):
                     self.value.zero_()
 
+    def make_zeros(self) -> None:
+        """Have the shard be zeros that :meth:`fill_zero` left to be made, after the exchange: where no rank
+        had anything to add to them. All ranks call it."""
+        if self._left is Left.ZEROS:
+            tensor = (self._place.tensor,)
+            with torch.no_grad(), self._gate.operator(tensor, tensor):
+                self.value.zero_()
+            self.take_mean()
+
     def free(self) -> None:
         """Give both up, but not a shard that a pending update has taken."""
+        self._left = Left.NOTHING
         self.events.settle()
         if self._in_chunk:
             super().use_up()
