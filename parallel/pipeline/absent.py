@@ -79,8 +79,9 @@ class Nothing:
 def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return random numbers on the CPU; whole ones are 0 and 1, which are in reach of most tables."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
-    return torch.randint(2, tuple(shape), generator=generator, device="cpu").to(dtype)
+        numbers = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+        return numbers.to(dtype)
+    return torch.randint(2, tuple(shape), generator=generator, dtype=torch.int64, device="cpu").to(dtype)
 
 
 class Passage:
