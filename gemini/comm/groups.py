@@ -53,9 +53,11 @@ def in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
     timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
     is_late = limit is not None and timeout is not None and timeout > limit
-    if not (is_late and any(is_over_gloo(group, device) for device in devices_of(group))):
+    over_gloo = [is_over_gloo(group, device) for device in devices_of(group)]
+    if not (is_late and any(over_gloo)):
         return group
-    return new_group(dist.get_process_group_ranks(group), limit)
+    backend = "gloo" if all(over_gloo) else None  # that of each kind of device, as in the default group
+    return new_group(dist.get_process_group_ranks(group), limit, backend)
 
 
 def shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
