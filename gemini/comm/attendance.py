@@ -265,10 +265,8 @@ class Attendance:
 
     def _find_apart(self) -> str:
         """Return who waits for what if every rank waits, and has for the patience, but not in one call."""
-        now, others = time.monotonic(), list(self._seen.copy().items())
-        if len(others) + 1 < self._count:
-            return ""
-        if not all(seen.sign.is_stuck and now - seen.state_s > self.patience_s for _, seen in others):
+        others = list(self._seen.copy().items())
+        if not self._all_wait([seen for _, seen in others]):
             return ""
         here = (self._calls, self._doing)
         apart = [
@@ -276,6 +274,15 @@ class Attendance:
         ]
         return (
             f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
+        )
+
+    def _all_wait(self, seen: list[_Seen]) -> bool:
+        """Say whether all other ranks are alive, wait, and have for the patience. One that was stopped while
+        it waited is not: it is named for its silence."""
+        now, patience_s = time.monotonic(), self.patience_s
+        return len(seen) + 1 == self._count and all(
+            each.sign.is_stuck and now - each.state_s > patience_s and now - each.beat_s < patience_s / 2
+            for each in seen
         )
 
     def _find_all_apart(self) -> str:
@@ -286,10 +293,9 @@ class Attendance:
         if of_all is None or world is None:
             return ""
         of_all._ask_for_signs()
-        now, seen = time.monotonic(), list(of_all._seen.copy().values())
-        if len(seen) + 1 < of_all._count or now - self._waits_since_s < self.patience_s:
-            return ""
-        if not all(each.sign.is_stuck and now - each.state_s > self.patience_s for each in seen):
+        seen = list(of_all._seen.copy().values())
+        waits_s = time.monotonic() - self._waits_since_s
+        if waits_s < self.patience_s or not of_all._all_wait(seen):
             return ""
         found = sorted({each.sign.what for each in seen} - {self._doing})
         return (
