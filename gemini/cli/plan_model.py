@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from gemini.cli.plan_hugging_face import MOST_LAYERS, hugging_face
-from gemini.cli.usage import did_you_mean
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
 from gemini.runtime.intercept.nested import map_tensors
+from gemini.system.config import did_you_mean
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
 PRESETS = {

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+from gemini.system.config import did_you_mean
+
 _EXIT_USAGE = 2
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a guess in brackets, after a space, which of the ``known`` names was meant; "" for none."""
-    near = get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class CommandParser(argparse.ArgumentParser):

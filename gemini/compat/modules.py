@@ -6,13 +6,13 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from gemini.compat.names import COMING, NAMES, OWN
+from gemini.system.config import did_you_mean
 
 _ROOT = "gemini.compat"
 
@@ -104,8 +104,7 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, _Loader(), is_package=True)
         if name.rpartition(".")[2].startswith("_"):
             return None
-        near = get_close_matches(name, [*NAMES, *MODULES], 1, cutoff=0.8)
-        guess = f" (did you mean {near[0]}?)" if near else ""
+        guess = did_you_mean(name, [*NAMES, *MODULES], cutoff=0.8)
         # No ModuleNotFoundError: Python passes that one over in ``from gemini.compat.utils import nothing``.
         raise ImportError(
             f"{_ROOT} has no {name}{guess}; docs/compat.md lists the names of the documents that it has",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any
@@ -70,7 +70,12 @@ def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str
     """Raise TypeError, in the name of what was ``called``, for an option that nothing would read."""
     unknown = sorted(options.keys() - known)
     if unknown:
-        meant = [near for name in unknown for near in get_close_matches(name, known, 1)]
-        guess = f" (did you mean {', '.join(meant)}?)" if meant else ""
-        wrong = ", ".join(map(repr, unknown))
-        raise TypeError(f"{called} has no argument {wrong}{guess}; it has {', '.join(sorted(known))}")
+        wrong = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+        raise TypeError(f"{called} has no argument {wrong}; it has {', '.join(sorted(known))}")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return a guess in brackets, after a space, which of the ``known`` names was meant; "" for none that is
+    as near as ``cutoff`` (of 1)."""
+    near = get_close_matches(name, list(known), 1, cutoff)
+    return f" (did you mean {near[0]}?)" if near else ""
