@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage_without_values
 from gemini.model.weights import import_weights
 from gemini.runtime import Filling, init_on, initialize_buffers
-from gemini.system.config import keyword_names
+from gemini.system.config import did_you_mean, keyword_names
 
 _MANAGED = keyword_names(GeminiDDP) - {"module"}
 _OWN = frozenset(("auto_class", "dtype", "adapter"))
@@ -109,11 +108,8 @@ def from_pretrained(
 def _refuse_misspelled(names: Iterable[str], cause: Exception | None = None) -> None:
     """Raise TypeError for the first of ``names`` that is nearly one of ours."""
     for name in names:
-        near = get_close_matches(name, _MANAGED | _OWN, 1)
-        if near:
-            raise TypeError(
-                f"from_pretrained() has no argument {name!r} (did you mean {near[0]}?)"
-            ) from cause
+        if guess := did_you_mean(name, _MANAGED | _OWN):
+            raise TypeError(f"from_pretrained() has no argument {name!r}{guess}") from cause
 
 
 def _is_other_callable(auto_class: Any) -> bool:
@@ -129,11 +125,7 @@ def _is_other_callable(auto_class: Any) -> bool:
 
 def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[str, Any]) -> nn.Module:
     """Build, manage and load a module of which transformers knows nothing."""
-    from gemini.integrations.transformers_loading import damage_explained
-
-    with damage_explained():
-        opened_files = SafetensorsFiles.of_directory(directory)
-    with opened_files as files:
+    with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()
         names = _other_names(module, files, directory)

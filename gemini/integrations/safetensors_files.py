@@ -21,7 +21,8 @@ from gemini.errors import CheckpointError, in_words
 from gemini.integrations.tensor_reads import TensorReads
 from gemini.system.files import open_regular, parse_json, read_regular
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "copy or download the file again"
 _MAX_INDEX_BYTES = 2**26
 _READ_AHEAD_BYTES = 64 * 2**20
 _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
@@ -134,19 +135,16 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
     @classmethod
     def of_directory(cls, directory: Path) -> SafetensorsFiles:
         """Open a model's files in ``directory``: one, or shards with an index. Raises as the class."""
-        index, single = directory / _INDEX, directory / _SINGLE
+        index, single = directory / INDEX, directory / _SINGLE
         if index.is_file():
-            try:
-                named = parse_json(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
-                paths = [directory / file for file in sorted(set(named.values()))]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
+            named = read_index(index)
+            paths = [directory / file for file in sorted(set(named.values()))]
             if any(path.parent != directory for path in paths):
                 raise CheckpointError(f"{index} names files that are not next to it")
             return cls(paths, named)
         if not single.is_file():
             raise CheckpointError(
-                f"{directory} holds neither {_SINGLE} nor {_INDEX}; save the model with "
+                f"{directory} holds neither {_SINGLE} nor {INDEX}; save the model with "
                 "save_pretrained(), or give the directory that has its weights"
             )
         return cls([single])
@@ -159,7 +157,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 pass
             descriptor = open_regular(path)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+            raise CheckpointError(f"cannot read {path}: {error}; {_AGAIN}") from error
         self._stack.callback(os.close, descriptor)
         head = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         entries: dict[str, Any] = json.loads(os.pread(descriptor, head, 8))
@@ -226,6 +224,18 @@ class StoredValues(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the names of the files that tensors are in, by the tensors' names. Raises CheckpointError where
+    the index at ``path`` does not say that."""
+    try:
+        named: dict[str, str] = parse_json(read_regular(path, _MAX_INDEX_BYTES))["weight_map"]
+        if not all(isinstance(file, str) for file in named.values()):
+            raise TypeError("a file's name is no text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {in_words(error)}; {_AGAIN}") from error
+    return named
 
 
 def _types() -> dict[str, torch.dtype]:

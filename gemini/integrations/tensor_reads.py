@@ -37,9 +37,9 @@ class Readable(Protocol):
 class TensorReads:
     """Hands out tensors of files, for one thread; close it before the files.
 
-    Who has written a tensor's values where they belong puts it into ``spent``: the next of its size gets its
-    memory. Spare memory, what was handed out last and what waits for its turn take at most what the largest
-    tensor of the order does.
+    A caller that has written a tensor's values where they belong puts it into ``spent``: the next of its size
+    gets its memory. Spare memory, what was handed out last and what waits for its turn take at most what the
+    largest tensor of the order does.
     """
 
     def __init__(self) -> None:

@@ -19,18 +19,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from gemini.errors import CheckpointError, ConfigError, GeminiError, in_words
+from gemini.errors import ConfigError, GeminiError
 from gemini.integrations.adapters import Adapters
-from gemini.integrations.safetensors_files import SafetensorsFiles
+from gemini.integrations.safetensors_files import INDEX, SafetensorsFiles, read_index
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import slot_of
-from gemini.system.files import parse_json, read_regular
-
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 2**26
-_AGAIN = "copy or download the file again"
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
 _PATCHED = threading.Lock()
@@ -94,24 +89,9 @@ def _explain(error: Exception, path: str) -> None:
         raise OSError(
             f"there is no directory {path!r} here, and transformers finds no model of that name: {said}"
         ) from error
-    index = Path(path) / _INDEX
-    if not index.is_file():
-        return
-    try:
-        parse_json(read_regular(index, _MAX_INDEX_BYTES))["weight_map"].values()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as reason:
-        raise CheckpointError(f"{index} is damaged: {in_words(reason)}; {_AGAIN}") from error
-
-
-@contextmanager
-def damage_explained() -> Iterator[None]:
-    """Have the error of a file that cannot be read say what to do."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.__cause__ is None:  # it says so itself
-            raise
-        raise CheckpointError(f"{error}; {_AGAIN}") from error
+    index = Path(path) / INDEX
+    if index.is_file():
+        read_index(index)
 
 
 def _transformers() -> Any:
@@ -213,9 +193,7 @@ class _Loading:
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)
-        with damage_explained():
-            opened = SafetensorsFiles([Path(file) for file in files])
-        with opened as stored:
+        with SafetensorsFiles([Path(file) for file in files]) as stored:
             self._begin(model, frozenset(_apart(model, stored)))
             self._spent = stored.reads.spent
             stored.expect(sorted(stored, key=_natural))
