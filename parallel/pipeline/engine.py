@@ -329,7 +329,7 @@ class _Run:
     def _refuse_nothing(
         self, stage: Stage, results: Sequence[torch.Tensor], call: tuple[Any, ...], number: int
     ) -> None:
-        """Raise ConfigError where what a stage gives on, or the loss, is made of what another stage has and
+        """Raise ConfigError where what a stage hands on, or the loss, is made of what another stage has and
         has not sent; ``call`` is that of the stage. Looked at in the first forward pass, and where a batch of
         other shapes comes to NaN."""
         checked = self._engine.checked
@@ -345,7 +345,7 @@ class _Run:
             return (self._loss_of(found, number),) if is_last else found
 
         if stage.depends_on_nothing(results, again):
-            what = "the loss" if is_last else f"what stage {stage.index} gives on"
+            what = "the loss" if is_last else f"what stage {stage.index} hands on"
             raise ConfigError(
                 f"{what} is made of something that another stage has: what runs in front of the blocks, or "
                 "a weight there, is used behind a block, or decides how the model goes on (only what one "

@@ -61,7 +61,7 @@ class Trapped(nn.Module):
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # a stage looks at what it gives on before it trains
+        if not torch.is_grad_enabled():  # a stage looks at what it hands on before it trains
             return self.inner(x)
         out: Tensor = _Trap.apply(self.inner(x), self.spring)
         return out

@@ -11,8 +11,9 @@ from pipeline_harness import ADAM, CHUNKS
 from processes import run_on_ranks
 from torch import Tensor, nn
 
-from gemini import CPUAdam
+from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
+from gemini.parallel.pipeline import choose_ranges, find_units, split
 
 WIDTH, VOCAB = 16, 37
 
@@ -229,9 +230,6 @@ def test_positions_that_rotate_have_the_type_that_stages_compute_in(precision: s
 
 def test_a_loss_of_the_routers_of_all_layers_is_refused() -> None:
     transformers = pytest.importorskip("transformers", reason="models of transformers")
-    from gemini import ConfigError
-    from gemini.parallel.pipeline import choose_ranges, find_units, split
-
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     config = transformers.MixtralConfig(vocab_size=37, **sizes, **heads, output_router_logits=True)
