@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -238,26 +237,20 @@ def test_threads_may_take_turns(tmp_path: Path) -> None:
 def test_models_that_one_operator_reads_are_pinned_in_the_order_of_their_making(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their addresses: in another order on another thread or rank each would wait for the other."""
+    """Whatever comes first among the operands, and whatever their addresses: in another order on another
+    thread or rank each would wait for the other."""
     pinned: list[Gate] = []
     within = param.pinned
     monkeypatch.setattr(param, "pinned", lambda gate, *rest: pinned.append(gate) or within(gate, *rest))
-
-    def weight() -> Tensor:
-        model = GeminiDDP(nn.Linear(8, 8), **tight(tmp_path, "8KiB"))
-        models.append(model)
-        return next(model.parameters())
-
-    models: list[GeminiDDP] = []
-    gaps, first = [weight() for _ in range(4)], weight()
-    gate = first._ref.manager  # type: ignore[attr-defined]
-    gaps.clear()
-    models.clear()
-    gc.collect()
-    later = [weight() for _ in range(6)]  # where others were, which may be below
-    for other in later:
-        pinned.clear()
-        torch.equal(other, first)
-        assert [each.number for each in pinned] == sorted(each.number for each in pinned)
-        assert pinned[0] is gate
-    assert any(id(other._ref.manager) < id(gate) for other in later)  # type: ignore[attr-defined]
+    models = [GeminiDDP(nn.Linear(8, 8), **tight(tmp_path, "8KiB")) for _ in range(2)]
+    one, other = (next(model.parameters()) for model in models)
+    gates = [each._ref.manager for each in (one, other)]  # type: ignore[attr-defined]
+    made = [gate.number for gate in gates]
+    assert made == sorted(made)
+    for numbers in (made, made[::-1]):  # the second as if their memory were the other way round
+        for gate, number in zip(gates, numbers, strict=True):
+            monkeypatch.setattr(gate, "number", number)
+        for operands in ((one, other), (other, one)):
+            pinned.clear()
+            torch.equal(*operands)
+            assert pinned == sorted(gates, key=lambda gate: gate.number)
