@@ -13,7 +13,7 @@ from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.tensor.products import Cube, Square
-from gemini.parallel.tensor.region import Region, generator_states, set_generator_states
+from gemini.parallel.tensor.region import Region, share_generators
 from gemini.parallel.tensor.tile import Places, Tile
 
 
@@ -137,10 +137,7 @@ class Grid:
         """Give torch's generators here the states of the first rank's: what is drawn next is the same on all
         ranks, which call this together."""
         if self.every is not None:
-            states = generator_states(device)
-            for state in states:
-                self.every.broadcast(state)
-            set_generator_states(device, states)
+            share_generators(self.every, device)
 
     def _make_axis(self, names: Sequence[str]) -> Axis | None:
         if self.every is None or self.places.size(names) == 1:

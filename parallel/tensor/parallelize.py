@@ -16,7 +16,7 @@ from gemini.parallel.tensor.cutting import cut_parameters
 from gemini.parallel.tensor.layers import CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
-from gemini.parallel.tensor.region import Region
+from gemini.parallel.tensor.region import Region, device_of, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
 
@@ -34,7 +34,8 @@ def parallelize(
     """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
 
     Its modules and parameters keep their identity; each rank has plain parameters of local shapes. The first
-    rank's values are taken. A model on ``meta`` is given its first values, those of one process, a submodule
+    rank's values are taken, and the states of its random generators: masks of dropout outside cut layers are
+    the same on all ranks. A model on ``meta`` is given its first values, those of one process, a submodule
     at a time. Make the optimizer, or wrap the model in GeminiDDP, afterwards:
     ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition.model_ranks)``.
 
@@ -63,6 +64,7 @@ def parallelize(
     apply_styles(model, axis, work)
     if not gather_logits:
         take_loss_by_parts(model, axis)
+    share_generators(axis, device_of(model))
     return partition
 
 
@@ -86,8 +88,8 @@ def _refuse_layout(layout: Layout) -> None:
         )
 
 
-def _open(region: Region, *_: object) -> None:
-    region.open()
+def _open(region: Region, model: nn.Module, *_: object) -> None:
+    region.open(model)
 
 
 def _close(region: Region, *_: object) -> None:

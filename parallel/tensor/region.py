@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
+
+logger = logging.getLogger(__name__)
 
 _SEED_BITS = 62
 _WITHOUT_GENERATOR = ("cpu", "meta")  # of their own
@@ -41,6 +45,7 @@ class Region:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._sequence_norms = False  # True: masks differ in all blocks, from the first to the last
+        self._has_trained = False
         self._threads = threading.local()
 
     def cover_norms(self) -> None:
@@ -111,12 +116,21 @@ class Region:
             (device, states), now.outside = now.outside, None
             set_generator_states(device, states)
 
-    def open(self) -> None:
-        """Begin a forward pass. One that Ctrl-C ended, of which nobody was told, has left the generators
-        inside; what recomputing in backward has left is void, since that restores them."""
+    def open(self, model: nn.Module) -> None:
+        """Begin a forward pass of ``model``. One that Ctrl-C ended, of which nobody was told, has left the
+        generators inside; what recomputing in backward has left is void, since that restores them."""
         if self._now().under_way:
             self.end_masks()
         self._threads.now = _Forward(under_way=True)
+        if model.training and not self._has_trained:
+            self._has_trained = True
+            if share_generators(self.axis, device_of(model)):
+                logger.warning(
+                    "torch's generators were in other states here than on the first rank of %r, and would "
+                    "have drawn other masks of dropout: they go on from its states. Give these ranks one "
+                    "seed (torch.manual_seed)",
+                    self.axis.name,
+                )
 
     def close(self) -> None:
         """Forget the forward pass, which is over or has raised."""
@@ -131,6 +145,22 @@ class Region:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Region:
         return self  # ranks cannot be copied; a copy of the model is cut as the model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the first parameter of ``model`` is; the CPU where it has none."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def share_generators(axis: Axis, device: torch.device) -> bool:
+    """Give torch's generators the states that those of the first rank have: what is drawn next is the same on
+    all ranks, which call this together. Return whether they were other states."""
+    own = generator_states(device)
+    states = [state.clone() for state in own]
+    for state in states:
+        axis.broadcast(state)
+    set_generator_states(device, states)
+    return not all(torch.equal(state, before) for state, before in zip(states, own, strict=True))
 
 
 def generator_states(device: torch.device) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,32 @@ def test_masks_differ_between_ranks_where_they_are_of_parts_alone(recompute: boo
     if recompute:  # in training
         assert not torch.equal(inside, other)
         assert 0.4 < inside.float().mean() < 0.6
+
+
+def draw_masks_from_seeds_of_their_own(later: bool) -> tuple[Tensor, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini").addHandler(handler)
+    torch.manual_seed(dist.get_rank())
+    model = Dropping()
+    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"})
+    if later:
+        torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        model(torch.ones(16, 8))
+    logging.getLogger("gemini").removeHandler(handler)
+    return torch.stack(model.kept[1::2]), said
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_ranks_with_seeds_of_their_own_draw_the_same_masks_outside(later: bool) -> None:
+    (outside, said), (same, other_said) = run_on_ranks(draw_masks_from_seeds_of_their_own, 2, later)
+    assert torch.equal(outside, same)
+    assert not said
+    assert [line.partition(",")[0] for line in other_said] == later * [
+        "torch's generators were in other states here than on the first rank of 'tp'"
+    ]
 
 
 def interrupt(*_: object) -> None:
