@@ -7,7 +7,6 @@ See docs/notes/zero.md.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import math
@@ -20,12 +19,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from gemini.comm.place import find_place
 from gemini.errors import ConfigError, StateError
 from gemini.system.threads import start_thread, wait_until_idle
 
@@ -52,9 +50,6 @@ _UNEVEN = (
 )
 _EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # of this process
 _EVERY_LOCK = threading.Lock()  # threads of signs look at it
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
-_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 
 
 @dataclass(frozen=True)
@@ -413,28 +408,3 @@ def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
             found.leave("ended" if error is None else f"ended with {type(error).__name__} ({error})")
 
     return atexit.register(tell)
-
-
-class ProgramPlace(NamedTuple):
-    """``text`` as a message names it, empty where it is nowhere; ``in_collective``: there it waits for a call
-    of torch.distributed that is none of this library's."""
-
-    text: str
-    in_collective: bool
-
-
-def find_place(thread: int) -> ProgramPlace:
-    """Return the innermost line of a thread that is neither this library's nor torch's."""
-    frame = sys._current_frames().get(thread)
-    ours = collective = False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_OWN):
-            ours = True
-        elif name.startswith(_DISTRIBUTED):
-            collective = collective or not ours
-        elif not name.startswith(_TORCH) and name != contextlib.__file__:
-            text = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-            return ProgramPlace(text, collective and not ours)
-        frame = frame.f_back
-    return ProgramPlace("", False)
