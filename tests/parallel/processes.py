@@ -52,8 +52,8 @@ def run_on_ranks(
 
     The function must be at the top level of a module; arguments and results are pickled, tensors by value.
     ``timeout`` is in seconds, for the call; a collective gets it too, if it is long. Each rank begins with
-    torch's seed 0, one thread, and an empty group; what it changes besides (default dtype, environment) it
-    changes for later runs.
+    torch's seed 0, one thread, an empty group and the environment of this process as it was when the rank was
+    started; what else it changes (default dtype) it changes for later runs.
 
     Raises:
         RanksFailed: see there. The processes of the run are ended; the next run starts new ones.
@@ -191,6 +191,7 @@ def _serve(pipe: Connection, last_words: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     pipe.send_bytes(b"started")
     with suppress(EOFError, KeyboardInterrupt), last_words.open("w") as stacks:
         faulthandler.enable(stacks)
@@ -207,10 +208,22 @@ def _serve(pipe: Connection, last_words: Path) -> None:
 def _answer(message: bytes) -> tuple[bool, Any]:
     try:
         job: _Job = pickle.loads(message)
-        with _group(job):
+        with _own_environment(), _group(job):
             return True, job.function(*job.args)
     except BaseException:
         return False, traceback.format_exc()
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Undo at the end what a job does to the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager
@@ -219,7 +232,6 @@ def _group(job: _Job) -> Iterator[None]:
     import torch
     from torch import distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 1.0))
     limit = timedelta(seconds=max(job.timeout, MEET_SECONDS))

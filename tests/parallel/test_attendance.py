@@ -27,17 +27,8 @@ SOON = 8 * PATIENCE  # on a machine that does other things too
 BACKENDS = ["gloo", None]  # None: one for each kind of device, as where a program names none
 
 
-@pytest.fixture(autouse=True)
-def fresh_workers() -> Iterator[None]:
-    """The processes keep what a test does to their environment."""
-    yield
-    run_on_ranks(_set_patience, 3, None)
-
-
-def _set_patience(seconds: float | None) -> None:
-    os.environ.pop(PATIENCE_VARIABLE, None)
-    if seconds is not None:
-        os.environ[PATIENCE_VARIABLE] = str(seconds)
+def _set_patience(seconds: float) -> None:
+    os.environ[PATIENCE_VARIABLE] = str(seconds)
 
 
 def _step(model: GeminiDDP, optimizer: GeminiOptimizer) -> None:
@@ -72,7 +63,6 @@ LEAVING: dict[str, tuple[Callable[..., None], str]] = {
 
 
 def _leave(way: str) -> tuple[str, float]:
-    _set_patience(None)
     model, optimizer = wrap(mlp, Recipe())
     odd, message, begin = dist.get_rank() == 1, "", 0.0
     try:
@@ -96,7 +86,6 @@ def test_a_rank_that_leaves_is_named_at_once_with_what_it_did_last(way: str) -> 
 
 
 def _leave_low_level(way: str, stage: int) -> tuple[str, float]:
-    _set_patience(None)
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters()), stage=stage)
@@ -175,7 +164,6 @@ def test_gradients_that_are_sent_early_meet_no_other_call_in_silence(way: str, s
 
 
 def _give_gradients_up_on_one_rank() -> str:
-    _set_patience(None)
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = LowLevelZeroOptimizer(torch.optim.Adam(model.parameters()), stage=1)

@@ -11,6 +11,8 @@ import torch
 from processes import RanksFailed, run_on_ranks
 from torch import distributed as dist
 
+NOTE = "GEMINI_TEST_NOTE"
+
 
 def _sum_of_ranks(factor: float) -> torch.Tensor:
     total = torch.tensor([factor * (dist.get_rank() + 1)])
@@ -55,6 +57,21 @@ def test_error_of_a_rank_is_told_and_later_runs_work() -> None:
 def test_rank_that_dies_is_told_with_its_exit_code() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1:\ndied with exit code 7"):
         run_on_ranks(_die_on_rank_1, 2)
+
+
+def _note_in_the_environment(said: str) -> str | None:
+    os.environ["LANG"] = os.environ[NOTE] = said
+    return os.environ.get(NOTE)
+
+
+def _read_the_environment() -> tuple[str | None, str | None]:
+    return os.environ.get(NOTE), os.environ.get("LANG")
+
+
+def test_what_a_rank_does_to_its_environment_ends_with_the_run() -> None:
+    before = run_on_ranks(_read_the_environment, 3)
+    assert run_on_ranks(_note_in_the_environment, 3, "a run's") == ["a run's"] * 3
+    assert run_on_ranks(_read_the_environment, 3) == before
 
 
 def test_rank_that_crashes_is_told_with_its_stack() -> None:

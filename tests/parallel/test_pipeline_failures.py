@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +22,8 @@ from gemini.parallel import Booster, HybridParallelPlugin
 SOON = 30.0
 
 
-@pytest.fixture(autouse=True)
-def fresh_workers() -> Iterator[None]:
-    """The processes keep what a test does to their environment."""
-    yield
-    run_on_ranks(_set_patience, 2, None)
-
-
-def _set_patience(seconds: float | None) -> None:
-    os.environ.pop(PATIENCE_VARIABLE, None)
-    if seconds is not None:
-        os.environ[PATIENCE_VARIABLE] = str(seconds)
+def _set_patience(seconds: float) -> None:
+    os.environ[PATIENCE_VARIABLE] = str(seconds)
 
 
 class _Trap(torch.autograd.Function):
