@@ -12,6 +12,7 @@ from gemini.errors import CheckpointError, in_words
 from gemini.system.device import gpu_generator_states, set_gpu_generator_states
 
 _NUMPY_WORDS = 624  # of a Mersenne Twister
+_WITHOUT_GENERATOR = ("cpu", "meta")  # of their own
 
 
 def capture() -> dict[str, Any]:
@@ -71,3 +72,28 @@ def restore(states: States) -> None:
         set_gpu_generator_states(states.gpus)
     except RuntimeError as error:
         raise CheckpointError(f"the state of a GPU's generator is damaged: {error}") from error
+
+
+# -- what operators on one device draw from ------------------------------------------------------------
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that operators on ``device`` draw from: the CPU's, and its own."""
+    states = [torch.default_generator.get_state()]
+    if device.type not in _WITHOUT_GENERATOR:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Set what :func:`generator_states` has returned."""
+    torch.default_generator.set_state(states[0])
+    if device.type not in _WITHOUT_GENERATOR:
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Begin anew, with ``seed``, in the generators that operators on ``device`` draw from."""
+    torch.default_generator.manual_seed(seed)
+    if device.type not in _WITHOUT_GENERATOR:
+        torch.get_device_module(device).manual_seed(seed)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gemini.errors import ConfigError
+from gemini.parallel.pipeline.numbers import Draws, drawn
 
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
+_ZERO = 0.5  # of rows
 
 
 class EndOfStage(BaseException):  # a model that catches exceptions around its blocks lets it through
@@ -33,17 +35,32 @@ class FirstBlock(BaseException):
         self.name, self.values = name, values
 
 
+class Taken(NamedTuple):
+    """What a stage is sent: ``places`` of the values that its first block is called with, and how many those
+    are."""
+
+    places: tuple[int, ...] = ()
+    among: int = 0
+
+
 class Nothing:
     """What stands for tensors that another stage has: NaN, or zeros of a type without NaN, in one element of
-    memory by type and device. Within :meth:`at_random` it is other numbers: what changes with them is made of
-    what is not there, although NaN may not show in it (masks, indices, branches)."""
+    memory by type and device, or in whole tensors where the model writes to them (``is_written``). Within
+    :meth:`at_random` it is other numbers: what changes with them is made of what is not there, although NaN
+    may not show in it (masks, indices, branches)."""
 
     def __init__(self) -> None:
+        self.is_written = False
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._generator: torch.Generator | None = None
+        self._has_zeros = False
 
     def __bool__(self) -> bool:
         return bool(self._elements)
+
+    def expect_writes(self) -> None:
+        """From now on give out whole tensors."""
+        self.is_written = True
 
     @property
     def is_random(self) -> bool:
@@ -53,18 +70,26 @@ class Nothing:
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor``, on ``device``."""
         if self._generator is not None:
-            return _numbers(tensor.shape, tensor.dtype, self._generator).to(device)
+            numbers = _numbers(tensor.shape, tensor.dtype, self._generator)
+            if self._has_zeros and tensor.dim():
+                rows = torch.rand(
+                    tensor.shape[:-1], generator=self._generator, dtype=torch.float32, device="cpu"
+                )
+                numbers[rows < _ZERO] = 0
+            return numbers.to(device)
         element = self._elements.get((tensor.dtype, device))
         if element is None:
             fill = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
             element = torch.full((), fill, dtype=tensor.dtype, device=device)
             self._elements[tensor.dtype, device] = element
-        return element.expand(tensor.shape)
+        whole = element.expand(tensor.shape)
+        return whole.clone() if self.is_written else whole
 
     @contextmanager
-    def at_random(self, seed: int) -> Iterator[None]:
-        """Have all of it be random numbers within the block, unseen by autograd."""
-        self._generator = torch.Generator().manual_seed(seed)
+    def at_random(self, seed: int, *, has_zeros: bool = False) -> Iterator[None]:
+        """Have all of it be random numbers within the block, unseen by autograd; ``has_zeros``: some rows of
+        zeros among them, as padding has."""
+        self._generator, self._has_zeros = torch.Generator().manual_seed(seed), has_zeros
         before = [(element, element.clone()) for element in self._elements.values()]
         for element, _ in before:
             element.data.copy_(_numbers(element.shape, element.dtype, self._generator))
@@ -98,8 +123,10 @@ class Passage:
         self.runs, self.has_entered = False, False
         self.device = torch.device("cpu")  # of the batch
         self._takes: Sequence[int] | None = None
-        self._gives: Sequence[int] = ()
+        self._gives = Taken()
         self._received: Sequence[torch.Tensor] = ()
+        self._draws: Draws | None = None
+        self._in_blocks = ExitStack()
         # By the id of a tensor of NaN, which is kept for that: what was received in its place.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -109,16 +136,19 @@ class Passage:
         takes: Sequence[int] | None,
         batch: object,
         received: Sequence[torch.Tensor] = (),
-        gives: Sequence[int] = (),
+        gives: Taken = Taken(),  # noqa: B008  # a tuple
+        draws: Draws | None = None,
     ) -> Iterator[None]:
         """Run the stage on ``batch`` within the block: ``received`` comes in at the places ``takes`` of its
-        first block, and what is at the places ``gives`` of the next stage's goes out. ``takes`` None: it gets
-        to its first block, and raises FirstBlock."""
+        first block, and what the next stage is to be given, ``gives``, goes out. ``takes`` None: it gets to
+        its first block, and raises FirstBlock. ``draws`` None: random numbers are those of one process."""
         self._takes, self._received, self._gives = takes, received, gives
         self.has_entered, self.runs = False, True
-        self.device = _device_of(batch) or self.device
+        self.device, self._draws = _device_of(batch) or self.device, draws
         try:
-            yield
+            with nullcontext() if draws is None else drawn(draws.around, self.device), ExitStack() as blocks:
+                self._in_blocks = blocks
+                yield
         finally:
             self._received, self.runs = (), False
             self._known.clear()
@@ -130,9 +160,21 @@ class Passage:
             self._enter(name, values)
         return [self._known[id(value)][1] if id(value) in self._known else value for value in values]
 
-    def given(self, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return what of the values that the next stage begins with goes there."""
-        return tuple(values[place] for place in self._gives)
+    def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return what of the ``values`` that ``name``, the next stage's first block, is called with goes
+        there.
+
+        Raises:
+            ConfigError: there it is called with more or fewer.
+        """
+        if len(values) != self._gives.among:
+            raise ConfigError(
+                f"{name!r} is called with {len(values)} values behind the blocks before it, and with "
+                f"{self._gives.among} on the stage that has it: blocks put tensors into a list or dict, "
+                "which stays behind where the model is cut; have them return those tensors and take them as "
+                "arguments, or cut the model elsewhere (split=)"
+            )
+        return tuple(values[place] for place in self._gives.places)
 
     def _enter(self, name: str, values: Sequence[Any]) -> None:
         self.has_entered = True
@@ -140,6 +182,12 @@ class Passage:
             raise FirstBlock(name, values)
         for place, tensor in zip(self._takes, self._received, strict=True):
             self._known[id(values[place])] = (values[place], tensor)
+        if self._draws is not None:
+            self._in_blocks.enter_context(drawn(self._draws.inside, self.device))
+
+    def leave_blocks(self) -> None:
+        """Go on behind the last block of the stage."""
+        self._in_blocks.close()
 
     def refuse_others(self, name: str) -> None:
         """Raise ConfigError where the model is called, and not one of its stages."""
@@ -174,13 +222,17 @@ class Absent(nn.Module):
         self._answers: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module has; its parameters are on ``meta``."""
+        """Return what the module has; its parameters are on ``meta``, and what a forward pass has left there
+        is nothing."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if "_held" not in self.__dict__:
                 raise
-        return getattr(self._held[0], name)
+        value = getattr(self._held[0], name)
+        if isinstance(value, torch.Tensor) and name in self._held[0].__dict__:
+            return self._passage.nothing.like(value, self._passage.device)
+        return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what has the shapes of the module's output.
@@ -212,7 +264,9 @@ class Absent(nn.Module):
         if not isinstance(value, torch.Tensor):
             return value
         nothing = self._passage.nothing
-        return nothing.like(value, value.device) if nothing.is_random else value.detach()
+        if nothing.is_random:
+            return nothing.like(value, value.device)
+        return value.clone() if nothing.is_written else value.detach()
 
     @torch.no_grad()
     def _run_outline(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -264,10 +318,11 @@ class Present(nn.Module):
     """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
     the block, so that computing it again in backward does not run this."""
 
-    def __init__(self, name: str, block: nn.Module, passage: Passage) -> None:
+    def __init__(self, name: str, block: nn.Module, passage: Passage, *, is_last: bool) -> None:
+        """``is_last``: of the stage."""
         super().__init__()
         self.block = block
-        self._name, self._passage = name, passage
+        self._name, self._passage, self._is_last = name, passage, is_last
         self._seen: set[tuple[bool, ...]] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -282,7 +337,10 @@ class Present(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block. Raises ConfigError where something that it takes is nowhere to be had."""
         args, kwargs = _really(self._name, self._passage, self._seen, args, kwargs)
-        return self.block(*args, **kwargs)
+        output = self.block(*args, **kwargs)
+        if self._is_last:
+            self._passage.leave_blocks()
+        return output
 
 
 class Exit(Absent):
@@ -296,7 +354,7 @@ class Exit(Absent):
         """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
         values = tree_flatten(_really(self._name, self._passage, self._seen, args, kwargs))[0]
-        raise EndOfStage(self._passage.given(values))
+        raise EndOfStage(self._passage.given(self._name, values))
 
 
 def _really(
@@ -309,7 +367,11 @@ def _really(
             one, so it was computed of what another stage has, and is not what that stage calls blocks with.
     """
     values, form = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten(passage.replaced(name, values), form)
+    replaced = passage.replaced(name, values)
+    if any(new is not value for new, value in zip(replaced, values, strict=True)):
+        args, kwargs = tree_unflatten(
+            replaced, form
+        )  # else as they are: blocks may write to a list of theirs
     tensors = tuple(isinstance(value, torch.Tensor) for value in values)
     if tensors not in seen:
         seen.add(tensors)

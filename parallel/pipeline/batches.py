@@ -58,5 +58,11 @@ def form_of(batch: Any) -> str:
     return str([(tuple(t.shape), t.dtype) for t in _tensors(batch)])
 
 
+def kind_of(batch: Any) -> str:
+    """Return what batches have in common with which a model takes the same way, as far as these say it."""
+    values, form = tree_flatten(batch)
+    return f"{form} {[(v.dim(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]}"
+
+
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     return (value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor))

@@ -14,7 +14,8 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.pipeline.absent import Passage
+from gemini.parallel.pipeline.absent import Passage, Taken
+from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.shared import shared_in
 from gemini.parallel.pipeline.split import Stage, StagedModel, aliases_in
 from gemini.parallel.pipeline.units import Units
@@ -90,17 +91,18 @@ class BuiltStage(Stage):
 
     is_last: bool = False
 
-    def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> tuple[int, ...]:
+    def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Taken:
         """See :class:`Stage`: its first argument."""
-        return (0,)
+        return Taken((0,), 1)
 
     def run(
         self,
         received: Sequence[torch.Tensor],
-        _takes: Sequence[int],
-        _gives: Sequence[int],
+        _takes: Taken,
+        _gives: Taken,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        _draws: Draws | None = None,
     ) -> Any:
         """See :class:`Stage`. Raises ConfigError where the next stage would not get one tensor."""
         output = self.tree(*(received or args), **_named_by(self.tree, kwargs))

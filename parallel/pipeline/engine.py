@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.batches import call_arguments, form_of
+from gemini.parallel.pipeline.absent import Taken
+from gemini.parallel.pipeline.batches import call_arguments, form_of, kind_of
 from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
+from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.split import Stage, StagedModel
@@ -78,11 +80,12 @@ class Engine:
     def __init__(self, staged: StagedModel, trained: Trained, passing: Passing | None, rank: int) -> None:
         self.stages = {stage.index: stage for stage in staged.stages}
         self.trained, self.passing, self._rank = trained, passing, rank
-        # What a stage receives, by the form of the batch: places, and forms with gradients and without.
-        self.takes: dict[tuple[int, str], tuple[int, ...]] = {}
+        # What a stage receives, by the form of the batch; and its forms, with gradients and without.
+        self.takes: dict[tuple[int, str], Taken] = {}
         self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
         self._learned: set[str] = set()  # forms of batches of which that is known
-        self.checked: set[tuple[int, str]] = set()  # stages, and forms whose first results were looked at
+        # Stages, how they were run, and kinds and forms of batches whose first results were looked at.
+        self.checked: set[tuple[int, bool, str]] = set()
         self._trainable = ""
         self._place = ""  # what is being done, for an error
 
@@ -121,9 +124,9 @@ class Engine:
             for index, stage in self.stages.items()
         }
         for said in say(json.dumps(own)):
-            for index, places in json.loads(said).items():
-                for form, found in zip(fresh, places, strict=False):
-                    self.takes[int(index), form] = tuple(found)
+            for index, taken in json.loads(said).items():
+                for form, (places, among) in zip(fresh, taken, strict=False):
+                    self.takes[int(index), form] = Taken(tuple(places), among)
         self._learned.update(fresh)
 
     def run(
@@ -134,10 +137,12 @@ class Engine:
         weights: Sequence[float],
         *,
         keep_outputs: bool = False,
+        seed: int | None = None,
     ) -> Done:
         """Carry out ``order`` on micro-batches, the same ones on all ranks; ``weights`` are by what their
-        losses count. Without gradients enabled its forward passes alone."""
-        run = _Run(self, order, batches, criterion, weights, keep_outputs)
+        losses count, and ``seed`` is one for all stages. Without gradients enabled its forward passes
+        alone."""
+        run = _Run(self, order, batches, criterion, weights, keep_outputs, seed)
         actions = order.by_rank[self._rank]
         if not torch.is_grad_enabled():
             actions = tuple(
@@ -166,11 +171,14 @@ class _Run:
         criterion: Criterion | None,
         weights: Sequence[float],
         keep_outputs: bool,
+        seed: int | None,
     ) -> None:
         self.done = Done([], [])
         self._engine, self._order = engine, order
         self._batches, self._forms = batches, [form_of(batch) for batch in batches]
+        self._kinds = [kind_of(batch) for batch in batches]
         self._criterion, self._weights, self._keeps = criterion, weights, keep_outputs
+        self._seed = seed
         self._held: dict[tuple[int, int], _Held] = {}
         self._coming: dict[tuple[int, int, bool], Sequence[Incoming | torch.Tensor]] = {}
         self._last = {stage: order.last_backward(stage) for stage in engine.stages}
@@ -213,9 +221,9 @@ class _Run:
         """Return by what the engine knows the forms of what a forward pass receives."""
         return (action.stage, self._forms[action.micro_batch], torch.is_grad_enabled())
 
-    def _takes(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the places of what ``stage`` receives: none, where it is the first or there is no such."""
-        return self._engine.takes.get((stage, self._forms[micro_batch]), ())
+    def _takes(self, stage: int, micro_batch: int) -> Taken:
+        """Return what ``stage`` receives: nothing, where it is the first or there is no such."""
+        return self._engine.takes.get((stage, self._forms[micro_batch]), Taken())
 
     def _tag(self, action: Action, index: int, *, of_form: bool = False) -> int:
         """Return the tag of a tensor that an action receives; ``index`` counts them."""
@@ -232,10 +240,10 @@ class _Run:
         if key not in self._coming:
             assert passing is not None
             if self._expected(action) is None:
-                rank, count = self._order.rank_of[source], len(self._takes(action.stage, action.micro_batch))
+                rank, taken = self._order.rank_of[source], self._takes(action.stage, action.micro_batch)
                 self._engine.forms[self._key(action)] = tuple(
                     passing.receive_form(rank, self._tag(action, index, of_form=True), doing)
-                    for index in range(count)
+                    for index in range(len(taken.places))
                 )
             self.expect([action])
         found = self._coming.pop(key)
@@ -304,10 +312,11 @@ class _Run:
         training = torch.is_grad_enabled()
         returns = [each.returns and training for each in self._expected(action) or ()]
         takes, gives = self._takes(action.stage, number), self._takes(action.stage + 1, number)
-        is_new = (action.stage, self._forms[number]) not in self._engine.checked
+        is_new = not self._seen(stage, number) <= self._engine.checked
         copies = [tensor.clone() for tensor in received] if is_new else []  # blocks may write to them
         entered = [_entered(*each) for each in zip(received, returns, strict=True)]
-        call = ([inside for _, inside in entered], takes, gives, args, kwargs)
+        draws = Draws.of(self._seed, number, action.stage) if self._seed is not None else None
+        call = ([inside for _, inside in entered], takes, gives, args, kwargs, draws)
         outputs = self._engine.trained.forward(stage.run, call, {})
         if action.stage == self._order.num_stages - 1:
             if self._keeps:
@@ -330,12 +339,12 @@ class _Run:
         self, stage: Stage, results: Sequence[torch.Tensor], call: tuple[Any, ...], number: int
     ) -> None:
         """Raise ConfigError where what a stage hands on, or the loss, is made of what another stage has and
-        has not sent; ``call`` is that of the stage. Looked at in the first forward pass, and where a batch of
-        other shapes comes to NaN."""
+        has not sent; ``call`` is that of the stage. Looked at in the first forward passes in training and
+        evaluation and of each kind of batch, and where a batch of other shapes comes to NaN."""
         checked = self._engine.checked
-        is_first = all(index != stage.index for index, _ in checked)
-        checked.add((stage.index, self._forms[number]))
-        if not is_first and not any(each.isnan().any() for each in results):
+        is_first = (stage.index, stage.is_training, self._kinds[number]) not in checked
+        checked |= self._seen(stage, number)
+        if not is_first and not any(each.isnan().any() for each in results if not each.is_meta):
             return
         is_last = stage.index == self._order.num_stages - 1
 
@@ -352,6 +361,11 @@ class _Run:
                 "block after another is called with goes from stage to stage); have the blocks pass it on, "
                 "or train without pp"
             )
+
+    def _seen(self, stage: Stage, number: int) -> set[tuple[int, bool, str]]:
+        """Return what of a forward pass says whether such a one was looked at."""
+        mode = (stage.index, stage.is_training)
+        return {(*mode, self._kinds[number]), (*mode, self._forms[number])}
 
     def _loss(self, output: Any, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, of what the model has returned, and keep it."""

@@ -17,6 +17,7 @@ from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.pipeline.batches import cut_batch, form_of
 from gemini.parallel.pipeline.engine import Criterion, Engine, Trained
+from gemini.parallel.pipeline.numbers import draw_seed
 from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.passing import Passing
 from gemini.parallel.pipeline.split import StagedModel
@@ -70,6 +71,8 @@ class Pipeline:
         self._losses = mesh.axis("pp", "dp") if mesh is not None else None
         self._everyone = mesh.axis("pp", "dp", "sp", "tp") if mesh is not None else None
         self._data = mesh.axis("dp") if mesh is not None else None
+        sequences = mesh.axis("sp") if mesh is not None else None
+        self._sequence_place = sequences.rank if sequences is not None else 0
         self._passing = Passing(self._axis) if self._axis is not None else None
         self._num_ranks = self._axis.size if self._axis is not None else 1
         rank = self._axis.rank if self._axis is not None else 0
@@ -99,7 +102,7 @@ class Pipeline:
                 raises is let through. Neither can go on: start again from the last checkpoint.
         """
         with self._told():
-            refusal, batches, order = self._agree(batch, lacks_loss=criterion is None)
+            refusal, batches, order, seed = self._agree(batch, lacks_loss=criterion is None)
         if refusal is not None:
             raise refusal  # on all ranks, before anything was done: they may go on with another batch
         assert order is not None
@@ -107,7 +110,9 @@ class Pipeline:
             if self._axis is not None:
                 self._engine.learn(batches, self._axis.say)
             weights = self._weigh(batches, count)
-            done = self._engine.run(order, batches, criterion, weights, keep_outputs=return_outputs)
+            done = self._engine.run(
+                order, batches, criterion, weights, keep_outputs=return_outputs, seed=seed
+            )
             self._engine.begin("the loss of a pass through the pipeline")
             loss = self._mean(done.losses, weights) if return_loss and criterion is not None else None
         return Executed(loss, done.outputs if return_outputs and self._has_last else None)
@@ -123,13 +128,16 @@ class Pipeline:
                 raise
             raise told from error
 
-    def _agree(self, batch: Any, *, lacks_loss: bool) -> tuple[GeminiError | None, list[Any], Order | None]:
-        """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages;
-        all ranks of the mesh together."""
+    def _agree(
+        self, batch: Any, *, lacks_loss: bool
+    ) -> tuple[GeminiError | None, list[Any], Order | None, int | None]:
+        """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages,
+        and what seed these have in common; all ranks of the mesh together."""
         self._engine.begin("the beginning of a pass through the pipeline")
         plan, batches = self._schedule, []
         order: Order | None = None
         refusal: GeminiError | None = None
+        seed: int | None = None
         try:
             if lacks_loss and torch.is_grad_enabled():
                 raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
@@ -143,11 +151,16 @@ class Pipeline:
             place = self._data.rank if self._data is not None else 0
             digest = digest_of(str([form_of(each) for each in batches]))
             trained = digest_of(str(self._engine.trainable()))
-            said = [place, -1 if refusal is not None else len(batches), digest, trained]
-            every = self._everyone.all_gather(torch.tensor(said, dtype=torch.int64, device="cpu"))
-            self._engine.follow(str([each[3].item() for each in every]))
-            refusal = refusal or _different([each.tolist()[:3] for each in every])
-        return refusal, batches, order
+            said = [place, -1 if refusal is not None else len(batches), digest, trained, self._sequence_place]
+            if self._axis is not None:
+                said.append(draw_seed())
+            mine = torch.tensor(said, dtype=torch.int64, device="cpu")
+            every = [each.tolist() for each in self._everyone.all_gather(mine)]
+            self._engine.follow(str([each[3] for each in every]))
+            refusal = refusal or _different([each[:3] for each in every])
+            if self._axis is not None:  # ranks along dp, and along sp, draw for themselves
+                seed = next(each[5] for each in every if (each[0], each[4]) == (place, self._sequence_place))
+        return refusal, batches, order, seed
 
     def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:
         """Return by what the loss of each micro-batch counts in this rank's: gradients are the mean over

@@ -22,9 +22,11 @@ from gemini.parallel.pipeline.absent import (
     Nothing,
     Passage,
     Present,
+    Taken,
     is_nothing,
     outline_of,
 )
+from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.partition import partition_balanced
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
@@ -32,8 +34,10 @@ from gemini.system.device import current_device
 
 Split = str | Sequence[str]
 
-_SEEDS = (1, 2, 3)  # a mask of two tokens is the same by chance, hardly so three times
+# A mask of two tokens is the same by chance, hardly so three times; one of padding is, where nothing is zero.
+_SEEDS = {1: False, 2: False, 3: True}  # and whether some rows are zeros
 _SAME = 1e-5  # of a number
+_SHARED_ELEMENT = "single memory location"  # what torch says where an operator writes to an expanded tensor
 _NUMBERS = (bool, int, float, complex, str)
 _LARGEST_STATISTICS_BYTES = 2**20  # what forward passes write to is smaller than tables
 
@@ -48,9 +52,13 @@ class Stage:
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by place in ``mirrored``
 
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """Return what the stage is sent: places among the values that its first block is called with.
-        ``args`` and ``kwargs`` are those of the whole model.
+    @property
+    def is_training(self) -> bool:
+        """Whether the model trains, or is evaluated."""
+        return (self.mirrored[0][1] if self.mirrored else self.tree).training
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        """Return what the stage is sent. ``args`` and ``kwargs`` are those of the whole model.
 
         Raises:
             ConfigError: the block takes a number, or the like, that another stage computes.
@@ -58,8 +66,8 @@ class Stage:
         begin = self._first_block(args, kwargs)
         others: list[Sequence[Any]] = []
         if self.passage.nothing:
-            for seed in _SEEDS:
-                with self.passage.nothing.at_random(seed), _numbers_may_fail():
+            for seed, has_zeros in _SEEDS.items():
+                with self.passage.nothing.at_random(seed, has_zeros=has_zeros), _numbers_may_fail():
                     others.append(self._first_block(args, kwargs).values)
         first: dict[int, int] = {}
         for place, value in reversed([*enumerate(begin.values)]):
@@ -71,9 +79,20 @@ class Stage:
                         "or have the block take a tensor"
                     )
                 first[id(value)] = place
-        return tuple(sorted(first.values()))
+        return Taken(tuple(sorted(first.values())), len(begin.values))
 
     def _first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
+        """Return what the stage begins with; find out whether the model writes to what is not there."""
+        nothing = self.passage.nothing
+        try:
+            return self._reach_first_block(args, kwargs)
+        except RuntimeError as error:
+            if nothing.is_written or nothing.is_random or _SHARED_ELEMENT not in str(error):
+                raise
+        nothing.expect_writes()
+        return self._reach_first_block(args, kwargs)
+
+    def _reach_first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
         with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
             self._follow()
             try:
@@ -88,16 +107,17 @@ class Stage:
     def run(
         self,
         received: Sequence[torch.Tensor],
-        takes: Sequence[int],
-        gives: Sequence[int],
+        takes: Taken,
+        gives: Taken,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        draws: Draws | None = None,
     ) -> Any:
-        """Run the forward pass of this stage: from what it has ``received``, at the places that it ``takes``,
-        to a tuple of what is at the places ``gives``, those of the next stage, or to what the model returns.
-        ``args`` and ``kwargs`` are those of the whole model."""
+        """Run the forward pass of this stage: from what it has ``received``, as it ``takes`` it, to a tuple
+        of what it ``gives`` the next stage, or to what the model returns. ``args`` and ``kwargs`` are those
+        of the whole model; ``draws`` says of what random numbers come."""
         self._follow()
-        with self.passage.begun(takes, (args, kwargs), received, gives):
+        with self.passage.begun(takes.places, (args, kwargs), received, gives, draws):
             try:
                 return self.tree(*args, **kwargs)
             except EndOfStage as end:
@@ -108,11 +128,14 @@ class Stage:
     ) -> bool:
         """Say whether ``values``, which came of a run of this stage, are made of what another stage has: with
         other numbers in the place of that, and :meth:`run` within it, ``again`` returns other ones."""
+        if any(value.is_meta for value in values):  # an attribute of what another stage has
+            return True
         if not self.passage.nothing:
             return False
-        for seed in _SEEDS:
+        for seed, has_zeros in _SEEDS.items():
             others: Sequence[torch.Tensor] = ()
-            with self._without_a_trace(), self.passage.nothing.at_random(seed), _numbers_may_fail():
+            at_random = self.passage.nothing.at_random(seed, has_zeros=has_zeros)
+            with self._without_a_trace(), at_random, _numbers_may_fail():
                 others = again()
             if not all(map(_are_alike, values, others)):
                 with self._without_a_trace():  # from the same state: a model may count its passes
@@ -127,16 +150,15 @@ class Stage:
         attributes of the modules around blocks."""
         devices = [device] if (device := current_device()).type == "cuda" else []
         small = [buffer for buffer in self.tree.buffers() if buffer.nbytes <= _LARGEST_STATISTICS_BYTES]
-        buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in small]
         attributes = [(here, dict(here.__dict__)) for here, _ in self.mirrored]
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         with torch.no_grad(), torch.random.fork_rng(devices):
             try:
                 yield
             finally:
-                for buffer, version, values in buffers:
-                    if buffer._version != version:
-                        buffer.data.copy_(values)
+                for buffer, values in buffers:  # all: batch norm leaves the version as it is
+                    buffer.data.copy_(values)
                 for here, kept in attributes:
                     here.__dict__.clear()
                     here.__dict__.update(kept)
@@ -206,12 +228,14 @@ class StagedModel:
         return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, aliases_in(model), names)
 
     def owner_of(self, names: Iterable[str]) -> int:
-        """Return the first stage that has a parameter or buffer, under any of its ``names``; 0 for what all
-        have."""
-        for stage, (start, stop) in enumerate(self.ranges if len(self.ranges) > 1 else ()):
+        """Return the first stage that has a parameter or buffer, under any of its ``names``. All have buffers
+        of the modules around blocks; there it is the last, which runs all that writes to them: what is in
+        front of the blocks runs on every stage."""
+        last = len(self.ranges) - 1
+        for stage, (start, stop) in enumerate(self.ranges if last else ()):
             if any(_is_within(name, self.units.of_stage(start, stop)) for name in names):
                 return stage
-        return 0
+        return last
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of what has this one, the first one first."""
@@ -364,14 +388,14 @@ def _replace_absent(
         _put(tree, name, outline, passage, kind)
 
 
-def _put_before(tree: nn.Module, blocks: Iterable[str], passage: Passage) -> None:
+def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage) -> None:
     """Put before each block of the stage what gives it what was received."""
     for name in blocks:
         around, _, key = name.rpartition(".")
         owner = tree.get_submodule(around)
         block = owner._modules[key]
         assert block is not None
-        owner._modules[key] = Present(name, block, passage)
+        owner._modules[key] = Present(name, block, passage, is_last=name == blocks[-1])
 
 
 def _put(tree: nn.Module, name: str, outline: nn.Module, passage: Passage, kind: type[Absent]) -> None:

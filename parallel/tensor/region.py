@@ -12,11 +12,11 @@ from torch import nn
 
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
+from gemini.system.rng import generator_states, seed_generators, set_generator_states
 
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = 62
-_WITHOUT_GENERATOR = ("cpu", "meta")  # of their own
 _MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
 
 
@@ -105,9 +105,7 @@ class Region:
             return
         drawn = int(torch.randint(2**_SEED_BITS, (), device="cpu"))
         now.outside = (device, generator_states(device))
-        torch.default_generator.manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
-        if device.type not in _WITHOUT_GENERATOR:
-            torch.get_device_module(device).manual_seed((drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
+        seed_generators(device, (drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
 
     def end_masks(self) -> None:
         """From now on random numbers are the same on all ranks. Does nothing outside."""
@@ -122,7 +120,7 @@ class Region:
         if self._now().under_way:
             self.end_masks()
         self._threads.now = _Forward(under_way=True)
-        if model.training and not self._has_trained:
+        if model.training and torch.is_grad_enabled() and not self._has_trained:
             self._has_trained = True
             if share_generators(self.axis, device_of(model)):
                 logger.warning(
@@ -161,18 +159,3 @@ def share_generators(axis: Axis, device: torch.device) -> bool:
         axis.broadcast(state)
     set_generator_states(device, states)
     return not all(torch.equal(state, before) for state, before in zip(states, own, strict=True))
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that operators on ``device`` draw from: the CPU's, and its own."""
-    states = [torch.default_generator.get_state()]
-    if device.type not in _WITHOUT_GENERATOR:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Set what :func:`generator_states` has returned."""
-    torch.default_generator.set_state(states[0])
-    if device.type not in _WITHOUT_GENERATOR:
-        torch.get_device_module(device).set_rng_state(states[1], device)

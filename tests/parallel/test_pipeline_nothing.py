@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pipeline_harness import ADAM, CHUNKS
 from processes import run_on_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from gemini import ConfigError, CPUAdam
+from gemini import ConfigError, CPUAdam, StateError
 from gemini.parallel import Booster, HybridParallelPlugin
 from gemini.parallel.pipeline import choose_ranges, find_units, split
 
@@ -107,6 +110,16 @@ class Writing(Model):
         self.blocks = nn.ModuleList(layer for each in linear for layer in (each, nn.ReLU(inplace=True)))
 
 
+class ScalingInPlace(Model):
+    """Writes to what an embedding returns."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x *= 4.0
+        x[:, 0] = 1.0
+        return self.head(self.through(x))
+
+
 class MaskBehind(Model):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -132,8 +145,46 @@ class WithoutNaN(Model):
         return self.head(self.through(x) + torch.nan_to_num(x.mean(1, keepdim=True)))
 
 
-SENT = (Model, MaskOfTheFront, MaskBetweenBlocks, Routed, Counting, Catching, Normed, Writing)
-REFUSED = (MaskBehind, Branching, NumberOfTheFront, WithoutNaN)
+class PaddingOfTheFront(Model):
+    """Looks for rows of zeros, which random numbers have not."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.through(x).masked_fill(x.abs().sum(-1, keepdim=True) == 0, 0.0))
+
+
+class Loss(nn.Module):
+    """A block that leaves a loss behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.loss = x.square().mean()
+        return x
+
+
+class LossesOfBlocks(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Loss() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output = super().forward(ids)
+        return output + sum(block.loss for block in self.blocks)  # type: ignore[misc]
+
+
+SENT = (Model, MaskOfTheFront, MaskBetweenBlocks, Routed, Counting, Catching, Normed, Writing, ScalingInPlace)
+REFUSED = (
+    MaskBehind,
+    Branching,
+    NumberOfTheFront,
+    WithoutNaN,
+    PaddingOfTheFront,
+    LossesOfBlocks,
+)
 
 
 def batch_of(step: int) -> Tensor:
@@ -194,6 +245,152 @@ def test_what_shows_no_nan_and_is_made_of_what_another_stage_has_is_refused(kind
     first, last = run_on_ranks(_train, 2, kind, "1f1b", "16MiB")
     assert last.startswith("ConfigError: the loss is made of something that another stage has")
     assert "the loss is made of something that another stage has" in first
+
+
+class Remembering(nn.Module):
+    """A block that hands the first one's output on in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, earlier: list[Tensor]) -> Tensor:
+        x = self.inner(x)
+        earlier.append(x)
+        return x + earlier[0]
+
+
+class ListOfBlocks(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering() for _ in range(4))
+
+    def through(self, x: Tensor) -> Tensor:
+        earlier: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, earlier)
+        return x
+
+
+def test_what_blocks_put_into_a_list_is_refused_where_it_would_stay_behind() -> None:
+    first, last = run_on_ranks(_train, 2, ListOfBlocks, "1f1b", "16MiB")
+    wanted = "'blocks.2' is called with 3 values behind the blocks before it, and with 1 on the stage"
+    assert first.startswith(f"ConfigError: {wanted}")
+    assert wanted in last
+
+
+class MaskInEvaluation(Model):
+    def forward(self, ids: Tensor, mask: bool = False) -> Tensor:
+        x = self.embed(ids)
+        y = self.through(x)
+        return self.head(y if self.training and not mask else y * (x[..., :1] > 0))
+
+
+def _train_and_go_on(otherwise: str) -> str:
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, **CHUNKS)
+    booster, model = Booster(plugin=plugin), build(MaskInEvaluation)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    criterion = lambda output, batch: loss_of(output, batch["ids"])  # noqa: E731
+    booster.execute_pipeline(iter([{"ids": batch_of(0)}]), model, criterion, optimizer)
+    if otherwise == "evaluated":
+        model.eval()
+    batch = {"ids": batch_of(1), **({"mask": True} if otherwise == "called" else {})}
+    with pytest.raises((ConfigError, StateError)) as caught, torch.set_grad_enabled(otherwise == "called"):
+        booster.execute_pipeline(iter([batch]), model, criterion)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("otherwise", ["evaluated", "called"])
+def test_a_model_is_looked_at_anew_where_it_is_evaluated_or_called_otherwise(otherwise: str) -> None:
+    for message in run_on_ranks(_train_and_go_on, 2, otherwise):
+        assert "the loss is made of something that another stage has" in message
+
+
+# -- buffers ---------------------------------------------------------------------------------------------
+
+
+class Seen(Normed):
+    """Statistics within the blocks and behind them, and a count in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.rows += ids.numel()
+        x = self.through(self.embed(ids))
+        self.mean += x.detach().mean((0, 1))
+        return self.head(x)
+
+
+def _save_seen(path: str) -> None:
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, **CHUNKS)
+    booster, model = Booster(plugin=plugin), build(Seen)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    for step in range(2):
+        booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+    booster.save_model(model, path)
+
+
+def test_statistics_are_those_of_one_process(tmp_path: Path) -> None:
+    """Whoever has them; looking at a model leaves none."""
+    path, model = str(tmp_path / "model.safetensors"), build(Seen)
+    run_on_ranks(_save_seen, 2, path)
+    for step in range(2):
+        for part in batch_of(step).chunk(4):
+            model(part)
+    stored = load_file(path)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(stored[name], buffer, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- random numbers --------------------------------------------------------------------------------------
+
+
+class Noisy(Model):
+    """Noise that is added in front of the blocks and used behind them, and dropout within them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(5))
+        self.drawn: list[Tensor] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        noise = torch.rand(*ids.shape, WIDTH)
+        self.drawn.append(noise)
+        return self.head(self.through(self.embed(ids) + noise) - noise)
+
+
+def _draw(layout: dict[str, Any], seeds: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Train two steps; return the noise of each forward pass, of each stage here, and masks of the blocks."""
+    plugin = HybridParallelPlugin(num_microbatches=4, **layout, **CHUNKS)
+    booster, model = Booster(plugin=plugin), build(Noisy)
+    drawn, masks = model.drawn, []
+    for block in model.blocks:
+        block[1].register_forward_hook(lambda _block, _args, output: masks.append(output.detach() != 0))
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    torch.manual_seed(seeds[dist.get_rank()])
+    booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)
+    drawn.clear()  # the first pass is looked at
+    masks.clear()
+    for step in range(2):
+        booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+        optimizer.step()
+    return drawn, masks
+
+
+@pytest.mark.parametrize("seeds", [[7, 7], [7, 8]])
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_stages_draw_the_same_numbers_around_blocks_and_others_in_them(style: str, seeds: list[int]) -> None:
+    (noise, masks), (other, other_masks) = run_on_ranks(_draw, 2, {"pp_size": 2, "pp_style": style}, seeds)
+    chunks = 2 if style == "zbv" else 1
+    assert len(noise) == len(other) == 2 * 4 * chunks
+    distinct = {tuple(each.flatten().tolist()) for each in noise}
+    assert len(distinct) == 2 * 4
+    assert distinct == {tuple(each.flatten().tolist()) for each in other}
+    drawn = [tuple(mask.flatten().tolist()) for mask in masks + other_masks]
+    assert len(set(drawn)) == len(drawn) == 2 * 4 * 5
 
 
 # -- 16 bits, and losses of all layers -----------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""Random numbers of a pass through a pipeline.
+
+What a model does around its blocks runs on several stages, and has to draw the same there: noise that is
+added in front of the blocks, say, and used again behind them. Blocks draw other numbers on each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gemini.comm.peers import digest_of
+from gemini.system.rng import generator_states, seed_generators, set_generator_states
+
+_SEEDS = 2**62
+
+
+def draw_seed() -> int:
+    """Draw a seed from torch's generator."""
+    return int(torch.randint(_SEEDS, (), device="cpu"))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Of what ``seed`` a micro-batch begins to draw around the blocks, and in those of a stage."""
+
+    around: int
+    inside: int
+
+    @classmethod
+    def of(cls, seed: int, micro_batch: int, stage: int) -> Draws:
+        """``seed``: that of the pass, which all stages know."""
+        return cls(digest_of(f"{seed} {micro_batch}"), digest_of(f"{seed} {micro_batch} {stage}"))
+
+
+@contextmanager
+def drawn(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from ``seed`` within the block, and behind it as if there had been none."""
+    states = generator_states(device)
+    seed_generators(device, seed)
+    try:
+        yield
+    finally:
+        set_generator_states(device, states)
