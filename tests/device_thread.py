@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -29,6 +30,17 @@ def advance_node_number(number: int) -> None:
     with torch.enable_grad():
         while next_node_number() < number:
             leaf.clone()
+
+
+def on_a_thread_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on a thread that has made no node: advancing another one to its number takes no time."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with ThreadPoolExecutor(1) as own:
+            own.submit(test, *args, **kwargs).result()
+
+    return run
 
 
 class _DeviceThread:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from device_thread import advance_node_number
+from device_thread import advance_node_number, on_a_thread_of_its_own
 from test_graphs import num_hooked
 from torch import Tensor, nn
 from training_harness import (
@@ -223,6 +223,7 @@ class Unpacks(Layers):
 
 @pytest.mark.parametrize("ahead", range(-2, 10))
 @pytest.mark.parametrize("place", ["dataclass", "attribute"])
+@on_a_thread_of_its_own
 def test_older_nodes_are_told_wherever_the_call_finds_its_input(
     place: str, ahead: int, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from device_thread import advance_node_number, backward_on_its_own_thread
+from device_thread import advance_node_number, backward_on_its_own_thread, on_a_thread_of_its_own
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -260,6 +260,7 @@ def num_hooked(model: GeminiDDP, run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("ahead", range(-4, 5))
+@on_a_thread_of_its_own
 def test_nodes_of_another_thread_with_the_same_numbers_are_not_taken_for_an_operators(
     ahead: int, tmp_path: Path
 ) -> None:
@@ -275,6 +276,7 @@ def test_nodes_of_another_thread_with_the_same_numbers_are_not_taken_for_an_oper
 
 
 @pytest.mark.parametrize("ahead", range(-4, 12))
+@on_a_thread_of_its_own
 def test_the_node_that_runs_on_another_thread_is_not_taken_for_what_it_makes(
     ahead: int, tmp_path: Path
 ) -> None:
