@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -123,6 +125,14 @@ def test_a_file_may_have_any_name(tmp_path: Path) -> None:
 
 def test_a_thread_that_is_none_is_nowhere() -> None:
     assert find_place(1) == ProgramPlace("", in_collective=False)
+
+
+def test_without_a_file_a_thread_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_name: str) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert find_place(threading.get_ident()) == ProgramPlace("", in_collective=False)
 
 
 def test_finding_a_place_keeps_no_frame_that_is_left() -> None:
