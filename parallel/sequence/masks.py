@@ -45,7 +45,8 @@ class AttentionMask:
             f"a mask of {rows} x {keys} says too little of a sequence of which each of {self.axis.size} "
             f"ranks has {self.here[0]} queries and {self.here[1]} keys; give {self.here[0]} x "
             f"{self.whole[1]} (this rank's queries, all keys), 1 x {self.here[1]} (this rank's keys), or "
-            "is_causal=True and no mask"
+            "is_causal=True and no mask. generate() takes whole sequences: run it without sp, on what "
+            "booster.save_model() wrote"
         )
 
     def of_all_queries(self, heads: slice) -> torch.Tensor | None:
