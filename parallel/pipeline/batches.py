@@ -59,9 +59,16 @@ def form_of(batch: Any) -> str:
 
 
 def kind_of(batch: Any) -> str:
-    """Return what batches have in common with which a model takes the same way, as far as these say it."""
-    values, form = tree_flatten(batch)
-    return f"{form} {[(v.dim(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]}"
+    """Return what batches have in common that a model takes in the same way, as far as what it is called with
+    says it. There are few kinds, whatever else comes with a batch."""
+    args, kwargs = call_arguments(batch)
+    return str([*map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())])
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dim(), value.dtype
+    return value if isinstance(value, (bool, type(None))) else type(value).__name__
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

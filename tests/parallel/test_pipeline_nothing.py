@@ -17,6 +17,7 @@ from torch import distributed as dist
 from gemini import ConfigError, CPUAdam, StateError
 from gemini.parallel import Booster, HybridParallelPlugin
 from gemini.parallel.pipeline import choose_ranges, find_units, split
+from gemini.parallel.pipeline.batches import kind_of
 
 WIDTH, VOCAB = 16, 37
 
@@ -304,6 +305,13 @@ def _train_and_go_on(otherwise: str) -> str:
 def test_a_model_is_looked_at_anew_where_it_is_evaluated_or_called_otherwise(otherwise: str) -> None:
     for message in run_on_ranks(_train_and_go_on, 2, otherwise):
         assert "the loss is made of something that another stage has" in message
+
+
+def test_batches_with_other_texts_or_numbers_are_of_one_kind() -> None:
+    """Each new kind is looked at, which takes four passes in the place of one."""
+    first, second = ({"ids": batch_of(step), "texts": ["a"] * step, "index": step} for step in (1, 2))
+    assert kind_of(first) == kind_of(second)
+    assert kind_of({**first, "mask": True}) != kind_of({**first, "mask": False}) != kind_of(first)
 
 
 # -- buffers ---------------------------------------------------------------------------------------------
