@@ -368,10 +368,9 @@ def _really(
     """
     values, form = tree_flatten((args, kwargs))
     replaced = passage.replaced(name, values)
+    # Else as they are: blocks may write to a list that they share.
     if any(new is not value for new, value in zip(replaced, values, strict=True)):
-        args, kwargs = tree_unflatten(
-            replaced, form
-        )  # else as they are: blocks may write to a list of theirs
+        args, kwargs = tree_unflatten(replaced, form)
     tensors = tuple(isinstance(value, torch.Tensor) for value in values)
     if tensors not in seen:
         seen.add(tensors)

@@ -25,7 +25,7 @@ def draw_seed() -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """Of what ``seed`` a micro-batch begins to draw around the blocks, and in those of a stage."""
+    """The seeds of a micro-batch on one stage: ``around`` the blocks, that of all stages, and ``inside``."""
 
     around: int
     inside: int

@@ -34,8 +34,9 @@ from gemini.system.device import current_device
 
 Split = str | Sequence[str]
 
-# A mask of two tokens is the same by chance, hardly so three times; one of padding is, where nothing is zero.
-_SEEDS = {1: False, 2: False, 3: True}  # and whether some rows are zeros
+# And whether some rows are zeros. A mask of two tokens is the same by chance, hardly so three times; one of
+# padding is, wherever there is none.
+_SEEDS = {1: False, 2: False, 3: True}
 _SAME = 1e-5  # of a number
 _SHARED_ELEMENT = "single memory location"  # what torch says where an operator writes to an expanded tensor
 _NUMBERS = (bool, int, float, complex, str)
