@@ -11,6 +11,7 @@ void bind_aio(pybind11::module_& m);
 void bind_build_info(pybind11::module_& m);
 void bind_checksum(pybind11::module_& m);
 void bind_chunk(pybind11::module_& m);
+void bind_frames(pybind11::module_& m);
 void bind_gpu(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
 void bind_transfer(pybind11::module_& m);

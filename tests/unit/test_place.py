@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 import threading
@@ -118,21 +116,14 @@ def test_the_innermost_line_is_named(depth: int) -> None:
 
 def test_a_file_may_have_any_name(tmp_path: Path) -> None:
     names: dict[str, Callable[[Callable[[], object]], object]] = {}
-    exec(compile("def trains(wait):\n    wait()\n", str(tmp_path / 'größer "als", line 3.py'), "exec"), names)
-    wanted = r'gr\xf6\xdfer "als", line 3.py:2 in trains'
+    file = tmp_path / 'gr\N{LATIN SMALL LETTER O WITH DIAERESIS} "als", line 3.py'
+    exec(compile("def trains(wait):\n    wait()\n", str(file), "exec"), names)
+    wanted = f"{file.name}:2 in trains"
     assert _find(names["trains"], wanted).text == wanted
 
 
 def test_a_thread_that_is_none_is_nowhere() -> None:
     assert find_place(1) == ProgramPlace("", in_collective=False)
-
-
-def test_without_a_file_a_thread_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_name: str) -> int:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    assert find_place(threading.get_ident()) == ProgramPlace("", in_collective=False)
 
 
 def test_finding_a_place_keeps_no_frame_that_is_left() -> None:
