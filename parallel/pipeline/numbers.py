@@ -15,12 +15,12 @@ import torch
 from gemini.comm.peers import digest_of
 from gemini.system.rng import generator_states, seed_generators, set_generator_states
 
-_SEEDS = 2**62
+_NUM_SEEDS = 2**62
 
 
 def draw_seed() -> int:
     """Draw a seed from torch's generator."""
-    return int(torch.randint(_SEEDS, (), device="cpu"))
+    return int(torch.randint(_NUM_SEEDS, (), device="cpu"))
 
 
 @dataclass(frozen=True)
