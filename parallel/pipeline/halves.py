@@ -97,22 +97,26 @@ def _disjoint(found: Iterable[dict[str, Any]]) -> list[Group]:
 def _led_to(outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[bool]:
     """Say of each output whether it depends on something that was received."""
     sources = {get_gradient_edge(tensor).node for tensor in received}
-    known: dict[Any, bool] = {}
+    known: dict[Any, bool] = {node: True for node in sources}
+    return [_reaches(output.grad_fn, known) for output in outputs]
 
-    def is_led_to(root: Any) -> bool:
-        waiting = [root]
-        while waiting:
-            node = waiting[-1]
-            nexts = [each for each, _ in node.next_functions if each is not None]
-            unseen = [each for each in nexts if each not in known]
-            if node in sources or not unseen:
-                known[node] = node in sources or any(known[each] for each in nexts)
-                waiting.pop()
-            else:
-                waiting += unseen
-        return known[root]
 
-    return [is_led_to(output.grad_fn) for output in outputs]
+def _reaches(root: Any, known: dict[Any, bool]) -> bool:
+    """Return whether ``root`` leads to a node that is ``known`` to, and note what was found on the way. The
+    first way to one ends the search."""
+    path = [(root, iter(root.next_functions))] if root not in known else []
+    while path:
+        node, rest = path[-1]
+        following = next((each for each, _ in rest if each is not None), None)
+        if following is None:
+            known[node] = False
+            path.pop()
+        elif known.get(following):
+            known.update((each, True) for each, _ in path)
+            return True
+        elif following not in known:
+            path.append((following, iter(following.next_functions)))
+    return known[root]
 
 
 def backward_weights(unfinished: Unfinished) -> None:
