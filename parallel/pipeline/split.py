@@ -40,7 +40,7 @@ _SEEDS = {1: False, 2: False, 3: True}
 _SAME = 1e-5  # of a number
 _SHARED_ELEMENT = "single memory location"  # what torch says where an operator writes to an expanded tensor
 _NUMBERS = (bool, int, float, complex, str)
-_LARGEST_STATISTICS_BYTES = 2**20  # what forward passes write to is smaller than tables
+_LARGEST_STATISTICS_BYTES = 2**23  # larger buffers are taken for tables, which forward passes only read
 
 
 @dataclass
@@ -148,10 +148,19 @@ class Stage:
     @contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """Undo what a run within the block changes: random numbers, statistics and counters in buffers, and
-        attributes of the modules around blocks."""
+        attributes of the modules around blocks.
+
+        Raises:
+            ConfigError: it has written to a buffer that is too large to be copied for this.
+        """
         devices = [device] if (device := current_device()).type == "cuda" else []
         small = [buffer for buffer in self.tree.buffers() if buffer.nbytes <= _LARGEST_STATISTICS_BYTES]
         buffers = [(buffer, buffer.detach().clone()) for buffer in small]
+        tables = {
+            name: (buffer, buffer._version)
+            for name, buffer in self.tree.named_buffers()
+            if buffer.nbytes > _LARGEST_STATISTICS_BYTES and not buffer.is_inference()
+        }
         attributes = [(here, dict(here.__dict__)) for here, _ in self.mirrored]
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         with torch.no_grad(), torch.random.fork_rng(devices):
@@ -164,6 +173,13 @@ class Stage:
                     here.__dict__.clear()
                     here.__dict__.update(kept)
                 self._followed = followed
+        for name, (buffer, version) in tables.items():
+            if buffer._version != version:
+                raise ConfigError(
+                    f"the forward pass writes to the buffer {name!r} of {buffer.nbytes / 2**20:.0f} MiB; in "
+                    f"stages it may write to buffers of up to {_LARGEST_STATISTICS_BYTES // 2**20} MiB: make "
+                    "several of it, or train without pp"
+                )
 
     def _follow(self) -> None:
         """Have copies be as what they are copies of: trained or evaluated, and whatever was set there since

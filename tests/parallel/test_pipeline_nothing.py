@@ -353,6 +353,23 @@ def test_statistics_are_those_of_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(stored[name], buffer, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class WritingALot(Model):
+    """Writes to a buffer that is not copied for looks at a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(2**21 + 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.queue += 1
+        return self.head(self.through(self.embed(ids)))
+
+
+def test_a_large_buffer_that_forward_writes_to_is_refused_by_name() -> None:
+    for said in run_on_ranks(_train, 2, WritingALot, "1f1b", "16MiB"):
+        assert "writes to the buffer 'queue' of 8 MiB" in said
+
+
 # -- random numbers --------------------------------------------------------------------------------------
 
 
