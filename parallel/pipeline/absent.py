@@ -189,6 +189,10 @@ class Passage:
         """Go on behind the last block of the stage."""
         self._in_blocks.close()
 
+    def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a tensor that another stage has."""
+        return self.nothing.like(tensor, self.device)
+
     def refuse_others(self, name: str) -> None:
         """Raise ConfigError where the model is called, and not one of its stages."""
         if not self.runs:
@@ -220,19 +224,56 @@ class Absent(nn.Module):
         self._held = (outline,)  # in a tuple: it is no submodule
         self._name, self._passage = name, passage
         self._answers: dict[str, Any] = {}
+        self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple: they are no submodules
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module has; its parameters are on ``meta``, and what a forward pass has left there
-        is nothing."""
+        """Return what the module has; its own modules are absent too, and its parameters, and what a forward
+        pass has left there, are nothing."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if "_held" not in self.__dict__:
                 raise
         value = getattr(self._held[0], name)
-        if isinstance(value, torch.Tensor) and name in self._held[0].__dict__:
-            return self._passage.nothing.like(value, self._passage.device)
-        return value
+        if isinstance(value, nn.Module):
+            return self._inside(name, value)
+        if self._passage.runs and inspect.ismethod(value) and value.__self__ is self._held[0]:
+            return lambda *args, **kwargs: self._answer(args, kwargs, name)
+        return self._passage.stands_for(value) if isinstance(value, torch.Tensor) else value
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return what stands for a member of a list or dict of modules."""
+        held: Any = self._held[0]
+        return self._inside(str(key), held[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what stands for the members of a list of modules, or the names of those of a dict."""
+        held: Any = self._held[0]
+        for index, value in enumerate(held):
+            yield self._inside(str(index), value) if isinstance(value, nn.Module) else value
+
+    def __len__(self) -> int:
+        """Return how many members a list or dict of modules has."""
+        held: Any = self._held[0]
+        return len(held)
+
+    def __bool__(self) -> bool:
+        """Whether the module is taken for true."""
+        return bool(self._held[0])
+
+    def _inside(self, name: str, module: nn.Module) -> Absent:
+        if name not in self._inner:
+            self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage),)
+        return self._inner[name][0]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what stands for the module's parameters within a forward pass, which may look for a type or
+        add up all weights; else nothing."""
+        if self._passage.runs:
+            for name, param in self._held[0].named_parameters(prefix, recurse, remove_duplicate):
+                yield name, self._passage.stands_for(param)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what has the shapes of the module's output.
@@ -250,12 +291,14 @@ class Absent(nn.Module):
             )
         return self._answer(args, kwargs)
 
-    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key, device = _shapes(args, kwargs), _device_of((args, kwargs)) or self._passage.device
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
+        """Return what has the shapes of the module's output, or of what a ``method`` of it returns."""
+        key = f"{method} {_shapes(args, kwargs)}"
+        device = _device_of((args, kwargs)) or self._passage.device
         if key not in self._answers:
             if len(self._answers) >= _KEPT_ANSWERS:
                 self._answers.clear()
-            self._answers[key] = self._run_outline(args, kwargs, device)
+            self._answers[key] = self._run_outline(args, kwargs, method, device)
         return tree_map(self._anew, self._answers[key])
 
     def _anew(self, value: Any) -> Any:
@@ -269,10 +312,13 @@ class Absent(nn.Module):
         return value.clone() if nothing.is_written else value.detach()
 
     @torch.no_grad()
-    def _run_outline(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    def _run_outline(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
+    ) -> Any:
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
+        call = getattr(self._held[0], method) if method else self._held[0]
         try:
-            output = self._run(there_args, there_kwargs)
+            output = self._run(call, there_args, there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
         return tree_map(lambda value: self._nothing(value, device), output)
@@ -280,17 +326,16 @@ class Absent(nn.Module):
     def _nothing(self, value: Any, device: torch.device) -> Any:
         return self._passage.nothing.like(value, device) if isinstance(value, torch.Tensor) else value
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
-        outline = self._held[0]
         try:
-            return outline(*args, **kwargs)
+            return call(*args, **kwargs)
         except RuntimeError:
-            dtype = next((p.dtype for p in outline.parameters() if p.is_floating_point()), None)
+            dtype = next((p.dtype for p in self._held[0].parameters() if p.is_floating_point()), None)
             if dtype is None:
                 raise
             args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-            return outline(*args, **kwargs)
+            return call(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return what has the form of the output, where the module does not run on ``meta``."""

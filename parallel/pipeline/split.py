@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -328,6 +329,7 @@ def split(
         tree = _mirror(model, "", around, mirrored)
         _replace_absent(tree, units, ranges[index], outline, passage)
         _put_before(tree, units.blocks[slice(*ranges[index])], passage)
+        _show_absent([here for here, _ in mirrored], passage)
         stages.append(Stage(index, tree, passage, mirrored))
     for name in every - kept:
         _put(model, name, outline, Passage(nothing), Absent)
@@ -425,6 +427,20 @@ def _put(tree: nn.Module, name: str, outline: nn.Module, passage: Passage, kind:
     param = owner._parameters.pop(key)
     assert param is not None
     owner.__dict__[key] = passage.nothing.like(param, torch.device("cpu"))  # no buffer: in no state dict
+
+
+def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
+    """Have the forward passes of ``mirrors`` see parameters of other stages behind their own, as nothing: the
+    type of the first one is asked for where a stage has none, and a sum over all is refused."""
+
+    def named_parameters(here: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield from nn.Module.named_parameters(here, prefix, *args, **kwargs)
+        for name, module in here.named_modules(prefix=prefix) if passage.runs else ():
+            if isinstance(module, Absent):
+                yield from module.named_parameters(name)
+
+    for here in mirrors:
+        here.__dict__["named_parameters"] = partial(named_parameters, here)
 
 
 def aliases_in(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -116,24 +116,67 @@ def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collecti
 def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
     """Say of submodules whether the ``forward`` of ``owner`` calls them before the one place where it runs
     ``row``, in which all its blocks are; False: behind. Of what it calls elsewhere, or nowhere, nothing."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(type(owner).forward)))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    forward = source.body[0]
-    owner_is = forward.args.args[0].arg if isinstance(forward, ast.FunctionDef) and forward.args.args else ""
-    calls: dict[str, list[ast.expr | ast.stmt]] = {}
-    for node in ast.walk(source):
-        if isinstance(node, ast.For) and any(_of(owner_is, each) == row for each in ast.walk(node.iter)):
-            calls.setdefault(row, []).append(node)
-        elif isinstance(node, ast.Call) and (name := _of(owner_is, node.func)) is not None:
-            calls.setdefault(name, []).append(node)
+    calls: dict[str, list[_Call]] = {}
+    for call in _calls_of(type(owner), "forward", row):
+        calls.setdefault(call.name, []).append(call)
     if len(runs := calls.pop(row, [])) != 1:
         return {}
-    begin, end = runs[0].lineno, runs[0].end_lineno or runs[0].lineno
-    before = {name for name, nodes in calls.items() if all(node.lineno < begin for node in nodes)}
-    behind = {name for name, nodes in calls.items() if all(node.lineno > end for node in nodes)}
+    before = {name for name, made in calls.items() if all(each.is_before(runs[0]) for each in made)}
+    behind = {name for name, made in calls.items() if all(runs[0].is_before(each) for each in made)}
     return dict.fromkeys(before, True) | dict.fromkeys(behind, False)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the submodule ``name``, from line to line: of ``forward``, of the method that is called
+    there, and so on."""
+
+    name: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def is_before(self, other: _Call) -> bool:
+        """Whether it is over before the other one begins. Lines do not tell what of one line is first."""
+        shared = min(len(self.last), len(other.first))
+        return self.last[:shared] < other.first[:shared]
+
+
+def _calls_of(
+    kind: type, method: str, row: str, within: tuple[int, ...] = (), seen: tuple[str, ...] = ()
+) -> Iterator[_Call]:
+    """Yield the calls of submodules in a method of ``kind`` and in those that it calls. A loop over ``row``,
+    or with a call of it, is one call of it."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
+    except (OSError, TypeError, SyntaxError):
+        return
+    function = source.body[0]
+    is_method = isinstance(function, ast.FunctionDef) and function.args.args
+    owner = function.args.args[0].arg if is_method else ""  # type: ignore[attr-defined]
+    loops = [
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.For) and any(_of(owner, each) == row for each in ast.walk(node))
+    ]
+    for loop in loops:
+        yield _Call(row, (*within, loop.lineno), (*within, loop.end_lineno or loop.lineno))
+    in_loops = {id(node) for loop in loops for node in ast.walk(loop)}
+    for node in ast.walk(source):
+        name = _called(owner, node)
+        if name is None or (name == row and id(node) in in_loops):
+            continue
+        place = (*within, node.lineno)  # type: ignore[attr-defined]
+        if not inspect.isfunction(getattr(kind, name, None)):
+            yield _Call(name, place, place)
+        elif name not in seen:
+            yield from _calls_of(kind, name, row, place, (*seen, name))
+
+
+def _called(owner: str, node: ast.AST) -> str | None:
+    """Return ``name`` of a call ``owner.name(...)`` or ``owner.name[...](...)``."""
+    if not isinstance(node, ast.Call):
+        return None
+    return _of(owner, node.func.value if isinstance(node.func, ast.Subscript) else node.func)
 
 
 def _of(owner: str, node: ast.AST) -> str | None:
