@@ -5,201 +5,31 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.numbers import Draws, drawn
+from gemini.parallel.pipeline.numbers import drawn
+from gemini.parallel.pipeline.passage import ARRIVED, EndOfStage, Passage, device_of
 
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
-_ZERO = 0.5  # of rows
 
 
-class EndOfStage(BaseException):  # a model that catches exceptions around its blocks lets it through
-    """Leaves the model's forward pass where the next stage begins, with what that one is sent."""
+class _OfKind:
+    """A stand-in that a forward pass takes for a module of the class that it stands for."""
 
-    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        super().__init__("the stage ends here")
-        self.outputs = outputs
+    _taken_for: type
+    _passage: Passage
 
-
-class FirstBlock(BaseException):
-    """Leaves the forward pass at the first block of a stage, with the values that it is called with."""
-
-    def __init__(self, name: str, values: Sequence[Any]) -> None:
-        super().__init__("the stage begins here")
-        self.name, self.values = name, values
-
-
-class Taken(NamedTuple):
-    """What a stage is sent: ``places`` of the values that its first block is called with, and how many those
-    are."""
-
-    places: tuple[int, ...] = ()
-    among: int = 0
-
-
-class Nothing:
-    """What stands for tensors that another stage has: NaN, or zeros of a type without NaN, in one element of
-    memory by type and device, or in whole tensors where the model writes to them (``is_written``). Within
-    :meth:`at_random` it is other numbers: what changes with them is made of what is not there, although NaN
-    may not show in it (masks, indices, branches)."""
-
-    def __init__(self) -> None:
-        self.is_written = False
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._generator: torch.Generator | None = None
-        self._has_zeros = False
-
-    def __bool__(self) -> bool:
-        return bool(self._elements)
-
-    def expect_writes(self) -> None:
-        """From now on give out whole tensors."""
-        self.is_written = True
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it is random numbers now."""
-        return self._generator is not None
-
-    def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return what stands for ``tensor``, on ``device``."""
-        if self._generator is not None:
-            numbers = _numbers(tensor.shape, tensor.dtype, self._generator)
-            if self._has_zeros and tensor.dim():
-                rows = torch.rand(
-                    tensor.shape[:-1], generator=self._generator, dtype=torch.float32, device="cpu"
-                )
-                numbers[rows < _ZERO] = 0
-            return numbers.to(device)
-        element = self._elements.get((tensor.dtype, device))
-        if element is None:
-            fill = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-            element = torch.full((), fill, dtype=tensor.dtype, device=device)
-            self._elements[tensor.dtype, device] = element
-        whole = element.expand(tensor.shape)
-        return whole.clone() if self.is_written else whole
-
-    @contextmanager
-    def at_random(self, seed: int, *, has_zeros: bool = False) -> Iterator[None]:
-        """Have all of it be random numbers within the block, unseen by autograd; ``has_zeros``: some rows of
-        zeros among them, as padding has."""
-        self._generator, self._has_zeros = torch.Generator().manual_seed(seed), has_zeros
-        before = [(element, element.clone()) for element in self._elements.values()]
-        for element, _ in before:
-            element.data.copy_(_numbers(element.shape, element.dtype, self._generator))
-        try:
-            yield
-        finally:
-            self._generator = None
-            for element, values in before:
-                element.data.copy_(values)
-
-
-def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers on the CPU; whole ones are 0 and 1, which are in reach of most tables."""
-    if dtype.is_floating_point or dtype.is_complex:
-        numbers = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
-        return numbers.to(dtype)
-    return torch.randint(2, tuple(shape), generator=generator, dtype=torch.int64, device="cpu").to(dtype)
-
-
-class Passage:
-    """The forward pass of a stage that is under way: what it has received, and whether it got there.
-
-    Places count the values that a block is called with, arguments and keywords flattened. Both stages at a
-    cut call the same block with as many: the one before sends what is at some places, and the one behind,
-    where nothing is there but NaN, puts it in.
-    """
-
-    def __init__(self, nothing: Nothing | None = None) -> None:
-        """``nothing``: of what stand-ins are made, where stages share it."""
-        self.nothing = Nothing() if nothing is None else nothing
-        self.runs, self.has_entered = False, False
-        self.device = torch.device("cpu")  # of the batch
-        self._takes: Sequence[int] | None = None
-        self._gives = Taken()
-        self._received: Sequence[torch.Tensor] = ()
-        self._draws: Draws | None = None
-        self._in_blocks = ExitStack()
-        # By the id of a tensor of NaN, which is kept for that: what was received in its place.
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @contextmanager
-    def begun(
-        self,
-        takes: Sequence[int] | None,
-        batch: object,
-        received: Sequence[torch.Tensor] = (),
-        gives: Taken = Taken(),  # noqa: B008  # a tuple
-        draws: Draws | None = None,
-    ) -> Iterator[None]:
-        """Run the stage on ``batch`` within the block: ``received`` comes in at the places ``takes`` of its
-        first block, and what the next stage is to be given, ``gives``, goes out. ``takes`` None: it gets to
-        its first block, and raises FirstBlock. ``draws`` None: random numbers are those of one process."""
-        self._takes, self._received, self._gives = takes, received, gives
-        self.has_entered, self.runs = False, True
-        self.device, self._draws = _device_of(batch) or self.device, draws
-        try:
-            with nullcontext() if draws is None else drawn(draws.around, self.device), ExitStack() as blocks:
-                self._in_blocks = blocks
-                yield
-        finally:
-            self._received, self.runs = (), False
-            self._known.clear()
-
-    def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Return what the block ``name`` is called with: what was received in the place of what stands for
-        it."""
-        if not self.has_entered:
-            self._enter(name, values)
-        return [self._known[id(value)][1] if id(value) in self._known else value for value in values]
-
-    def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return what of the ``values`` that ``name``, the next stage's first block, is called with goes
-        there.
-
-        Raises:
-            ConfigError: there it is called with more or fewer.
-        """
-        if len(values) != self._gives.among:
-            raise ConfigError(
-                f"{name!r} is called with {len(values)} values behind the blocks before it, and with "
-                f"{self._gives.among} on the stage that has it: blocks put tensors into a list or dict, "
-                "which stays behind where the model is cut; have them return those tensors and take them as "
-                "arguments, or cut the model elsewhere (split=)"
-            )
-        return tuple(values[place] for place in self._gives.places)
-
-    def _enter(self, name: str, values: Sequence[Any]) -> None:
-        self.has_entered = True
-        if self._takes is None:
-            raise FirstBlock(name, values)
-        for place, tensor in zip(self._takes, self._received, strict=True):
-            self._known[id(values[place])] = (values[place], tensor)
-        if self._draws is not None:
-            self._in_blocks.enter_context(drawn(self._draws.inside, self.device))
-
-    def leave_blocks(self) -> None:
-        """Go on behind the last block of the stage."""
-        self._in_blocks.close()
-
-    def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a tensor that another stage has."""
-        return self.nothing.like(tensor, self.device)
-
-    def refuse_others(self, name: str) -> None:
-        """Raise ConfigError where the model is called, and not one of its stages."""
-        if not self.runs:
-            raise ConfigError(
-                f"model(...) gets to {name!r}, which another stage of the pipeline has; call "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all of them"
-            )
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that isinstance() goes by, beside the true one."""
+        state = self.__dict__
+        return state["_taken_for"] if "_taken_for" in state and state["_passage"].runs else type(self)
 
 
 def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
@@ -214,7 +44,7 @@ def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None)
     return copy.deepcopy(model, memo)
 
 
-class Absent(nn.Module):
+class Absent(_OfKind, nn.Module):
     """Stands in for ``outline``, a module on ``meta``, whose attributes it has: it returns tensors of the
     right shapes, in which every number is NaN and takes no memory. Nothing that counts may come of them.
     """
@@ -222,7 +52,7 @@ class Absent(nn.Module):
     def __init__(self, name: str, outline: nn.Module, passage: Passage) -> None:
         super().__init__()
         self._held = (outline,)  # in a tuple: it is no submodule
-        self._name, self._passage = name, passage
+        self._name, self._passage, self._taken_for = name, passage, type(outline)
         self._answers: dict[str, Any] = {}
         self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple: they are no submodules
 
@@ -294,7 +124,7 @@ class Absent(nn.Module):
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         """Return what has the shapes of the module's output, or of what a ``method`` of it returns."""
         key = f"{method} {_shapes(args, kwargs)}"
-        device = _device_of((args, kwargs)) or self._passage.device
+        device = device_of((args, kwargs)) or self._passage.device
         if key not in self._answers:
             if len(self._answers) >= _KEPT_ANSWERS:
                 self._answers.clear()
@@ -359,16 +189,18 @@ class AbsentBlock(Absent):
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
 
 
-class Present(nn.Module):
+class Present(_OfKind, nn.Module):
     """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
-    the block, so that computing it again in backward does not run this."""
+    the block, so that computing it again in backward does not run this, unless the model itself calls
+    checkpoint() around it."""
 
     def __init__(self, name: str, block: nn.Module, passage: Passage, *, is_last: bool) -> None:
         """``is_last``: of the stage."""
         super().__init__()
         self.block = block
-        self._name, self._passage, self._is_last = name, passage, is_last
+        self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
         self._seen: set[tuple[bool, ...]] = set()
+        self._arrived: dict[int, int] = {}  # in how many places of so many values something is put in
 
     def __getattr__(self, name: str) -> Any:
         """Return what the block has."""
@@ -380,12 +212,53 @@ class Present(nn.Module):
         return getattr(self._modules["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block. Raises ConfigError where something that it takes is nowhere to be had."""
+        """Run the block.
+
+        Raises:
+            ConfigError: something that it takes is nowhere to be had, or what earlier stages sent gets no
+                gradient of it.
+        """
+        if not self._passage.runs:
+            return self._run_again(args, kwargs)
+        before = tree_flatten((args, kwargs))[0]
         args, kwargs = _really(self._name, self._passage, self._seen, args, kwargs)
+        values = tree_flatten((args, kwargs))[0]
+        self._arrived[len(values)] = sum(new is not old for new, old in zip(values, before, strict=True))
+        self._refuse_without_gradients(values)
         output = self.block(*args, **kwargs)
         if self._is_last:
             self._passage.leave_blocks()
         return output
+
+    def _refuse_without_gradients(self, values: Sequence[Any]) -> None:
+        if not self._passage.trains or torch.is_grad_enabled():
+            return
+        if any(isinstance(each, torch.Tensor) and each.requires_grad for each in values) or any(
+            param.requires_grad for param in self.block.parameters()
+        ):
+            raise ConfigError(
+                f"{self._name!r} is trained in stages and runs without gradients: of "
+                "checkpoint(..., use_reentrant=True) around a block the stages before would get none; set "
+                "use_reentrant=False, or freeze what torch.no_grad() is around"
+            )
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block in backward, for a checkpoint() around it, with what had arrived then."""
+        values, form = tree_flatten((args, kwargs))
+        found = [getattr(value, ARRIVED, None) for value in values]
+        arrived = [each for each in found if each is not None]
+        if len(arrived) < self._arrived.get(len(values), 0):
+            raise ConfigError(
+                f"checkpoint() around {self._name!r} computes more than the block in backward, of what "
+                "another stage has sent: call it with the block and what that takes, "
+                "checkpoint(block, x, use_reentrant=False)"
+            )
+        if arrived:
+            values = [old if new is None else new.tensor for old, new in zip(values, found, strict=True)]
+            args, kwargs = tree_unflatten(values, form)
+        is_first = bool(arrived) and arrived[0].first == self._name and arrived[0].inside is not None
+        with drawn(arrived[0].inside, self._passage.device) if is_first else nullcontext():
+            return self.block(*args, **kwargs)
 
 
 class Exit(Absent):
@@ -466,10 +339,3 @@ def _described(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype, value.device)
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-
-
-def _device_of(values: object) -> torch.device | None:
-    """Return the device of the first tensor that is on one; a model may bring its input to where the weights
-    of another stage seem to be."""
-    tensors = (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)

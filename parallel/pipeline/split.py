@@ -14,21 +14,10 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError, GeminiError
-from gemini.parallel.pipeline.absent import (
-    Absent,
-    AbsentBlock,
-    EndOfStage,
-    Exit,
-    FirstBlock,
-    Nothing,
-    Passage,
-    Present,
-    Taken,
-    is_nothing,
-    outline_of,
-)
+from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, is_nothing, outline_of
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.partition import partition_balanced
+from gemini.parallel.pipeline.passage import EndOfStage, FirstBlock, Nothing, Passage, Taken
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
 from gemini.system.device import current_device

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from pipeline_harness import ADAM
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gemini import CPUAdam
 
@@ -220,6 +221,51 @@ class InMethods(Model):
         return x + self.places(ids % 16) + self.places.behind(ids, 1)
 
 
+class Checkpointed(Model):
+    """Computes its blocks again in backward, one by one, called in several ways."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index % 2:
+                x = checkpoint(lambda y, block=block: block(y), x, use_reentrant=False)
+            else:
+                x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Reentrant(Model):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class CheckpointedAcross(Model):
+    """Computes two blocks at once again, between which stages are cut."""
+
+    def through(self, x: Tensor) -> Tensor:
+        first, *middle, last = self.blocks
+        x = checkpoint(lambda y: middle[1](middle[0](first(y))), x, use_reentrant=False)
+        return last(x)
+
+
+class Thin(Block):
+    """A block of another class."""
+
+
+class OfTwoKinds(Model):
+    """Looks of what class a block is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2) for kind in (Block, Thin))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = 0.5 * block(x) if isinstance(block, Thin) else block(x)
+        return x
+
+
 SENT = (
     Model,
     MaskOfTheFront,
@@ -232,6 +278,8 @@ SENT = (
     ScalingInPlace,
     TypesOfWeights,
     InMethods,
+    Checkpointed,
+    OfTwoKinds,
 )
 REFUSED = (
     MaskBehind,

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 from pipeline_harness import ADAM, CHUNKS
-from pipeline_models import REFUSED, SENT, WIDTH, Block, Model, Normed, batch_of, build, loss_of, whole
+from pipeline_models import (
+    REFUSED,
+    SENT,
+    WIDTH,
+    Block,
+    CheckpointedAcross,
+    Model,
+    Normed,
+    Reentrant,
+    batch_of,
+    build,
+    loss_of,
+    whole,
+)
 from processes import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -51,6 +64,13 @@ def test_what_shows_no_nan_and_is_made_of_what_another_stage_has_is_refused(kind
     first, last = run_on_ranks(_train, 2, kind, "1f1b", "16MiB")
     assert last.startswith("ConfigError: the loss is made of something that another stage has")
     assert "the loss is made of something that another stage has" in first
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Reentrant, "use_reentrant=False"), (CheckpointedAcross, "not around several")]
+)
+def test_checkpoints_that_stages_cannot_compute_again_are_refused(kind: type[Model], why: str) -> None:
+    assert any(why in said for said in run_on_ranks(_train, 2, kind, "1f1b", "16MiB"))
 
 
 class Remembering(nn.Module):

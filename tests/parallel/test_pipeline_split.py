@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.absent import Taken
+from gemini.parallel.pipeline.passage import Taken
 
 IDS = torch.arange(12).view(2, 6)
 
