@@ -19,6 +19,7 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
     Raises:
         ConfigError: it has no tensors, or of other numbers of samples, or they do not divide.
     """
+    batch = _plain(batch)
     tensors = [value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor) and value.dim()]
     samples = {len(tensor) for tensor in tensors}
     if len(samples) != 1:
@@ -36,6 +37,13 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
             + f"; numbers that do are {[n for n in range(1, number + 1) if number % n == 0]}"
         )
     return [tree_map(partial(_piece, index=index, count=count), batch) for index in range(count)]
+
+
+def _plain(batch: Any) -> Any:
+    """Return a batch in whose place of other mappings (a tokenizer's) there are dicts."""
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return type(batch)(map(_plain, batch))
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _piece(value: Any, index: int, count: int) -> Any:
@@ -58,16 +66,20 @@ def form_of(batch: Any) -> str:
     return str([(tuple(t.shape), t.dtype) for t in _tensors(batch)])
 
 
-def kind_of(batch: Any) -> str:
+def kind_of(batch: Any, *, exact: bool = False) -> str:
     """Return what batches have in common that a model takes in the same way, as far as what it is called with
-    says it. There are few kinds, whatever else comes with a batch."""
+    says it. There are few kinds, whatever else comes with a batch; ``exact``: other texts and numbers, which
+    may name a task, are another one."""
     args, kwargs = call_arguments(batch)
-    return str([*map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())])
+    named = [*enumerate(args), *kwargs.items()]
+    return str([(name, _kind(value, exact)) for name, value in named])
 
 
-def _kind(value: Any) -> object:
+def _kind(value: Any, exact: bool) -> object:
     if isinstance(value, torch.Tensor):
         return value.dim(), value.dtype
+    if exact and isinstance(value, (str, int, float)):
+        return value
     return value if isinstance(value, (bool, type(None))) else type(value).__name__
 
 

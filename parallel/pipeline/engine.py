@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.batches import call_arguments, form_of, kind_of
 from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
+from gemini.parallel.pipeline.losses import Criterion, loss_of, without_weight
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.passage import Taken
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
-from gemini.parallel.pipeline.split import Stage, StagedModel
+from gemini.parallel.pipeline.split import StagedModel
+from gemini.parallel.pipeline.stage import Stage
 
 T = TypeVar("T")
-Criterion = Callable[[Any, Any], torch.Tensor]
 
 _MOST = 16  # tensors that go from one stage to the next
+_MOST_KINDS = 8  # of batches that differ in texts and numbers: a task has few names, and steps have many
 _AHEAD = 2  # actions whose inputs may be on their way
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -86,6 +89,7 @@ class Engine:
         self._learned: set[str] = set()  # forms of batches of which that is known
         # Stages, how they were run, and kinds and forms of batches whose first results were looked at.
         self.checked: set[tuple[int, bool, str]] = set()
+        self._kinds: set[str] = set()
         self._trainable = ""
         self._place = ""  # what is being done, for an error
 
@@ -112,10 +116,23 @@ class Engine:
             self.forms.clear()
         self._trainable = trainable
 
+    def kind_of(self, batch: Any) -> str:
+        """Return what kind a batch is of: other texts and numbers are of another, while there are few."""
+        exact = kind_of(batch, exact=True)
+        if len(self._kinds) < _MOST_KINDS:
+            self._kinds.add(exact)
+        return exact if exact in self._kinds else kind_of(batch)
+
+    def form_of(self, batch: Any) -> str:
+        """Return by what is known what goes from stage to stage for a batch."""
+        is_training = any(stage.is_training for stage in self.stages.values())
+        return f"{self.kind_of(batch)} {form_of(batch)} {is_training}"
+
     def learn(self, batches: Sequence[Any], say: Callable[[str], list[str]]) -> None:
         """Find what goes from stage to stage for such batches, as far as it is not known; ``say`` tells it
         all ranks that have stages, and they call this together."""
-        fresh = {form_of(batch): batch for batch in batches if form_of(batch) not in self._learned}
+        forms = {self.form_of(batch): batch for batch in batches}
+        fresh = {form: batch for form, batch in forms.items() if form not in self._learned}
         if not fresh:
             return
         self._place = "finding what goes from stage to stage"
@@ -175,8 +192,8 @@ class _Run:
     ) -> None:
         self.done = Done([], [])
         self._engine, self._order = engine, order
-        self._batches, self._forms = batches, [form_of(batch) for batch in batches]
-        self._kinds = [kind_of(batch) for batch in batches]
+        self._batches, self._forms = batches, [engine.form_of(batch) for batch in batches]
+        self._kinds = [engine.kind_of(batch) for batch in batches]
         self._criterion, self._weights, self._keeps = criterion, weights, keep_outputs
         self._seed = seed
         self._held: dict[tuple[int, int], _Held] = {}
@@ -325,7 +342,9 @@ class _Run:
                 return
             outputs = (self._loss(outputs, number),)
         if is_new:
-            self._refuse_nothing(stage, outputs, (copies, *call[1:]), number)
+            is_last = action.stage == self._order.num_stages - 1
+            results = self.done.losses[-1:] if is_last else outputs
+            self._refuse_nothing(stage, results, (copies, *call[1:]), number)
         if action.stage < self._order.num_stages - 1:
             following = Action(Kind.FORWARD, action.stage + 1, number)
             self._give(following, outputs)
@@ -350,10 +369,14 @@ class _Run:
 
         def again() -> Sequence[torch.Tensor]:
             received = [tensor.clone() for tensor in call[0]]
-            found = self._engine.trained.forward(stage.run, (received, *call[1:]), {})
-            return (self._loss_of(found, number),) if is_last else found
+            found: Sequence[torch.Tensor] = self._engine.trained.forward(stage.run, (received, *call[1:]), {})
+            if not is_last:
+                return found
+            assert self._criterion is not None
+            return (loss_of(self._criterion, found, self._batches[number]),)
 
-        if stage.depends_on_nothing(results, again):
+        beside = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
+        if stage.depends_on_nothing(results, again, beside):
             what = "the loss" if is_last else f"what stage {stage.index} hands on"
             raise ConfigError(
                 f"{what} is made of something that another stage has: what runs in front of the blocks, or "
@@ -369,16 +392,10 @@ class _Run:
 
     def _loss(self, output: Any, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, of what the model has returned, and keep it."""
-        loss = self._loss_of(output, number)
-        self.done.losses.append(loss.detach())
-        return loss
-
-    def _loss_of(self, output: Any, number: int) -> torch.Tensor:
         assert self._criterion is not None
-        loss = self._criterion(output, self._batches[number])
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(f"the criterion returned {_described(loss)}; it is to return one number")
-        return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        loss = loss_of(self._criterion, output, self._batches[number])
+        self.done.losses.append(loss.detach())
+        return loss if self._weights[number] else without_weight(output, loss)
 
     def _backward(self, action: Action, stage: Stage, scale: float | None) -> None:
         key = (action.stage, action.micro_batch)
@@ -459,11 +476,3 @@ def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
-
-
-def _described(value: object) -> str:
-    return (
-        f"a tensor of {tuple(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else f"a {type(value).__name__}"
-    )

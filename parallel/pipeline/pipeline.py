@@ -16,11 +16,13 @@ from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.pipeline.batches import cut_batch, form_of
-from gemini.parallel.pipeline.engine import Criterion, Engine, Trained
+from gemini.parallel.pipeline.engine import Engine, Trained
+from gemini.parallel.pipeline.losses import Criterion
 from gemini.parallel.pipeline.numbers import draw_seed
 from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.passing import Passing
 from gemini.parallel.pipeline.split import StagedModel
+from gemini.parallel.pipeline.tied import SharedTrainability
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Pipeline:
         self._num_ranks = self._axis.size if self._axis is not None else 1
         rank = self._axis.rank if self._axis is not None else 0
         self._engine = Engine(staged, trained, self._passing, rank)
+        self._shared = SharedTrainability(staged)
         self._has_last = len(staged.ranges) - 1 in {stage.index for stage in staged.stages}
         self._cause = _Cause()
 
@@ -152,14 +155,17 @@ class Pipeline:
             digest = digest_of(str([form_of(each) for each in batches]))
             trained = digest_of(str(self._engine.trainable()))
             said = [place, -1 if refusal is not None else len(batches), digest, trained, self._sequence_place]
+            changes = self._shared.changes()
+            said += changes
             if self._axis is not None:
                 said.append(draw_seed())
             mine = torch.tensor(said, dtype=torch.int64, device="cpu")
             every = [each.tolist() for each in self._everyone.all_gather(mine)]
             self._engine.follow(str([each[3] for each in every]))
+            self._shared.take_over([each[5 : 5 + len(changes)] for each in every])
             refusal = refusal or _different([each[:3] for each in every])
             if self._axis is not None:  # ranks along dp, and along sp, draw for themselves
-                seed = next(each[5] for each in every if (each[0], each[4]) == (place, self._sequence_place))
+                seed = next(each[-1] for each in every if (each[0], each[4]) == (place, self._sequence_place))
         return refusal, batches, order, seed
 
     def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:

@@ -3,211 +3,23 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini.errors import ConfigError, GeminiError
-from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, is_nothing, outline_of
-from gemini.parallel.pipeline.numbers import Draws
+from gemini.errors import ConfigError
+from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, outline_of
 from gemini.parallel.pipeline.partition import partition_balanced
-from gemini.parallel.pipeline.passage import EndOfStage, FirstBlock, Nothing, Passage, Taken
+from gemini.parallel.pipeline.passage import Nothing, Passage
+from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
-from gemini.system.device import current_device
 
 Split = str | Sequence[str]
-
-# And whether some rows are zeros. A mask of two tokens is the same by chance, hardly so three times; one of
-# padding is, wherever there is none.
-_SEEDS = {1: False, 2: False, 3: True}
-_SAME = 1e-5  # of a number
-_SHARED_ELEMENT = "single memory location"  # what torch says where an operator writes to an expanded tensor
-_NUMBERS = (bool, int, float, complex, str)
-_LARGEST_STATISTICS_BYTES = 2**23  # larger buffers are taken for tables, which forward passes only read
-
-
-@dataclass
-class Stage:
-    """One stage of this rank: ``tree`` is the model as it runs, with all other stages absent."""
-
-    index: int
-    tree: nn.Module
-    passage: Passage
-    mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
-    _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by place in ``mirrored``
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the model trains, or is evaluated."""
-        return (self.mirrored[0][1] if self.mirrored else self.tree).training
-
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """Return what the stage is sent. ``args`` and ``kwargs`` are those of the whole model.
-
-        Raises:
-            ConfigError: the block takes a number, or the like, that another stage computes.
-        """
-        begin = self._first_block(args, kwargs)
-        others: list[Sequence[Any]] = []
-        if self.passage.nothing:
-            for seed, has_zeros in _SEEDS.items():
-                with self.passage.nothing.at_random(seed, has_zeros=has_zeros), _numbers_may_fail():
-                    others.append(self._first_block(args, kwargs).values)
-        first: dict[int, int] = {}
-        for place, value in reversed([*enumerate(begin.values)]):
-            if is_nothing(value) or not all(_are_alike(value, other[place]) for other in others):
-                if not isinstance(value, torch.Tensor):
-                    raise ConfigError(
-                        f"{begin.name!r} is called with {value!r}, which is made of something that another "
-                        "stage has: tensors alone go from stage to stage; cut the model elsewhere (split=), "
-                        "or have the block take a tensor"
-                    )
-                first[id(value)] = place
-        return Taken(tuple(sorted(first.values())), len(begin.values))
-
-    def _first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
-        """Return what the stage begins with; find out whether the model writes to what is not there."""
-        nothing = self.passage.nothing
-        try:
-            return self._reach_first_block(args, kwargs)
-        except RuntimeError as error:
-            if nothing.is_written or nothing.is_random or _SHARED_ELEMENT not in str(error):
-                raise
-        nothing.expect_writes()
-        return self._reach_first_block(args, kwargs)
-
-    def _reach_first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
-        with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
-            self._follow()
-            try:
-                self.tree(*args, **kwargs)
-            except FirstBlock as begin:
-                return begin
-        raise ConfigError(
-            f"stage {self.index} gets to the end of the model and to none of its blocks: blocks are called "
-            "one after another, once each; say which with blocks=['layer1', 'layer2', ...]"
-        )
-
-    def run(
-        self,
-        received: Sequence[torch.Tensor],
-        takes: Taken,
-        gives: Taken,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        draws: Draws | None = None,
-    ) -> Any:
-        """Run the forward pass of this stage: from what it has ``received``, as it ``takes`` it, to a tuple
-        of what it ``gives`` the next stage, or to what the model returns. ``args`` and ``kwargs`` are those
-        of the whole model; ``draws`` says of what random numbers come."""
-        self._follow()
-        with self.passage.begun(takes.places, (args, kwargs), received, gives, draws):
-            try:
-                return self.tree(*args, **kwargs)
-            except EndOfStage as end:
-                return end.outputs
-
-    def depends_on_nothing(
-        self, values: Sequence[torch.Tensor], again: Callable[[], Sequence[torch.Tensor]]
-    ) -> bool:
-        """Say whether ``values``, which came of a run of this stage, are made of what another stage has: with
-        other numbers in the place of that, and :meth:`run` within it, ``again`` returns other ones."""
-        if any(value.is_meta for value in values):  # an attribute of what another stage has
-            return True
-        if not self.passage.nothing:
-            return False
-        for seed, has_zeros in _SEEDS.items():
-            others: Sequence[torch.Tensor] = ()
-            at_random = self.passage.nothing.at_random(seed, has_zeros=has_zeros)
-            with self._without_a_trace(), at_random, _numbers_may_fail():
-                others = again()
-            if not all(map(_are_alike, values, others)):
-                with self._without_a_trace():  # from the same state: a model may count its passes
-                    values = again()
-                if not all(map(_are_alike, values, others)):
-                    return True
-        return False
-
-    @contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
-        """Undo what a run within the block changes: random numbers, statistics and counters in buffers, and
-        attributes of the modules around blocks.
-
-        Raises:
-            ConfigError: it has written to a buffer that is too large to be copied for this.
-        """
-        devices = [device] if (device := current_device()).type == "cuda" else []
-        small = [buffer for buffer in self.tree.buffers() if buffer.nbytes <= _LARGEST_STATISTICS_BYTES]
-        buffers = [(buffer, buffer.detach().clone()) for buffer in small]
-        tables = {
-            name: (buffer, buffer._version)
-            for name, buffer in self.tree.named_buffers()
-            if buffer.nbytes > _LARGEST_STATISTICS_BYTES and not buffer.is_inference()
-        }
-        attributes = [(here, dict(here.__dict__)) for here, _ in self.mirrored]
-        followed = {place: dict(seen) for place, seen in self._followed.items()}
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            try:
-                yield
-            finally:
-                for buffer, values in buffers:  # all: batch norm leaves the version as it is
-                    buffer.data.copy_(values)
-                for here, kept in attributes:
-                    here.__dict__.clear()
-                    here.__dict__.update(kept)
-                self._followed = followed
-        for name, (buffer, version) in tables.items():
-            if buffer._version != version:
-                raise ConfigError(
-                    f"the forward pass writes to the buffer {name!r} of {buffer.nbytes / 2**20:.0f} MiB; in "
-                    f"stages it may write to buffers of up to {_LARGEST_STATISTICS_BYTES // 2**20} MiB: make "
-                    "several of it, or train without pp"
-                )
-
-    def _follow(self) -> None:
-        """Have copies be as what they are copies of: trained or evaluated, and whatever was set there since
-        the last time. What a copy's own forward pass sets stays."""
-        own = ("_modules", "_parameters", "_compiled_call_impl")
-        for place, (here, there) in enumerate(self.mirrored):
-            seen = self._followed.setdefault(place, {})
-            for key, value in there.__dict__.items():
-                if key in own or (key in seen and seen[key] is value):
-                    continue
-                seen[key] = value
-                is_method = inspect.ismethod(value) and value.__self__ is there
-                here.__dict__[key] = value.__func__.__get__(here) if is_method else value
-
-
-@contextmanager
-def _numbers_may_fail() -> Iterator[None]:
-    """Let what models raise for numbers that they do not expect pass in silence."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, GeminiError):
-            raise
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Say whether two values are the same, tensors but for the last digits."""
-    if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other)
-    if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    first, second = one.detach().double(), other.detach().double()
-    finite = first[first.isfinite()]
-    scale = float(finite.abs().mean()) if finite.numel() else 0.0
-    near = max(_SAME, 4 * torch.finfo(one.dtype).eps)  # operators may add up in another order each time
-    return torch.allclose(first, second, rtol=near, atol=near * scale, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -310,16 +122,16 @@ def split(
     every = frozenset().union(*(units.of_stage(*each) for each in ranges))
     kept = frozenset().union(*(units.of_stage(*ranges[stage]) for stage in own))
     _give_first_values(model, every - kept)
-    stages = []
+    stages: list[Stage] = []
     around = {name for name, _ in model.named_modules() if _holds_units(name, every)}
-    nothing = Nothing()
+    nothing, writers = Nothing(), {}  # type: ignore[var-annotated]
     for index in own:
         passage, mirrored = Passage(nothing), []  # type: ignore[var-annotated]
         tree = _mirror(model, "", around, mirrored)
         _replace_absent(tree, units, ranges[index], outline, passage)
         _put_before(tree, units.blocks[slice(*ranges[index])], passage)
         _show_absent([here for here, _ in mirrored], passage)
-        stages.append(Stage(index, tree, passage, mirrored))
+        stages.append(Stage(index, tree, passage, mirrored, writers, stages))
     for name in every - kept:
         _put(model, name, outline, Passage(nothing), Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from gemini.errors import StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.parallel.mesh import Axis
 from gemini.parallel.pipeline.split import StagedModel
@@ -26,7 +27,8 @@ class TiedWeights:
         self._weights: list[tuple[nn.Parameter, Axis]] = []
         self._kept: list[nn.Parameter] = []  # of several stages, on this rank or not
         self.owned_elsewhere: list[nn.Parameter] = []
-        self._seen: object = None
+        self._seen: object = None  # the state in which gradients were left
+        self._summed: object = None  # by updates and gradients given up: for what they were summed
         if axis is None:
             return
         names = {name: param for name, param in staged.module.named_parameters(remove_duplicate=False)}
@@ -68,9 +70,21 @@ class TiedWeights:
             model.add_before_use(partial(self._add_up, model))
 
     def _add_up(self, model: ManagedModel) -> None:
-        """Give every copy the sum of the gradients of all, unless nothing has come to them since."""
-        if model.gradient_state() == self._seen:
+        """Give every copy the sum of the gradients of all, unless nothing has come to them since.
+
+        Raises:
+            StateError: something has, and the sum of before, which it was added to, would be summed again.
+        """
+        state = model.gradient_state()
+        if state == self._seen:
             return
+        accumulation = (model.manager.step, model.times_given_up)
+        if accumulation == self._summed:
+            raise StateError(
+                "gradients were read or clipped in the middle of an accumulation, which summed those of the "
+                "weights that several stages have: what passes since have added would be summed twice; read "
+                "and clip gradients behind the last batch of a step"
+            )
         for param, axis in self._weights:
             if not param.requires_grad:
                 continue
@@ -82,4 +96,30 @@ class TiedWeights:
             axis.all_reduce(total)
             if total[-1] > 0:
                 param.grad = total[:-1].view(param.shape).to(param.device, param.dtype)
-        self._seen = model.gradient_state()
+        self._seen, self._summed = model.gradient_state(), accumulation
+
+
+class SharedTrainability:
+    """Whether weights that several stages have need a gradient: a program that freezes one, or unfreezes it,
+    by one of its names does so on the stages that have that name."""
+
+    def __init__(self, staged: StagedModel) -> None:
+        names = dict(staged.module.named_parameters(remove_duplicate=False))
+        aliases = [staged.aliases.get(name, (name,)) for name in staged.shared]
+        self._params = [next((names[a] for a in own if a in names), None) for own in aliases]
+        self._known = [param is not None and param.requires_grad for param in self._params]
+
+    def changes(self) -> list[int]:
+        """Return of each weight what has changed here since the last time: 1: it trains, 0: it is frozen; -1:
+        nothing."""
+        now = [param is not None and param.requires_grad for param in self._params]
+        return [-1 if new == old else int(new) for new, old in zip(now, self._known, strict=True)]
+
+    def take_over(self, every: Sequence[Sequence[int]]) -> None:
+        """Change the weights here as any rank has. One that is frozen somewhere is frozen."""
+        for index, (param, said) in enumerate(zip(self._params, zip(*every, strict=True), strict=True)):
+            changed = [each for each in said if each >= 0]
+            if param is not None and changed:
+                self._known[index] = bool(min(changed))
+                if param.requires_grad != self._known[index]:
+                    param.requires_grad_(self._known[index])
