@@ -18,6 +18,17 @@ from gemini.parallel.sequence.attention import SequenceAttention
 
 _NUMBERS = itertools.count()
 _COUNTS_WHAT_IS_SEEN = ("opt",)  # models whose positions leave out what the mask hides
+_MAKES_POSITIONS = ("esm",)  # models whose positions come of a function, by what is padding
+_IGNORES_DOCUMENTS = ("opt", "bert", "roberta", "electra")  # models whose masks do not see position_ids
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_ROPE_BY_LENGTH = ("longrope", "dynamic")
+_HEADS_OF_SEQUENCES = (
+    "ForSequenceClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForPreTraining",
+)
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
 
 
@@ -36,11 +47,54 @@ def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
         raise ConfigError(f"{name} has two sequences, an encoder's and a decoder's; they are not cut")
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"{name} computes attention by itself, not by a function that can be replaced")
+    mixing = _mixes_tokens(model)
+    if mixing:
+        raise ConfigError(f"{name} mixes tokens outside of attention, by {mixing}: only those of a part")
+    if getattr(model.config, "output_router_logits", False):
+        raise ConfigError(
+            f"{name} takes a loss of the routers over all tokens (config.output_router_logits), and each "
+            "rank has a part of them; set it to False"
+        )
+    if not cuts_blocks:
+        _refuse_parts_of_batches(model)
     if not cuts_blocks and "position_ids" not in _parameters(model):
         raise ConfigError(
             f"{name} makes its positions of the length of its input, which would be that of a part; give "
             "whole batches to all ranks and cut='blocks'"
         )
+
+
+def _mixes_tokens(model: Any) -> str:
+    """Return what of ``model`` computes with neighbouring tokens and is no attention; "": nothing."""
+    for kinds in (
+        getattr(getattr(module, "config", None), "layer_types", None) for module in model.modules()
+    ):
+        others = [kind for kind in kinds or () if kind not in _ATTENTIONS]
+        if others:
+            return f"layers of type {others[0]!r}"
+    for name, module in model.named_modules():
+        is_in_block = any(part.isdigit() for part in name.split("."))
+        is_wide = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
+        if is_in_block and (is_wide or isinstance(module, nn.RNNBase)):
+            return f"{name}, a {type(module).__name__}"
+    return ""
+
+
+def _refuse_parts_of_batches(model: Any) -> None:
+    """Raise ConfigError where ``model`` makes something of whole sequences around its blocks."""
+    name, way_out = type(model).__name__, "give whole batches to all ranks and cut='blocks'"
+    if name.endswith(_HEADS_OF_SEQUENCES):
+        raise ConfigError(f"{name} takes its loss of a whole sequence, and each rank has a part; {way_out}")
+    kinds = {kind for m in model.modules() if isinstance(kind := getattr(m, "rope_type", None), str)}
+    if kinds & set(_ROPE_BY_LENGTH):
+        raise ConfigError(
+            f"{name} rotates by the length of its input (rope_type {min(kinds & set(_ROPE_BY_LENGTH))!r}), "
+            f"which would be that of a part; {way_out}"
+        )
+    if hasattr(model.config, "vision_config") or hasattr(model.config, "audio_config"):
+        raise ConfigError(f"{name} puts images or sounds between tokens, which are not cut; {way_out}")
+    if str(model.config.model_type).startswith("llama4"):
+        raise ConfigError(f"{name} scales attention by positions that it makes of a part; {way_out}")
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -164,18 +218,33 @@ def _complete(
         return args, kwargs
     positions = given.get("position_ids")
     if positions is None:
-        if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        makes_its_own = model.config.model_type in _MAKES_POSITIONS
+        if makes_its_own or any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
             raise ConfigError(
                 f"{type(model).__name__} makes position_ids of its input, which is a part of a sequence; "
                 "pass those of the whole one to SequenceParallel.cut"
             )
         given["position_ids"] = _positions(attention, model, tokens, given.get("attention_mask"))
     elif given.get("attention_mask") is None and is_causal(model):
-        given["attention_mask"] = _mask_of_documents(attention, positions)
+        if model.config.model_type not in _IGNORES_DOCUMENTS:
+            given["attention_mask"] = _mask_of_documents(attention, positions)
+        if given.get("attention_mask") is not None and _has_windows(model):
+            raise ConfigError(
+                "documents side by side in a sequence (position_ids that begin anew) are not told apart in "
+                "layers with windows; give whole batches to all ranks and cut='blocks', or one document a row"
+            )
     if attention.order.zigzag and given.get("attention_mask") is None:
         # Without one transformers would take the jump between two stretches for the border of documents.
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return (), given
+
+
+def _has_windows(model: Any) -> bool:
+    """Say whether layers of ``model`` look back over a part of the sequence alone."""
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds is not None:
+        return any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return getattr(model.config, "sliding_window", None) is not None
 
 
 def _positions(

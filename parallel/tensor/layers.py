@@ -15,9 +15,11 @@ from gemini.parallel.tensor.region import Region
 
 
 class CutLayer(nn.Module):
-    """A layer of a cut model. ``tensor_region`` is set by :func:`become`."""
+    """A layer of a cut model. ``tensor_region`` is set by :func:`become`; ``tensor_sublayer`` says which
+    layers are in one module."""
 
     tensor_region: Region
+    tensor_sublayer: int = -1
 
 
 class ColumnLayer(CutLayer):
@@ -25,7 +27,8 @@ class ColumnLayer(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raises as the layer that it was."""
-        return cast(torch.Tensor, super().forward(self.tensor_region.enter(x, training=self.training)))
+        x = self.tensor_region.enter(x, training=self.training, layer=id(self), sublayer=self.tensor_sublayer)
+        return cast(torch.Tensor, super().forward(x))
 
 
 class GatheredColumnLayer(CutLayer):
@@ -96,11 +99,20 @@ def embed_rows(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None,
     """Return the vectors of ``ids``, of which each rank has some rows in its ``weight``; the one at
     ``padding_idx`` gets no gradient."""
     first, count = axis.rank * weight.size(0), weight.size(0)
+    _refuse_unknown(ids, count * axis.size)
     local = ids - first
     outside = (local < 0) | (local >= count)
     padding = None if padding_idx is None or not 0 <= padding_idx - first < count else padding_idx - first
     found = functional.embedding(local.masked_fill(outside, 0), weight, padding)
     return reduce(found.masked_fill(outside.unsqueeze(-1), 0.0), axis)
+
+
+def _refuse_unknown(ids: torch.Tensor, count: int) -> None:
+    """Raise IndexError where one of ``ids`` is out of range, as torch's embedding does on the CPU."""
+    if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < count):
+        raise IndexError(
+            f"index out of range in an embedding of {count} rows: {int(ids.min())} to {int(ids.max())}"
+        )
 
 
 class GatheredEmbedding(CutLayer, nn.Embedding):
@@ -156,8 +168,11 @@ class Attention(CutLayer, nn.MultiheadAttention):
         found = []
         weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
-        for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            x = self.tensor_region.enter(x, training=self.training)
+        for index, (x, weight, bias) in enumerate(zip(inputs, weights, biases, strict=True)):
+            layer = 0 if index else id(self)
+            x = self.tensor_region.enter(
+                x, training=self.training, layer=layer, sublayer=self.tensor_sublayer
+            )
             out = functional.linear(x, weight, bias)
             out = out if self.batch_first else out.transpose(0, 1)
             found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))

@@ -62,6 +62,8 @@ def vocabulary_cross_entropy(
         raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")
     flat, wanted = logits.flatten(0, -2), labels.flatten()
     counted = wanted != ignore_index
+    if wanted.device.type == "cpu" and bool(((wanted < 0) | (wanted >= vocabulary))[counted].any()):
+        raise IndexError(f"a label is out of bounds of {vocabulary} classes, and is not {ignore_index}")
     losses: torch.Tensor = _CrossEntropy.apply(flat, wanted.masked_fill(~counted, 0), axis, vocabulary)  # type: ignore[no-untyped-call]
     losses = losses.masked_fill(~counted, 0.0)
     if reduction == "none":

@@ -13,7 +13,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
 from gemini.parallel.tensor.cutting import cut_parameters
-from gemini.parallel.tensor.layers import CutLayer
+from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
 from gemini.parallel.tensor.region import Region, device_of, share_generators
@@ -73,11 +73,27 @@ def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
+    _note_places(model, region, work)
     _set_attributes(model, work.resolved, axis.size)
     if work.blocks:
         cut_sequence(work.blocks, region)
     model.register_forward_pre_hook(partial(_open, region))
     model.register_forward_hook(partial(_close, region), always_call=True)
+
+
+def _note_places(model: nn.Module, region: Region, work: Work) -> None:
+    """Say of cut layers which are in one module, and watch what is whole beside them."""
+    styled = {id(part) for module, _, _ in work.styles for part in module.modules()}
+    for number, (around, parent) in enumerate(model.named_modules()):
+        if isinstance(parent, Attention):
+            parent.tensor_sublayer = number
+        children = dict(parent.named_children())
+        columns = [child for child in children.values() if isinstance(child, ColumnLayer)]
+        for child in columns:
+            child.tensor_sublayer = number
+        for key, child in children.items() if columns else ():
+            if not styled & {id(part) for part in child.modules()} and any(True for _ in child.parameters()):
+                child.register_forward_pre_hook(partial(region.refuse_inside, f"{around}.{key}".lstrip(".")))
 
 
 def _refuse_layout(layout: Layout) -> None:

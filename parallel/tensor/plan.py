@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -75,7 +75,7 @@ RULES: Mapping[str, Rule] = {
     "MultiheadAttention": Rule(own=TorchAttention()),
     # transformers: GPT-2
     "GPT2Attention": Rule(
-        {"c_attn": Column(sections=3), "q_attn": Column(), "c_proj": Row()}, ("num_heads", "split_size")
+        {"c_attn": Column(square=True), "q_attn": Column(), "c_proj": Row()}, ("num_heads", "split_size")
     ),
     "GPT2MLP": _mlp("c_fc", "c_proj"),
     # BERT, RoBERTa
@@ -120,6 +120,11 @@ RULES: Mapping[str, Rule] = {
     "WhisperDecoderLayer": _mlp("fc1", "fc2"),
 }
 
+# Of transformers' classes, what is between column and row layers, by heads or by elements, and in no plan.
+_WITHIN: Mapping[str, tuple[str, ...]] = {
+    "ApertusMLP": ("act_fn",),
+    "PhiAttention": ("q_layernorm", "k_layernorm"),
+}
 _SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _OF_KEYS = ("k_proj", "v_proj")
 GROUPS = "num_key_value_groups"  # what transformers calls how many query heads share a key head
@@ -166,6 +171,7 @@ def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
         )
     _add_vocabulary(found, model, gather_logits=gather_logits)
+    _add_within(found, model)
     _keep_heads_whole(found, model)
     return found
 
@@ -194,6 +200,15 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
     parts = (re.escape(part).replace(r"\*", r"[^.]+") for part in pattern.split("."))
     regular = re.compile(r"\.".join(parts))
     return [name for name, _ in model.named_modules() if regular.fullmatch(name)]
+
+
+def _add_within(found: Resolved, model: nn.Module) -> None:
+    """Sum the gradients of known modules that compute with a rank's part and are whole on all."""
+    for name, module in model.named_modules():
+        for child in _WITHIN.get(type(module).__name__, ()):
+            inner = getattr(module, child, None)
+            if isinstance(inner, nn.Module) and next(inner.parameters(), None) is not None:
+                found.styles.setdefault(f"{name}.{child}", PartialGradient())
 
 
 def _add_by_class(found: Resolved, model: nn.Module) -> None:
@@ -241,6 +256,6 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
         unit = next((size for size in sizes if isinstance(size, int)), 1)
         if unit > 1 and isinstance(style, Column) and style.unit == 1:
             shares = name.rpartition(".")[2] in _OF_KEYS and hasattr(around, GROUPS)
-            found.styles[name] = Column(style.sections, unit, repeats=shares)
+            found.styles[name] = replace(style, unit=unit, repeats=shares)
         elif unit > 1 and isinstance(style, Row) and style.unit == 1:
             found.styles[name] = Row(style.splits_input, unit)

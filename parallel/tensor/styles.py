@@ -47,25 +47,32 @@ class Style(Protocol):
 @dataclass(frozen=True)
 class Column:
     """Linear or Conv1D by its outputs. ``sections``: how many projections of equal sizes lie side by side in
-    the weight (3 for query, key and value). ``unit``: outputs that stay together (those of a head).
-    ``repeats``: a unit may be on several ranks, which use it for different things (key heads that several
-    query heads share)."""
+    the weight (3 for query, key and value); ``square``: as many as outputs are multiples of inputs. ``unit``:
+    outputs that stay together (those of a head). ``repeats``: a unit may be on several ranks, which use it
+    for different things (key heads that several query heads share)."""
 
     sections: int = 1
     unit: int = 1
     repeats: bool = False
+    square: bool = False
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         weight, out = _linear_weight(module), _out_dim(module)
-        units = weight.shape[out] // (self.sections * self.unit)
+        sections = max(1, weight.shape[out] // weight.shape[1 - out]) if self.square else self.sections
+        if weight.shape[out] % (sections * self.unit):
+            raise ConfigError(
+                f"{weight.shape[out]} outputs are not {sections} projections side by side in units of "
+                f"{self.unit}"
+            )
+        units = weight.shape[out] // (sections * self.unit)
         if self.repeats and units < size and size % units == 0:
-            return _column_cuts(module, units, self.sections, copies=size // units)
+            return _column_cuts(module, units, sections, copies=size // units)
         if units % size:
             raise ConfigError(
-                f"{weight.shape[out]} outputs in {self.sections} x {units} units of {self.unit} are not "
+                f"{weight.shape[out]} outputs in {sections} x {units} units of {self.unit} are not "
                 f"divided by {size} ranks; {_fitting(units)}"
             )
-        return _column_cuts(module, size, self.sections)
+        return _column_cuts(module, size, sections)
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         become(module, ColumnLayer, region)
@@ -211,9 +218,10 @@ class PartialGradient:
 
 
 def sum_gradient(param: nn.Parameter, axis: Axis) -> None:
-    """Have the gradient of ``param``, unless it is frozen, summed over the ranks."""
-    if param.requires_grad:
-        param.register_hook(_Summed(axis))
+    """Have the gradient of ``param`` summed over the ranks; of a frozen one, once it is trained."""
+    trains = param.requires_grad
+    param.requires_grad_(True).register_hook(_Summed(axis))
+    param.requires_grad_(trains)
 
 
 class _Summed:

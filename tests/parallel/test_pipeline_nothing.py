@@ -192,7 +192,7 @@ class WritingALot(Model):
 
 def test_a_large_buffer_that_forward_writes_to_is_refused_by_name() -> None:
     for said in run_on_ranks(_train, 2, WritingALot, "1f1b", "16MiB"):
-        assert "writes to the buffer 'queue' of 8 MiB" in said
+        assert "writes to the buffer 'queue' of WritingALot of 8 MiB" in said
 
 
 # -- random numbers --------------------------------------------------------------------------------------
