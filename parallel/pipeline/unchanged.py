@@ -55,7 +55,7 @@ def _is_state(value: Any) -> bool:
     return not value.is_meta and not value.is_inference() and 0 not in value.stride()
 
 
-def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Have ``now`` hold what it held before, and touch nothing else."""
     for key in [key for key in now if key not in before]:
         del now[key]
@@ -65,12 +65,13 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _fill(collection: Any, members: Any) -> None:
+    """Have a list, dict or set hold ``members`` again, the very same objects."""
     if isinstance(collection, list):
         collection[:] = members
-    elif len(collection) != len(members) or any(
-        isinstance(collection, dict) and collection.get(each) is not members[each] for each in members
-    ):
-        collection.clear()
+    elif isinstance(collection, dict):
+        _put_back(collection, members)
+    else:
+        collection.intersection_update(members)
         collection.update(members)
 
 
