@@ -435,7 +435,6 @@ class GeminiOptimizer(ManagedGroups):
         """Update everything that has a gradient, now or when it is needed."""
         manager = self.model.manager
         if manager.sharding is not None:
-            manager.backward_pins.settle()  # of what runs last, where nothing was trained that settles it
             manager.sharding.close_all()
         manager.shortage.twice(self.model.make_zeros)
         updates = self._chunk_updates(self.model.storage.trainable_groups())

@@ -158,6 +158,7 @@ class Sharding:
     def close_all(self) -> None:
         """Give up every whole parameter chunk: the shards are about to change."""
         self._current = ()
+        self._gate.backward_pins.settle()  # of the node that ran last, where no gradient has settled it
         self._chunks.close_all()
 
     def settle_transfers(self) -> None:
