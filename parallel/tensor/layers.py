@@ -21,6 +21,10 @@ class CutLayer(nn.Module):
     tensor_region: Region
     tensor_sublayer: int = -1
 
+    def place_in(self, sublayer: int) -> None:
+        """Say that it is in the module of that number, as the other layers that have it."""
+        self.tensor_sublayer = sublayer
+
 
 class ColumnLayer(CutLayer):
     """Linear: all of the input, this rank's part of the output, which a row layer takes."""

@@ -86,11 +86,11 @@ def _note_places(model: nn.Module, region: Region, work: Work) -> None:
     styled = {id(part) for module, _, _ in work.styles for part in module.modules()}
     for number, (around, parent) in enumerate(model.named_modules()):
         if isinstance(parent, Attention):
-            parent.tensor_sublayer = number
+            parent.place_in(number)
         children = dict(parent.named_children())
         columns = [child for child in children.values() if isinstance(child, ColumnLayer)]
         for child in columns:
-            child.tensor_sublayer = number
+            child.place_in(number)
         for key, child in children.items() if columns else ():
             if not styled & {id(part) for part in child.modules()} and any(True for _ in child.parameters()):
                 child.register_forward_pre_hook(partial(region.refuse_inside, f"{around}.{key}".lstrip(".")))
