@@ -40,7 +40,7 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch in whose place of other mappings (a tokenizer's) there are dicts."""
+    """Return ``batch`` with dicts in the place of other mappings, as tokenizers return them."""
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return type(batch)(map(_plain, batch))
     return dict(batch) if isinstance(batch, Mapping) else batch

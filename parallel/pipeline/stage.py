@@ -108,12 +108,12 @@ class Stage:
         before = self._versions_around()
         with self.passage.begun(takes.places, (args, kwargs), received, gives, draws):
             try:
-                return self.tree(*args, **kwargs)
+                outputs = self.tree(*args, **kwargs)
             except EndOfStage as end:
-                return end.outputs
-            finally:
-                self._note_writes(before)
-                self._count_on()
+                outputs = end.outputs
+        self._note_writes(before)
+        self._count_on()
+        return outputs
 
     def _versions_around(self) -> dict[str, tuple[int, int]]:
         """Return what shows whether buffers of the modules around blocks were written to, or replaced."""

@@ -12,7 +12,7 @@ from torch import nn
 from gemini.errors import ConfigError
 
 _LARGEST_BYTES = 2**23  # larger tensors are taken for tables, which forward passes only read
-_Collection = (list, dict, set)
+_COLLECTIONS = (list, dict, set)
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     states = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
     values = [value for _, *both in states for each in both for value in each.values()]
-    collections = {id(value): (value, value.copy()) for value in values if type(value) in _Collection}
+    collections = {id(value): (value, value.copy()) for value in values if type(value) in _COLLECTIONS}
     tensors = {id(value): value for value in values if _is_state(value)}
     small = [(each, each.detach().clone()) for each in tensors.values() if each.nbytes <= _LARGEST_BYTES]
     large = [(each, each._version) for each in tensors.values() if each.nbytes > _LARGEST_BYTES]

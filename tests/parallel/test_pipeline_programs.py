@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_harness import ADAM, CHUNKS
-from pipeline_models import VOCAB, WIDTH, Block, Model, batch_of, loss_of
+from pipeline_models import VOCAB, WIDTH, Block, Model, batch_of, build, loss_of
 from processes import run_on_ranks
 from torch import Tensor, nn
 
@@ -18,11 +18,6 @@ from gemini.parallel.pipeline.batches import cut_batch
 
 Batch = Any
 MICRO = 4
-
-
-def build(kind: type[Model]) -> Model:
-    torch.manual_seed(5)
-    return kind()
 
 
 def _one_process(
