@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from cpu_times import CpuTimes
 from hypothesis import settings
+from pairs import ask_for_products
 
 # No deadline: how long an example takes says how busy the machine is.
 settings.register_profile("gemini", deadline=None)
@@ -16,8 +19,20 @@ settings.register_profile("dev", settings.get_profile("gemini"), max_examples=10
 settings.load_profile("gemini")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the checks ask for."""
+    parser.addoption("--cpu-times", type=Path, metavar="FILE", help="write the processor time of each case")
+    parser.addoption(
+        "--full", action="store_true", help="whole products of parameters, where pairs are the rule"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPU, if there is one, unless its tests are asked for: all others are about the CPU."""
+    if config.option.full:
+        ask_for_products()
+    if config.option.cpu_times:
+        config.pluginmanager.register(CpuTimes(config.option.cpu_times))
     if "cuda" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -61,8 +61,9 @@ def run_on_ranks(
     workers = _WORKERS.first(world_size)
     try:
         store = str(Path(_stores(), str(next(_RUNS))))
+        case = os.environ.get("PYTEST_CURRENT_TEST", "")
         for rank, worker in enumerate(workers):
-            worker.send(_Job(function, args, rank, world_size, store, timeout, backend))
+            worker.send(_Job(function, args, rank, world_size, store, timeout, backend, case))
         return _results(workers, timeout)
     except BaseException:
         _WORKERS.close()
@@ -92,6 +93,7 @@ class _Job:
     store: str
     timeout: float
     backend: str | None
+    case: str
 
 
 class _Worker:
@@ -209,6 +211,7 @@ def _answer(message: bytes) -> tuple[bool, Any]:
     try:
         job: _Job = pickle.loads(message)
         with _own_environment(), _group(job):
+            os.environ["PYTEST_CURRENT_TEST"] = job.case
             return True, job.function(*job.args)
     except BaseException:
         return False, traceback.format_exc()

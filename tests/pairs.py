@@ -1,0 +1,63 @@
+"""Parameters of a test that are combined: ``@pairs(rule=[...], budget=[...], policy=[...])``.
+
+A product of three lists mostly repeats itself: a fault that needs one value of each of two parameters shows in
+any row that has both. ``pairs`` makes few rows in which every two values meet. ``make test-full`` runs the whole
+products (``--full``): before a release, and after a change to the part that a law is about.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+_FULL = False  # set before modules are collected (conftest.py)
+
+
+def ask_for_products() -> None:
+    """Make every later ``pairs`` a whole product."""
+    global _FULL
+    _FULL = True
+
+
+def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by rows in which every two values of different parameters meet.
+
+    Args:
+        values: The values of each parameter, or ``pytest.param`` of one, with its id and marks.
+    """
+    rows = [[_as_param(value) for value in row] for row in _rows(list(values.values()))]
+    params = [
+        pytest.param(
+            *(value.values[0] for value in row),
+            id="-".join(str(value.id) for value in row),
+            marks=[mark for value in row for mark in value.marks],
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize(",".join(values), params)
+
+
+def _as_param(value: Any) -> Any:
+    is_param = hasattr(value, "values") and hasattr(value, "marks")
+    if is_param and value.id is not None:
+        return value
+    of = value.values[0] if is_param else value
+    name = getattr(of, "__name__", None) or str(of).removeprefix("torch.")
+    return pytest.param(of, id=name, marks=value.marks if is_param else ())
+
+
+def _rows(lists: list[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return rows that cover all pairs of values; each next row covers the most pairs that are missing."""
+    products = list(itertools.product(*(range(len(values)) for values in lists)))
+    if not _FULL:
+        met = {row: set(itertools.combinations(enumerate(row), 2)) for row in products}
+        missing: set[Any] = set().union(*met.values())
+        products = []
+        while missing:
+            row = max(met, key=lambda row: len(met[row] & missing))
+            products.append(row)
+            missing -= met[row]
+    return [tuple(values[at] for values, at in zip(lists, row, strict=True)) for row in products]
