@@ -1,7 +1,7 @@
 """Processor time of each case, with the processes that it starts: ``pytest --cpu-times FILE``.
 
-A case above ``LIMIT_SECONDS`` gives its reason with ``@pytest.mark.dear("reason")``. ``make lint`` reads the file
-that ``make test`` wrote and fails where a reason is missing.
+A case above ``LIMIT_SECONDS`` gives its reason with ``@pytest.mark.dear("reason")``. ``make lint`` reads the
+file that ``make test`` wrote and fails where a reason is missing.
 """
 
 from __future__ import annotations

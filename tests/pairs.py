@@ -1,8 +1,8 @@
 """Parameters of a test that are combined: ``@pairs(rule=[...], budget=[...], policy=[...])``.
 
-A product of three lists mostly repeats itself: a fault that needs one value of each of two parameters shows in
-any row that has both. ``pairs`` makes few rows in which every two values meet. ``make test-full`` runs the whole
-products (``--full``): before a release, and after a change to the part that a law is about.
+A product of three lists mostly repeats itself: a fault that needs one value of each of two parameters shows
+in any row that has both. ``pairs`` makes few rows in which every two values meet. ``make test-full`` runs the
+whole products (``--full``): before a release, and after a change to the part that a law is about.
 """
 
 from __future__ import annotations
