@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from test_layers import PYTHON_FILES, identify
+from test_layers import PYTHON_FILES, identify, tree_of
 
 # Torch's own, which are there to be assigned.
 TORCHS = {"grad", "data", "__class__"}
@@ -31,7 +31,7 @@ def assigned_in(path: Path) -> tuple[set[str], list[tuple[str, str]]]:
     """Return the attributes of the classes of a file, and what it assigns of other objects."""
     own: set[str] = set()
     others = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             own |= {t.id for part in node.body for t in targets_of(part) if isinstance(t, ast.Name)}
         for target in targets_of(node):
@@ -44,17 +44,18 @@ def assigned_in(path: Path) -> tuple[set[str], list[tuple[str, str]]]:
     return own, others
 
 
-ASSIGNED = {path: assigned_in(path) for path in PYTHON_FILES}
-
-
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=identify)
-def test_attributes_are_assigned_in_the_file_of_their_class(path: Path) -> None:
-    own, others = ASSIGNED[path]
-    elsewhere = set().union(*(names for file, (names, _) in ASSIGNED.items() if file != path))
-    outside = [f"{owner}.{name}" for owner, name in others if name in elsewhere - own]
-    assert not outside, f"{identify(path)} assigns {outside}: give their classes a method for it"
-
-
-def test_assignments_are_seen() -> None:
-    assert sum(len(own) for own, _ in ASSIGNED.values()) > 500
-    assert sum(len(others) for _, others in ASSIGNED.values()) > 10  # in the file of their class
+def test_attributes_are_assigned_in_the_file_of_their_class() -> None:
+    assigned = {path: assigned_in(path) for path in PYTHON_FILES}
+    files: dict[str, set[Path]] = defaultdict(set)
+    for path, (own, _) in assigned.items():
+        for name in own:
+            files[name].add(path)
+    wrong = [
+        f"{identify(path)} assigns {owner}.{name}: give its class a method for it"
+        for path, (own, others) in assigned.items()
+        for owner, name in others
+        if name not in own and files[name] - {path}
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert sum(len(own) for own, _ in assigned.values()) > 500
+    assert sum(len(others) for _, others in assigned.values()) > 10  # in the file of their class

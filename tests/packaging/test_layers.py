@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,10 +81,16 @@ def part_of(names: list[str]) -> str:
     return room if room in LEVEL else names[1]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return a file, parsed."""
+    return ast.parse(path.read_text())
+
+
 def imported_names(path: Path) -> Iterator[str]:
     """Yield the absolute dotted name of everything a file imports, also inside functions."""
     package = module_of(path)[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +102,7 @@ def imported_names(path: Path) -> Iterator[str]:
 def dotted_uses(path: Path) -> Iterator[str]:
     """Yield every import and every attribute chain (``torch.cuda.empty_cache``) of a file."""
     yield from imported_names(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node)
 
@@ -106,23 +111,31 @@ def identify(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", LAYERED_FILES, ids=identify)
-def test_python_imports_go_down_only(path: Path) -> None:
-    part = part_of(module_of(path))
-    assert part in LEVEL, f"{identify(path)}: give the new part {part!r} a layer in {Path(__file__).name}"
+def test_python_imports_go_down_only() -> None:
+    wrong = [fault for path in LAYERED_FILES for fault in faults_of_imports(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def faults_of_imports(path: Path) -> Iterator[str]:
+    """Yield a line for each import of a file that the layers forbid."""
+    part, file = part_of(module_of(path)), identify(path)
+    if part not in LEVEL:
+        yield f"{file}: give the new part {part!r} a layer in {Path(__file__).name}"
+        return
     for name in imported_names(path):
-        assert name != "gemini" or LEVEL[part] >= LEVEL["cli"], (
-            f"{identify(path)} imports the whole of gemini"
-        )
-        assert name.split(".")[0] != "gemini_bench", (
-            f"{identify(path)} imports {name}, which is not installed"
-        )
+        if name == "gemini" and LEVEL[part] < LEVEL["cli"]:
+            yield f"{file} imports the whole of gemini"
+        if name.split(".")[0] == "gemini_bench":
+            yield f"{file} imports {name}, which is not installed"
         if not name.startswith("gemini."):
             continue
         target = part_of(name.split("."))
-        assert target in LEVEL, f"{identify(path)} imports {name}: import from the module that defines it"
-        assert LEVEL[target] <= LEVEL[part], f"{identify(path)} imports {name}, which is above it"
-        assert (part, target) not in FORBIDDEN_NEIGHBOURS, f"{identify(path)} imports {name}"
+        if target not in LEVEL:
+            yield f"{file} imports {name}: import from the module that defines it"
+        elif LEVEL[target] > LEVEL[part]:
+            yield f"{file} imports {name}, which is above it"
+        elif (part, target) in FORBIDDEN_NEIGHBOURS:
+            yield f"{file} imports {name}, a neighbour that it must not know"
 
 
 def imports_of_files() -> dict[str, set[str]]:
@@ -155,36 +168,41 @@ def test_no_files_import_each_other() -> None:
     assert not imports, f"files that import each other, and those between them: {sorted(imports)}"
 
 
-@pytest.mark.parametrize("path", LAYERED_FILES + BENCH_FILES, ids=identify)
-def test_torch_distributed_and_cuda_stay_where_they_belong(path: Path) -> None:
-    for name in dotted_uses(path):
-        if name.startswith("torch.distributed") and path not in BENCH_FILES:
-            assert part_of(module_of(path)) in DISTRIBUTED, f"{identify(path)} uses {name}"
-        if name == "torch.cuda" or name.startswith("torch.cuda."):
-            assert identify(path) in TORCH_CUDA_FILES, f"{identify(path)} uses {name}"
+def test_torch_distributed_and_cuda_stay_where_they_belong() -> None:
+    wrong = []
+    for path in LAYERED_FILES + BENCH_FILES:
+        may_distribute = path in BENCH_FILES or part_of(module_of(path)) in DISTRIBUTED
+        for name in dotted_uses(path):
+            is_distributed = name.startswith("torch.distributed") and not may_distribute
+            is_cuda = f"{name}.".startswith("torch.cuda.") and identify(path) not in TORCH_CUDA_FILES
+            if is_distributed or is_cuda:
+                wrong.append(f"{identify(path)} uses {name}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES + BENCH_FILES, ids=identify)
-def test_library_below_the_command_line_does_not_print(path: Path) -> None:
-    if path.parent.name == "cli":
-        return
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    lines = [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-    assert not lines, f"{identify(path)} prints in lines {lines}"
+def test_library_below_the_command_line_does_not_print() -> None:
+    wrong = [
+        f"{identify(path)} prints in line {node.lineno}"
+        for path in PYTHON_FILES + BENCH_FILES
+        if path.parent.name != "cli"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", CPP_FILES, ids=identify)
-def test_cpp_includes_go_down_only(path: Path) -> None:
-    part = path.relative_to(ROOT / "csrc").parts[0]
-    text = path.read_text()
-    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE):
-        target = name.split("/")[0] if "/" in name else part
-        assert target in CPP_ALLOWED[part], f"{identify(path)} includes {name}"
-    for name in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, flags=re.MULTILINE):
-        assert not re.match(r"torch/|ATen/|c10/", name), f"{identify(path)} includes {name}"
-        assert part == "bindings" or not re.match(r"pybind11/|Python\.h", name), (
-            f"{identify(path)} includes {name}"
-        )
+def test_cpp_includes_go_down_only() -> None:
+    wrong = []
+    for path in CPP_FILES:
+        part = path.relative_to(ROOT / "csrc").parts[0]
+        text = path.read_text()
+        ours = re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE)
+        others = re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, flags=re.MULTILINE)
+        above = [n for n in ours if (n.split("/")[0] if "/" in n else part) not in CPP_ALLOWED[part]]
+        torchs = [n for n in others if re.match(r"torch/|ATen/|c10/", n)]
+        pythons = [n for n in others if part != "bindings" and re.match(r"pybind11/|Python\.h", n)]
+        wrong += [f"{identify(path)} includes {name}" for name in above + torchs + pythons]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_layer_rules_see_the_files() -> None:
