@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_layers import PYTHON_FILES, identify, tree_of
+from import_graph import PYTHON_FILES, tree_of
+from test_layers import identify
 
 # Torch's own, which are there to be assigned.
 TORCHS = {"grad", "data", "__class__"}

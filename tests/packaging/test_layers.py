@@ -5,10 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from import_graph import (
+    BENCH_FILES,
+    PYTHON_FILES,
+    ROOT,
+    imported_names,
+    imports_of_files,
+    module_of,
+    tree_of,
+)
 
 # Lower imports nothing higher. A name not listed here is a new part: give it its layer. Rooms of the runtime
 # are parts; "runtime" is what composes them.
@@ -59,44 +66,15 @@ CPP_ALLOWED = {
 }
 
 LEVEL = {part: level for level, parts in enumerate(PYTHON_LAYERS) for part in parts}
-PYTHON_FILES = sorted(p for top in ("gemini", "parallel") for p in (ROOT / top).rglob("*.py"))
-# A distribution of its own, above all others.
-BENCH_FILES = sorted((ROOT / "benchmarks" / "gemini_bench").rglob("*.py"))
 # All but the file that re-exports the public names.
 LAYERED_FILES = [p for p in PYTHON_FILES if p != ROOT / "gemini" / "__init__.py"]
 CPP_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".inc"})
-
-
-def module_of(path: Path) -> list[str]:
-    """Return the dotted name of a file as it is installed, as a list."""
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "parallel":
-        parts.insert(0, "gemini")
-    return parts
 
 
 def part_of(names: list[str]) -> str:
     """Return the part that a module, or what is imported, belongs to."""
     room = ".".join(names[1:3])
     return room if room in LEVEL else names[1]
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """Return a file, parsed."""
-    return ast.parse(path.read_text())
-
-
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield the absolute dotted name of everything a file imports, also inside functions."""
-    package = module_of(path)[:-1]
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
 def dotted_uses(path: Path) -> Iterator[str]:
@@ -138,28 +116,8 @@ def faults_of_imports(path: Path) -> Iterator[str]:
             yield f"{file} imports {name}, a neighbour that it must not know"
 
 
-def imports_of_files() -> dict[str, set[str]]:
-    """Return by dotted name what each file imports of the library, names that a package hands on included."""
-    files = {".".join(module_of(path)).removesuffix(".__init__"): path for path in PYTHON_FILES}
-
-    def defining(name: str) -> str | None:
-        head, _, tail = name.rpartition(".")
-        if name in files or not head:
-            return name if name in files else None
-        if files.get(head) is not None and files[head].name == "__init__.py":
-            handed_on = [full for full in imported_names(files[head]) if full.endswith(f".{tail}")]
-            return defining(handed_on[0]) if handed_on else head
-        return defining(head)
-
-    return {
-        module: {found for name in imported_names(path) if (found := defining(name)) not in (None, module)}
-        for module, path in files.items()
-        if path.name != "__init__.py"
-    }
-
-
 def test_no_files_import_each_other() -> None:
-    imports = imports_of_files()
+    imports = imports_of_files(PYTHON_FILES)
     ends = {""}
     while ends:  # what imports nothing that is left, or is imported by nothing
         imported = set().union(*imports.values())
