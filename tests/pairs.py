@@ -28,25 +28,26 @@ def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
     Args:
         values: The values of each parameter, or ``pytest.param`` of one, with its id and marks.
     """
-    rows = [[_as_param(value) for value in row] for row in _rows(list(values.values()))]
+    lists = [[_as_param(name, *entry) for entry in enumerate(given)] for name, given in values.items()]
     params = [
         pytest.param(
             *(value.values[0] for value in row),
             id="-".join(str(value.id) for value in row),
             marks=[mark for value in row for mark in value.marks],
         )
-        for row in rows
+        for row in _rows(lists)
     ]
     return pytest.mark.parametrize(",".join(values), params)
 
 
-def _as_param(value: Any) -> Any:
+def _as_param(name: str, place: int, value: Any) -> Any:
     is_param = hasattr(value, "values") and hasattr(value, "marks")
     if is_param and value.id is not None:
         return value
     of = value.values[0] if is_param else value
-    name = getattr(of, "__name__", None) or str(of).removeprefix("torch.")
-    return pytest.param(of, id=name, marks=value.marks if is_param else ())
+    is_plain = of is None or isinstance(of, (bool, int, float, str))
+    of_id = str(of) if is_plain else getattr(of, "__name__", f"{name}{place}")
+    return pytest.param(of, id=of_id, marks=value.marks if is_param else ())
 
 
 def _rows(lists: list[Sequence[Any]]) -> list[tuple[Any, ...]]:

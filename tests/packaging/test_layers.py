@@ -117,7 +117,8 @@ def faults_of_imports(path: Path) -> Iterator[str]:
 
 
 def test_no_files_import_each_other() -> None:
-    imports = imports_of_files(PYTHON_FILES)
+    packages = {".".join(module_of(p)[:-1]) for p in PYTHON_FILES if p.name == "__init__.py"}
+    imports = {m: found for m, found in imports_of_files(PYTHON_FILES).items() if m not in packages}
     ends = {""}
     while ends:  # what imports nothing that is left, or is imported by nothing
         imported = set().union(*imports.values())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from processes import RanksFailed, run_on_ranks
 from sharded_harness import Recipe, assert_same, batch, mlp, tied, wrap
 from torch import Tensor, nn
@@ -60,9 +61,7 @@ def alone(build: str, counts: Sequence[int], all_count: bool) -> dict[str, Tenso
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("all_count", [True, False])
-@pytest.mark.parametrize("counts", [(4, 2), (0, 3), (3, 3)])
-@pytest.mark.parametrize("build", ["mlp", "tied"])
+@pairs(build=["mlp", "tied"], counts=[(4, 2), (0, 3), (3, 3)], all_count=[True, False])
 def test_uneven_batches_train_as_one_process(build: str, counts: Sequence[int], all_count: bool) -> None:
     want = alone(build, counts, all_count)
     for got in run_on_ranks(joined, 2, build, counts, all_count, {}):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from processes import own_part, run_on_ranks
 from torch import Tensor
 from zero_models import (
@@ -112,9 +113,7 @@ def test_ranks_train_as_one_process_does_on_the_whole_batch(world_size: int) -> 
                 torch.testing.assert_close(results[index][name], weight, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pairs(world_size=[2, 3], precision=["fp32", "bf16", "fp16"], micro_batches=[1, 2])
 def test_stage_buckets_overlap_and_offload_never_change_a_bit(
     world_size: int, precision: str, micro_batches: int
 ) -> None:

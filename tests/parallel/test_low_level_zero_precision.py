@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -149,9 +150,7 @@ def _clip(precision: str, offload: bool, kernel: bool) -> tuple[dict[str, Tensor
     return weights(model), float(norm), float(again)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kernel", [False, True])
+@pairs(precision=["fp32", "bf16", "fp16"], offload=[False, True], kernel=[False, True])
 def test_clipping_is_by_the_true_norm_in_every_precision_offloaded_or_not(
     precision: str, offload: bool, kernel: bool
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from processes import run_on_ranks
 from tensor_harness import TOLERANCE, make_mesh, relative
 from torch import Tensor, nn
@@ -123,9 +124,7 @@ def compare(kind: str, method: str, recomputes: bool) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("kind", ["torch", "functions"])
+@pairs(kind=["torch", "functions"], recomputes=[False, True], method=["ulysses", "ring"])
 def test_model_on_parts_computes_what_the_whole_one_does(kind: str, recomputes: bool, method: str) -> None:
     for errors in run_on_ranks(compare, 3, kind, method, recomputes):
         assert max(errors.values()) <= TOLERANCE, errors

@@ -12,6 +12,7 @@ import sharded_harness
 import torch
 from gpu_harness import GpuModel, LateDevice, make_gpu
 from late_collectives import LateCollectives, at_once
+from pairs import pairs
 from processes import run_on_ranks
 from sharded_harness import WIDTH, Recipe, assert_near, assert_same, mlp, tied, train_plain, train_step
 from torch import Tensor, nn
@@ -111,9 +112,7 @@ def assert_all_alike(results: list[dict[str, Any]]) -> tuple[list[float], dict[s
     return first_losses, first
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("build", [mlp, tied])
-@pytest.mark.parametrize("kind", ["simulated", "late copies", "late operators"])
+@pairs(kind=["simulated", "late copies", "late operators"], build=[mlp, tied], world=[2, 3])
 def test_ranks_train_as_one_and_budgets_change_no_bit(
     kind: str, build: Any, world: int, tmp_path: Path
 ) -> None:

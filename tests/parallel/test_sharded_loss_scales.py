@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from processes import run_on_ranks
 from sharded_harness import SMALL_CHUNKS, WIDTH, batch, mlp, own_part
 from torch import Tensor, nn
@@ -70,9 +71,7 @@ def overflow(where: int, on: int, order: tuple[int, int], precision: str) -> tup
         return kept, first.loss_scale.scale
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("where", [0, 1])
+@pairs(where=[0, 1], order=[(0, 1), (1, 0)], precision=["fp16", "bf16"])
 def test_an_overflow_on_one_rank_skips_both_models_on_all(
     where: int, order: tuple[int, int], precision: str
 ) -> None:

@@ -24,6 +24,7 @@ from arrivals_harness import (
     train_step,
 )
 from gpu_harness import GpuModel
+from pairs import pairs
 from same_bits import assert_same
 from torch import Tensor, nn
 
@@ -32,9 +33,7 @@ from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint
 from gemini.chunk.gpu_memory import SimulatedDevice
 
 
-@pytest.mark.parametrize("overlap", [True, False, "backward"])
-@pytest.mark.parametrize("device", [220, 2**20])
-@pytest.mark.parametrize("rule", RULES)
+@pairs(rule=RULES, device=[220, 2**20], overlap=[True, False, "backward"])
 def test_they_train_as_without_management(rule: str, device: int, overlap: Any, tmp_path: Path) -> None:
     plain = stack()
     want = train(plain, plain, RULES[rule](plain.parameters()))

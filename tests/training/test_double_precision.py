@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import assert_same_state, assert_within_budgets, random_batch, seeded, tight
 
@@ -78,9 +79,7 @@ def wrap(build: Callable[[], nn.Module], tmp_path: Path) -> GeminiDDP:
     return GeminiDDP(seeded(build), **tight(tmp_path))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("build", [doubles, mixed])
+@pairs(build=[doubles, mixed], rule=RULES, accumulate=[1, 3])
 def test_any_rule_has_the_bits_of_the_unmanaged_model(
     build: Callable[[], nn.Module], rule: str, accumulate: int, tmp_path: Path
 ) -> None:

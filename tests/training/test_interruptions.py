@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import (
     KIB,
@@ -52,10 +53,12 @@ class Failing(nn.Module):
         raise ValueError("half-way through backward")
 
 
-@pytest.mark.parametrize("device_bytes", [None, 40 * KIB])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("failing_step", [0, 1, 3])
+@pairs(
+    where=["forward", "backward"],
+    failing_step=[0, 1, 3],
+    precision=[None, "bf16"],
+    device_bytes=[None, 40 * KIB],
+)
 def test_a_step_that_raised_half_way_can_be_repeated(
     where: str, failing_step: int, precision: str | None, device_bytes: int | None, tmp_path: Path
 ) -> None:
@@ -91,9 +94,11 @@ def _evaluate(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("device_bytes", [None, 72 * KIB])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("when", ["before the first step", "between steps", "between forward and backward"])
+@pairs(
+    when=["before the first step", "between steps", "between forward and backward"],
+    precision=[None, "bf16"],
+    device_bytes=[None, 72 * KIB],
+)
 def test_evaluation_at_any_time_gives_the_same_losses_and_changes_nothing(
     when: str, precision: str | None, device_bytes: int | None, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import KIB, random_batch, tight
 
@@ -99,9 +100,7 @@ def test_norms_limits_and_gradients_are_without_the_scale(precision: str | None)
         torch.testing.assert_close(second.clip_grad_by_norm(0.5), want, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pairs(precision=["fp16", "bf16"], where=[0, 1], order=[(0, 1), (1, 0)])
 def test_an_overflow_in_either_skips_both_and_its_scale_backs_off(
     precision: str, where: int, order: tuple[int, int]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_harness import KINDS, LateDevice, make_gpu, network, network_loss, optimizer_of, simulated
 from out_of_memory import RunsOut, assert_settled, managed, noisy, state_of, step_of
+from pairs import pairs
 from torch import nn
 from training_harness import assert_same_state, assert_within_budgets
 
@@ -166,9 +167,7 @@ def test_an_evaluation_is_repeated_and_changes_nothing() -> None:
 WHERE = {"forward": "tanh", "backward": "tanh_backward", "norm": "linalg_vector_norm"}
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("failing_step", [0, 1, 5])
-@pytest.mark.parametrize("where", WHERE)
+@pairs(where=WHERE, failing_step=[0, 1, 5], budget=BUDGETS)
 def test_without_help_the_error_comes_through_and_the_next_try_has_less(
     where: str, failing_step: int, budget: str
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
+from pairs import pairs
 from test_sequences import USES, Core, Side, Use
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,11 +93,13 @@ def assert_same(late: Side, barrier: Side) -> None:
 # -- the same bits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("device_kib", [72, 320])
+@pairs(
+    device_kib=[72, 320],
+    accumulate=[1, 3],
+    checkpointing=["none", "reentrant", "non-reentrant"],
+    precision=[None, "bf16"],
+    overlap=[True, False],
+)
 def test_overlap_trains_to_the_bits_of_the_plain_model(
     device_kib: int, accumulate: int, checkpointing: str, precision: str | None, overlap: bool, tmp_path: Path
 ) -> None:

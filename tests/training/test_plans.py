@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import pairs
 from training_harness import (
     KIB,
     Recipe,
@@ -63,12 +64,15 @@ def any_plan(seed: int) -> Callable[[Iteration, Machine], ChosenPlan]:
     return choose
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("device_kib", "host_kib"), [(72, 0), (120, 96), (200, 0)])
+@pairs(budgets_kib=[(72, 0), (120, 96), (200, 0)], precision=["fp32", "bf16"], seed=range(4))
 def test_any_plan_has_the_bits_of_any_other_and_keeps_the_budgets(
-    device_kib: int, host_kib: int, precision: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budgets_kib: tuple[int, int],
+    precision: str,
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    device_kib, host_kib = budgets_kib
     monkeypatch.setattr(planned, "choose_plan", any_plan(seed))
     recipe = Recipe(
         steps=4, clip=("norm", 0.05), accumulate=2, precision=None if precision == "fp32" else precision

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from activation_harness import Block, Net, activation_bytes, both, net_loss, offloaded, store_small_tensors
+from pairs import pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_harness import Recipe, managed_optimizer, managed_step, random_batch, seeded
@@ -73,9 +74,11 @@ def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int
     return model
 
 
-@pytest.mark.parametrize("pick", [every, second])
-@pytest.mark.parametrize("recipe", [Recipe(steps=11), Recipe(steps=10, accumulate=2, clip=("norm", 0.01))])
-@pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
+@pairs(
+    kind=["none", "non-reentrant", "reentrant"],
+    recipe=[Recipe(steps=11), Recipe(steps=10, accumulate=2, clip=("norm", 0.01))],
+    pick=[every, second],
+)
 def test_recomputed_blocks_never_change_the_numbers(
     kind: str, recipe: Recipe, pick: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

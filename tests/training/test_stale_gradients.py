@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import KIB, Recipe, managed_optimizer, managed_step, seeded, tight
 from training_models import Around, square_loss
@@ -53,9 +54,7 @@ USES: dict[str, Callable[[Tensor, nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("give_up", GIVE_UP)
-@pytest.mark.parametrize("next_backward", [False, True])
+@pairs(give_up=GIVE_UP, use=USES, next_backward=[False, True])
 def test_a_gradient_kept_after_it_was_given_up_cannot_be_used(
     model: GeminiDDP, give_up: str, use: str, next_backward: bool
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import KIB, random_batch, seeded, tight
 
@@ -86,9 +87,9 @@ def trained(fraction: float, *, overlap: Any = True, **options: Any) -> tuple[li
         return losses, state
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda", "const"])
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pairs(
+    fraction=[0.0, 0.25, 0.5, 1.0], policy=["auto", "cpu", "cuda", "const"], precision=[None, "bf16", "fp16"]
+)
 def test_the_share_is_on_disk_between_steps(
     fraction: float, policy: str, precision: str | None, tmp_path: Path
 ) -> None:
@@ -107,9 +108,7 @@ def test_the_share_is_on_disk_between_steps(
     assert on_disk(model) == 0
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("overlap", [True, False, "backward"])
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@pairs(fraction=[0.3, 1.0], overlap=[True, False, "backward"], precision=[None, "bf16"])
 def test_no_share_and_no_budget_changes_a_bit(
     fraction: float, overlap: Any, precision: str | None, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from training_harness import (
@@ -59,9 +60,7 @@ def gradient_of_the_input(m: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 USES = [jacobian_per_sample, laplacian, tangents_and_cotangents, gradient_of_the_input]
 
 
-@pytest.mark.parametrize("of_the_wrapper", [True, False])
-@pytest.mark.parametrize("device_kib", [24, 40, 1024])
-@pytest.mark.parametrize("use", USES)
+@pairs(use=USES, device_kib=[24, 40, 1024], of_the_wrapper=[True, False])
 def test_a_loss_made_by_transforms_trains_alike(
     use: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
     device_kib: int,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from arrivals_harness import tight
+from pairs import pairs
 from torch import Tensor, nn
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, StateError, checkpoint
@@ -83,24 +84,25 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
-@pytest.mark.parametrize("overlap", [True, False, "backward"])
-@pytest.mark.parametrize("device", [70, 160, 2**20])
-@pytest.mark.parametrize(
-    ("build", "unfreeze"), [(stack, next_layer), (stack, biases_then_all), (adapters, biases_then_all)]
+@pairs(
+    model=[(stack, next_layer), (stack, biases_then_all), (adapters, biases_then_all)],
+    device=[70, 160, 2**20],
+    overlap=[True, False, "backward"],
 )
 def test_budgets_never_change_what_is_unfrozen(
-    build: Any, unfreeze: Any, device: int, overlap: Any, tmp_path: Path
+    model: tuple[Any, Any], device: int, overlap: Any, tmp_path: Path
 ) -> None:
+    build, unfreeze = model
     plain = build()
     train(plain, unfreeze, plain, CPUAdam(plain.parameters(), lr=1e-2, weight_decay=0.1), 12)
     net = build()
-    with GeminiDDP(net, **tight(tmp_path, device)) as model:
+    with GeminiDDP(net, **tight(tmp_path, device)) as wrapped:
         adam = HybridAdam(net.parameters(), lr=1e-2, weight_decay=0.1)
-        optimizer = GeminiOptimizer(adam, model, overlap=overlap)
-        train(net, unfreeze, model, optimizer, 12)
-        assert model.stats()["device"]["peak_bytes"] <= device * KIB
-        assert not model.stats()["warmup"]
-        assert_same(weights(model), weights(plain))
+        optimizer = GeminiOptimizer(adam, wrapped, overlap=overlap)
+        train(net, unfreeze, wrapped, optimizer, 12)
+        assert wrapped.stats()["device"]["peak_bytes"] <= device * KIB
+        assert not wrapped.stats()["warmup"]
+        assert_same(weights(wrapped), weights(plain))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from test_sequences import Core
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -65,9 +66,7 @@ def one_step(model: GeminiDDP, optimizer: GeminiOptimizer, index: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("device_kib", [160, 300, 500, 8192])
+@pairs(device_kib=[160, 300, 500, 8192], precision=[None, "bf16"], accumulate=[1, 3])
 def test_bits_are_those_of_plain_training(
     tmp_path: Path, device_kib: int, precision: str | None, accumulate: int
 ) -> None:

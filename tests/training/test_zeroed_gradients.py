@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import (
     KIB,
@@ -83,9 +84,11 @@ def trained_plain(make: Make, max_norm: float = 0.0) -> tuple[list[float], dict[
     return losses, plain.state_dict()
 
 
-@pytest.mark.parametrize("device_bytes", [None, 24 * KIB])
-@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}, {"overlap": "backward"}])
-@pytest.mark.parametrize("rule", RULES)
+@pairs(
+    rule=RULES,
+    options=[{"overlap": True}, {"overlap": False}, {"overlap": "backward"}],
+    device_bytes=[None, 24 * KIB],
+)
 def test_what_got_no_gradient_moves_as_in_torch(
     rule: str, options: dict[str, Any], device_bytes: int | None, tmp_path: Path
 ) -> None:

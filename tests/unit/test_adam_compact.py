@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 
 from gemini.optim.adam import CPUAdam
 from gemini.optim.state_format import STATE_DTYPES
@@ -116,9 +117,11 @@ def rounded_ties_away(master: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"adamw_mode": False, "weight_decay": 0.1}])
+@pairs(
+    state_dtype=STATE_DTYPES,
+    fraction=[0.0, 1.0],
+    options=[{"weight_decay": 0.1}, {"adamw_mode": False, "weight_decay": 0.1}],
+)
 def test_split_master_is_the_fp32_master_of_every_step(
     state_dtype: str, fraction: float, options: dict[str, Any]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 
 from gemini.errors import ChecksumError, ConfigError, IoError, StateError
 from gemini.optim import disk_states, state_file
@@ -78,9 +79,7 @@ def bytes_in_files(optimizer: CPUAdam) -> int:
     )
 
 
-@pytest.mark.parametrize("remainders", [False, True])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.37, 0.5, 0.9, 0.999, 1.0])
+@pairs(fraction=[0.001, 0.1, 0.37, 0.5, 0.9, 0.999, 1.0], state_dtype=STATE_DTYPES, remainders=[False, True])
 def test_share_in_files_is_exact_to_a_batch_and_changes_no_bit(
     fraction: float, state_dtype: str, remainders: bool
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_models import KIB, Model, Run, assert_equal, assert_same, start
+from pairs import pairs
 from torch import nn
 
 from gemini import GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint, handle_of
@@ -43,9 +44,7 @@ PLACES = [resident, tight, three_tiers, large_chunks]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("after", PLACES)
-@pytest.mark.parametrize("before", PLACES)
+@pairs(before=PLACES, after=PLACES, precision=[None, "bf16"])
 def test_resuming_equals_going_on_in_any_place(
     tmp_path: Path, before: Any, after: Any, precision: str | None
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_models import KIB, Run, assert_equal, assert_same, start
+from pairs import pairs
 from torch import nn
 
 import gemini
@@ -68,9 +69,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("place", [resident, on_disk])
+@pairs(place=[resident, on_disk], precision=[None, "bf16"], overlap=[False, True])
 def test_it_is_the_moment_of_the_call_whatever_training_does_meanwhile(
     tmp_path: Path, gate: Gate, place: Callable[[Path], dict[str, Any]], precision: str | None, overlap: bool
 ) -> None:

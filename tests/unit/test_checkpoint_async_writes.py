@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_models import KIB, Run, start
+from pairs import pairs
 from torch import Tensor, nn
 
 import gemini
@@ -103,9 +104,7 @@ WRITERS: dict[str, Writer] = {
 }
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("place", [resident, on_disk])
-@pytest.mark.parametrize("writer", WRITERS)
+@pairs(writer=WRITERS, place=[resident, on_disk], precision=[None, "bf16"])
 def test_the_checkpoint_is_the_moment_of_the_call(
     writer: str, place: Callable[[Path], dict[str, Any]], precision: str | None, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pairs import pairs
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
@@ -108,10 +109,12 @@ def assert_same_bits(got: Arrays, want: Arrays) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("moments", range(3), ids=MOMENTS)
-@pytest.mark.parametrize("form", range(6))
-@pytest.mark.parametrize("grad_type", range(3))
-@pytest.mark.parametrize("skew", [0, 1])
+@pairs(
+    grad_type=range(3),
+    form=range(6),
+    moments=[pytest.param(place, id=name) for place, name in enumerate(MOMENTS)],
+    skew=[0, 1],
+)
 def test_gpu_gives_the_bits_of_the_cpu(grad_type: int, form: int, moments: int, skew: int) -> None:
     want = [make_arrays(grad_type, form, moments, numel, skew) for numel in SIZES]
     got = [arrays.to("cuda") for arrays in want]
