@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what the checks ask for."""
     parser.addoption("--cpu-times", type=Path, metavar="FILE", help="write the processor time of each case")
     parser.addoption(
-        "--full", action="store_true", help="whole products of parameters, where pairs are the rule"
+        "--stop-after", type=float, metavar="SECONDS", help="leave out the cases after this time"
+    )
+    parser.addoption(
+        "--full", action="store_true", help="make products of parameters where pairs are the rule"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPU, if there is one, unless its tests are asked for: all others are about the CPU."""
+    if config.option.stop_after:
+        config.pluginmanager.register(StopAfter(config.option.stop_after))
+    if config.option.stop_after:
+        config.pluginmanager.register(StopAfter(config.option.stop_after))
     if config.option.full:
         ask_for_products()
     if config.option.cpu_times:
@@ -37,13 +46,43 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where none is seen."""
-    if torch.cuda.is_available():
-        return
+class StopAfter:
+    """Leaves out the cases that come up after a time, of a run that has the most telling ones first."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        """Answer for a case without running it, once the time is over."""
+        return True if time.monotonic() > self._ends else None
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say that there were more."""
+        if time.monotonic() > self._ends:
+            terminalreporter.write_line(
+                f"cases after {self._seconds:.0f} s were left out; `make test` runs all"
+            )
+
+
+@pytest.hookimpl(trylast=True)  # folders have named their groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests of a GPU where none is seen; group what a worker keeps together; put the dear first."""
     for item in items:
-        if item.get_closest_marker("cuda"):
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU, or not asked for with -m cuda"))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if config.option.stop_after is None:
+        items.sort(key=_turn)  # what takes longest begins, or a single worker would end with it
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    if group is not None and group.args[0] != item.path.stem:
+        return 0
+    return 1 if item.get_closest_marker("dear") else 2
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,11 +12,15 @@ _STARTS_PROCESSES = {"processes", "hosts"}
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all tests of a module that has a function of those that start processes."""
+    """Mark as slow the tests of a module that has a function of those that start processes.
+
+    They stay on one worker: its ranks serve all of them.
+    """
     for item in items:
         names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
         if _STARTS_PROCESSES & {getattr(value, "__module__", None) for value in names}:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Write the page in the process that sees all results."""
     if config.getoption(WRITE, default=False) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(PageWriter())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep on one worker what imports transformers and its like: that takes seconds of each."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.xdist_group("libraries"))
 
 
 @pytest.fixture(autouse=True)
