@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,19 @@ GRACE_SECONDS = 3.0
 START_SECONDS = 120.0
 # What meeting the other ranks may take there, however short the call.
 MEET_SECONDS = 30.0
+
+
+# The server that all processes are forked from imports these once; no import starts a thread. It passes over
+# modules that are not installed.
+_IMPORTED = [
+    "gemini.parallel",
+    "safetensors.torch",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RanksFailed(AssertionError):
@@ -100,10 +114,12 @@ class _Worker:
     """One process and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self.pipe, theirs = context.Pipe()
         self._last_words = Path(_stores(), f"worker-{next(_NUMBERS)}")
-        self.process = context.Process(target=_serve, args=(theirs, self._last_words), daemon=True)
+        serving = (theirs, self._last_words, dict(os.environ))
+        self.process = context.Process(target=_serve, args=serving, daemon=True)
         self.process.start()
         theirs.close()
         self.started = False
@@ -188,10 +204,12 @@ def _results(workers: list[_Worker], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _serve(pipe: Connection, last_words: Path) -> None:
+def _serve(pipe: Connection, last_words: Path, environment: dict[str, str]) -> None:
     """Do jobs until the other end goes away. If the process dies of a fault, ``last_words`` says where."""
     import torch
 
+    os.environ.clear()  # that of the server, which is as old as the first process
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     pipe.send_bytes(b"started")
@@ -215,6 +233,11 @@ def _answer(message: bytes) -> tuple[bool, Any]:
             return True, job.function(*job.args)
     except BaseException:
         return False, traceback.format_exc()
+    finally:
+        # A process group in a cycle keeps its ten threads until it is collected. Without this a session
+        # gathers a thousand, and the ranks spend most of their time on them.
+        gc.collect()
+        gc.freeze()
 
 
 @contextmanager
