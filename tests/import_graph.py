@@ -1,6 +1,6 @@
 """What each Python file of the project imports, read from its text.
 
-The layer rules (``packaging/test_layers.py``) and the choice of tests by change (``scripts/affected.py``) read it.
+The layer rules (``packaging/test_layers.py``) and ``scripts/affected.py`` use it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield the absolute dotted name of everything a file imports, also inside functions."""
-    package = module_of(path)[:-1]
-    for node in ast.walk(tree_of(path)):
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
+    """Return the absolute dotted name of everything a file imports, also inside functions."""
+    return tuple(_imported(module_of(path)[:-1], tree_of(path)))
+
+
+def _imported(package: list[str], tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -48,7 +52,7 @@ def imported_names(path: Path) -> Iterator[str]:
 def imports_of_files(paths: Sequence[Path]) -> dict[str, set[str]]:
     """Return by dotted name which of these files each one imports.
 
-    A name that a package hands on counts for the file that defines it, so packages themselves have no entry.
+    A name that a package hands on counts for the file that defines it.
     """
     files = {".".join(module_of(path)).removesuffix(".__init__"): path for path in paths}
 
@@ -64,5 +68,4 @@ def imports_of_files(paths: Sequence[Path]) -> dict[str, set[str]]:
     return {
         module: {found for name in imported_names(path) if (found := defining(name)) not in (None, module)}
         for module, path in files.items()
-        if path.name != "__init__.py"
     }
