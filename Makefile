@@ -1,6 +1,7 @@
 # make demo   train a GPT several times larger than the memory it is allowed, and verify it
-# make check  lint and the fast tests, in about 3 minutes on two cores
+# make check  lint, the laws, and the tests that your change reaches, in about 3 minutes on two cores
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
+# make test-full, zoo, bench-check   whole products of parameters; every model; every case of the benchmarks' drivers
 # make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # make oldest the laws with the oldest torch that is supported
@@ -16,7 +17,7 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
-.PHONY: demo check test bench docs lint format package oldest sanitize setup clean
+.PHONY: demo check test test-full zoo bench-check bench docs lint format package oldest sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -32,6 +33,15 @@ test: setup
 	@scripts/check.sh py $(PYTEST_ARGS)
 	@scripts/check.sh cpp
 	@scripts/check.sh standin
+
+test-full: setup
+	@scripts/check.sh full
+
+zoo: setup
+	@scripts/check.sh zoo
+
+bench-check: setup
+	@scripts/check.sh bench
 
 bench: setup
 	.venv/bin/gemini bench $(BENCH_ARGS)

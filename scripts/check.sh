@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {fast|py|zoo|cpp|standin|docs|lint|format|package|oldest|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {fast|py|full|zoo|bench|cpp|standin|docs|lint|format|package|oldest|build_sanitized|sanitize|all} [pytest arguments]
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -8,6 +8,7 @@ ROOT=$PWD
 BIN=$ROOT/.venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 MAX_LINES=500
+FAST_SECONDS=100  # of tests in `make check`
 MAX_WORKERS=4  # each takes up to 1 GiB, and so does what it starts
 
 say() { printf '[check] %s\n' "$*" >&2; }
@@ -77,12 +78,16 @@ tidy() {
   return 1
 }
 
+# What the last run of all tests said of its own cost.
+have_reasons() { [ ! -e "$CPU_TIMES" ] || "$BIN/python" tests/cpu_times.py "$CPU_TIMES"; }
+
 lint() {
   check "ruff check" "$BIN/ruff" check -q .
   check "ruff format" "$BIN/ruff" format -q --check .
   check "clang-format" eval 'sources | xargs "$BIN/clang-format" --dry-run --Werror'
   if has_gtest; then check "clang-tidy" tidy; fi
   check "mypy" check_types
+  check "dear cases give a reason" have_reasons
   check "ASCII" is_ascii
   check "file length" is_short
 }
@@ -102,25 +107,38 @@ build_site() {
 docs() { check "site of the documentation" build_site; }
 
 # ------------------------------------------------------------------------------------------------- tests
-readonly SPREAD=(-n "$JOBS" --maxprocesses "$MAX_WORKERS" --dist worksteal)
+# One worker more than there are processors: cases wait for disks and for each other. Cases of a group share a worker,
+# which imports and starts what they need once.
+readonly SPREAD=(-n "$((JOBS + 1))" --maxprocesses "$MAX_WORKERS" --dist loadgroup --no-loadscope-reorder)
+readonly CPU_TIMES=build/cpu-times.json
+
+spread() { env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" "$@"; }
 
 # All tests are spread over processes; those that arguments choose run in one, where -s and --pdb work and times compare.
 py() {
   if [ $# -gt 0 ]; then
     check "pytest" "$BIN/python" -m pytest "$@"
   else
-    check "pytest" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}"
+    check "pytest" spread --cpu-times "$CPU_TIMES"
   fi
 }
 
-# All models of tests/zoo, and docs/zoo.md with what is found out about each.
-zoo() { check "zoo" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" tests/zoo --write-zoo; }
+# Every test with the whole products of its parameters, and every model: before a release.
+full() { check "pytest, all of it" spread --full; }
 
-# The loop of every day. What is left out, tests marked `slow`, starts processes or kills them, compiles, or trains for long.
+# All models of tests/zoo, and docs/zoo.md with what is found out about each.
+zoo() { check "zoo" spread tests/zoo --full --write-zoo; }
+
+# All cases of the drivers of benchmarks.
+bench() { check "drivers of benchmarks" spread --full tests/unit/test_bench*.py; }
+
+# The loop of every day: the laws and what a change reaches, nearest first, for as long as one waits for it.
 fast() {
   lint
-  check "pytest, without slow tests" env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" -m "not slow" \
-    --hypothesis-profile dev
+  local tests
+  mapfile -t tests < <("$BIN/python" scripts/affected.py)
+  check "pytest, what changed and the laws" spread --hypothesis-profile dev \
+    --stop-after "$FAST_SECONDS" "${tests[@]}"
 }
 
 # Where setup.py builds the extension, so that its core is compiled once, and what it tells cmake.
@@ -236,7 +254,7 @@ oldest() {
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  fast | zoo | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | oldest) "$1" ;;
+  fast | full | zoo | bench | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | oldest) "$1" ;;
   all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac
