@@ -114,12 +114,21 @@ readonly CPU_TIMES=build/cpu-times.json
 
 spread() { env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" "$@"; }
 
+# Whether a commit of the last day changed what intercepts, stores or casts.
+changed_how_models_run() {
+  local base
+  base=$(git rev-list -1 --before="$(($(git log -1 --format=%ct) - 86400))" HEAD 2> /dev/null)
+  [ -z "$base" ] || ! git diff --quiet "$base" -- gemini/runtime gemini/model gemini/chunk
+}
+
 # All tests are spread over processes; those that arguments choose run in one, where -s and --pdb work and times compare.
 py() {
   if [ $# -gt 0 ]; then
     check "pytest" "$BIN/python" -m pytest "$@"
   else
-    check "pytest" spread --cpu-times "$CPU_TIMES"
+    local models=()
+    if changed_how_models_run; then models=(--all-models); fi
+    check "pytest" spread --cpu-times "$CPU_TIMES" "${models[@]}"
   fi
 }
 

