@@ -7,10 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_injected_faults import HERE, shim
-
-pytestmark = pytest.mark.slow
 
 __all__ = ["shim"]  # a fixture
 

@@ -31,8 +31,6 @@ from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import IoError
 from gemini_bench.checkpoint_kills import kill_and_resume
 
-pytestmark = pytest.mark.slow
-
 
 def start_saving(place: Path) -> tuple[int, BinaryIO]:
     """Train and save in a forked child; return its id and where it writes the step of every save."""

@@ -22,8 +22,6 @@ from interrupts import interrupted
 
 from gemini import checkpoint
 
-pytestmark = pytest.mark.slow
-
 # Between any two lines; elsewhere at calls, where CPython looks for signals: an exception between the last
 # line of ``with torch.no_grad()`` and its end leaves gradients disabled, with or without this library.
 CORE = (

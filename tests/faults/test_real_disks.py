@@ -21,8 +21,6 @@ from gemini.errors import ConfigError, GeminiError, IoError
 from gemini.offload import AsyncFile
 from gemini.system.config import format_bytes
 
-pytestmark = pytest.mark.slow
-
 MIB = 2**20
 PIECE = 256 * 1024
 CHUNK = ChunkSpec(ChunkKind.PARAM, MIB // 4, torch.float32)

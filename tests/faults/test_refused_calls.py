@@ -20,8 +20,6 @@ from gemini.errors import IoError, StateError, ThreadError
 from gemini.offload import AsyncFile
 from gemini.system.threads import Workers
 
-pytestmark = pytest.mark.slow
-
 MIB = 2**20
 HERE = Path(__file__).parent
 needs_seccomp = pytest.mark.skipif(

@@ -16,8 +16,6 @@ import gemini  # noqa: E402
 from gemini.errors import ConfigError  # noqa: E402
 from gemini.integrations.accelerate import GeminiAccelerator, unwrapped  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 KINDS = [accelerate.Accelerator, GeminiAccelerator]
 
 

@@ -13,8 +13,6 @@ from hf_models import SIZES, assert_same, saved
 import gemini
 from gemini.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
 

@@ -12,8 +12,6 @@ import pytest
 
 import gemini
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

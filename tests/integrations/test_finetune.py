@@ -27,8 +27,6 @@ from gemini.jobs.run.display import SilentDisplay
 from gemini.jobs.run.report import StepReport
 from gemini.jobs.run.schedule import shaped_factor
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")

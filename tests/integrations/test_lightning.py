@@ -20,7 +20,7 @@ from gemini.cli.main import main
 from gemini.errors import ConfigError
 from gemini.integrations.lightning import GeminiStrategy
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from lightning_runs import run
 from processes import close_workers, run_on_ranks
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _workers_end() -> Any:

@@ -14,8 +14,6 @@ from hf_models import SIZES, saved
 
 import gemini
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]

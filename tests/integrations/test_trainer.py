@@ -21,8 +21,6 @@ import gemini  # noqa: E402
 from gemini.integrations.accelerate import unwrapped  # noqa: E402
 from gemini.integrations.transformers import GeminiCallback, GeminiTrainer  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 1,

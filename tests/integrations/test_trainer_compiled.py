@@ -21,8 +21,6 @@ import gemini  # noqa: E402
 from gemini.integrations.accelerate import GeminiAccelerator  # noqa: E402
 from gemini.integrations.transformers import GeminiTrainer  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 TRACED = "aot_eager"  # all of the compiler but the making of machine code
 COMPILED = {"torch_compile": True, "torch_compile_backend": TRACED}
 

@@ -17,8 +17,6 @@ import gemini
 from gemini.errors import CheckpointError, ConfigError
 from gemini.integrations.safetensors_files import StoredTensor
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 LLAMA = transformers.LlamaForCausalLM

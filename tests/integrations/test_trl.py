@@ -20,8 +20,6 @@ from hf_models import SIZES, assert_same, saved  # noqa: E402
 import gemini  # noqa: E402
 from gemini.integrations.transformers import GeminiTrainerMixin  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 LLAMA = transformers.LlamaForCausalLM
 TEXTS = [{"text": "all work and no play"[: 8 + row]} for row in range(8)]
 PAIRS = [

@@ -10,16 +10,12 @@ from processes import close_workers
 _STARTS_PROCESSES = {"processes", "hosts"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the tests of a module that has a function of those that start processes.
-
-    They stay on one worker: its ranks serve all of them.
-    """
+    """Keep on one worker the tests of modules that start processes: its ranks serve all of them."""
     for item in items:
         names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
         if _STARTS_PROCESSES & {getattr(value, "__module__", None) for value in names}:
-            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 

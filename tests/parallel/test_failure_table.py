@@ -13,8 +13,6 @@ import failing_ranks
 import pytest
 from failing_ranks import ENDS_SECONDS, PLACES
 
-pytestmark = pytest.mark.slow
-
 # Forward and backward passes that raise, and a forward pass that dies: test_pipeline_failures.py.
 ROWS = [
     *((place, "stop") for place in PLACES),

@@ -11,8 +11,6 @@ from gemini.cli.main import main
 from gemini.parallel.tensor.grid import places_of
 from gemini.parallel.tensor.mode_speeds import Benchmark, feasible_layouts
 
-pytestmark = pytest.mark.slow  # starts processes
-
 FEASIBLE = {
     1: [(None, None)],
     2: [("1d", None)],

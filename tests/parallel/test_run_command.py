@@ -192,7 +192,6 @@ def run(arguments: Sequence[str], directory: Path) -> subprocess.CompletedProces
     return done
 
 
-@pytest.mark.slow
 def test_each_rank_has_its_place_and_the_arguments(program: str, tmp_path: Path) -> None:
     done = run(["--nproc_per_node", "2", program, "end", "--host", "a b", "$HOME"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -201,7 +200,6 @@ def test_each_rank_has_its_place_and_the_arguments(program: str, tmp_path: Path)
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "said"), [("fail", 7, "has failed with exit code 7"), ("killed", 137, "SIGKILL")]
 )
@@ -216,7 +214,6 @@ def test_a_rank_that_dies_ends_all_with_its_code(
     assert time.monotonic() - begin < 60  # the start of it all included
 
 
-@pytest.mark.slow
 def test_an_interrupt_is_passed_on_to_all_ranks(program: str) -> None:
     with subprocess.Popen(
         command("--nproc-per-node=2", program, "stop"), env=environment(), stdout=subprocess.PIPE, text=True
@@ -228,7 +225,6 @@ def test_an_interrupt_is_passed_on_to_all_ranks(program: str) -> None:
         assert job.wait(30) == 130
 
 
-@pytest.mark.slow
 def test_a_taken_port_is_refused_and_one_that_is_not_named_is_found(program: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -255,7 +251,6 @@ def lives(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_ranks_that_do_not_end_are_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     file.write_text(STUBBORN)
@@ -347,7 +342,6 @@ def inside(hosts: tuple[Host, Host]) -> list[psutil.Process]:
     return [process for process in found if process.pid not in holders]
 
 
-@pytest.mark.slow
 def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         command("--exclude=10.77.7.3", *over, "end", QUOTED),
@@ -365,7 +359,6 @@ def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str],
     assert inside(hosts) == []
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], over: list[str]) -> None:
     with subprocess.Popen(
         command("--include=10.77.7.1,10.77.7.2", *over, "fail"),
@@ -385,7 +378,6 @@ def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], ov
     assert inside(hosts) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_end_of_the_command_ends_all_hosts(
     number: int, code: int, hosts: tuple[Host, Host], over: list[str]
@@ -404,7 +396,6 @@ def test_an_end_of_the_command_ends_all_hosts(
         assert psutil.wait_procs(inside(hosts), timeout=30)[1] == []
 
 
-@pytest.mark.slow
 def test_hosts_that_cannot_be_reached_are_named_in_a_line(over: list[str]) -> None:
     done = subprocess.run(
         command(*over, "end"), env=over_environment(), capture_output=True, text=True, timeout=60

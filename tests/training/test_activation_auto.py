@@ -22,7 +22,7 @@ from gemini._C import ChunkTable
 from gemini.errors import ConfigError
 from gemini.runtime.activation.keep_plan import Fate, KeepPlan
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
+pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
 
 def large_loss(model: nn.Module, index: int) -> Tensor:

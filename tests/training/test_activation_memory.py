@@ -27,7 +27,7 @@ from gemini._C import malloc_trim
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.memstats import ProcessMonitor
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
+pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
 
 class Keeps(torch.autograd.Function):

@@ -23,7 +23,7 @@ from training_models import TinyGPT, gpt_loss
 from gemini import GeminiDDP
 from gemini.runtime.activation import activations
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
+pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
 
 def twice(model: nn.Module, index: int) -> Tensor:

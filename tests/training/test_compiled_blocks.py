@@ -29,7 +29,7 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import ConfigError, GeminiDDP, OutOfBudgetError, StateError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 TRACED = {"backend": "aot_eager"}  # all of the compiler but the making of machine code
 

@@ -12,7 +12,7 @@ from training_harness import KIB, managed_optimizer, random_batch, seeded, tight
 
 from gemini import GeminiDDP
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def layers() -> nn.Module:

@@ -28,7 +28,7 @@ from training_harness import (
 from gemini import GeminiDDP
 from gemini.runtime.intercept.param import ManagedParameter
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 TRACED = {"backend": "aot_eager"}
 

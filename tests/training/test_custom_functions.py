@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from training_harness import KIB, Recipe, assert_trains_alike, moved_bytes, tight
 from training_models import Around, square_loss
 
-pytestmark = pytest.mark.slow
-
 WIDTH = 32
 
 

@@ -28,8 +28,6 @@ from gemini import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 
-pytestmark = pytest.mark.slow
-
 
 @torch.no_grad()
 def evaluate(model: nn.Module, index: int = 100) -> float:

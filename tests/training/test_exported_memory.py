@@ -13,7 +13,7 @@ from torch import nn
 from gemini import GeminiAdamOptimizer, GeminiDDP
 from gemini.memstats import ProcessMonitor
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIB = 2**20
 LARGE = {"device_bytes": 200 * MIB, "non_model_bytes": 0, "min_chunk_size_mb": 4, "search_range_mb": 4}

@@ -16,8 +16,6 @@ from training_harness import KIB, Recipe, assert_trains_alike, random_batch, see
 
 from gemini import GeminiDDP
 
-pytestmark = pytest.mark.slow
-
 ROWS = torch.tensor([0, 3, 7, 11])
 
 

@@ -21,8 +21,6 @@ from gemini import ConfigError, HybridAdam, OutOfBudgetError
 from gemini.chunk import ComputeDevice
 from gemini.runtime.activation import activations
 
-pytestmark = pytest.mark.slow
-
 WIDTH = 128
 
 # DEVICE and HOST in blocks, and whether there is a DISK. Model data takes 64 or more, a forward pass saves 24

@@ -31,8 +31,6 @@ from gemini import ConfigError, GeminiDDP, HybridAdam, OutOfBudgetError
 from gemini.checkpoint import load, save, save_async
 from gemini.chunk import ComputeDevice
 
-pytestmark = pytest.mark.slow
-
 # DEVICE and HOST in blocks, of the 43 or more that the network's model data takes; None: all there is.
 BUDGETS: dict[str, tuple[int | None, int, bool]] = {
     "everything": (None, 0, False),

@@ -19,8 +19,6 @@ from training_models import Around, square_loss
 
 from gemini import GeminiDDP
 
-pytestmark = pytest.mark.slow
-
 
 class Mlp(nn.Module):
     """Smooth layers, so that second derivatives exist."""

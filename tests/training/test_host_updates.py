@@ -31,8 +31,6 @@ from gemini.chunk import ComputeDevice
 from gemini.optim import arguments, chunk_update
 from gemini.optim.host_update import elements_per_second
 
-pytestmark = pytest.mark.slow
-
 NUM_PIECES = 11  # of the network's states, that hold parameters
 
 # DEVICE and HOST in blocks, of the 48 or more that the network's model data takes. Where HOST is nearly full,

@@ -13,8 +13,6 @@ from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import GeminiDDP, StateError, checkpoint
 
-pytestmark = pytest.mark.slow
-
 WHERE = (
     "line",
     (

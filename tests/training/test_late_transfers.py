@@ -28,8 +28,6 @@ from gemini import _C, GeminiDDP
 from gemini.memstats import Trace
 from gemini.runtime.step import planned
 
-pytestmark = pytest.mark.slow
-
 BUDGETS = [(72, 0), (120, 96), (200, 0), (200, 64)]  # KiB of DEVICE and HOST; the rest is on DISK
 
 

@@ -14,8 +14,6 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import GeminiDDP, GeminiOptimizer
 
-pytestmark = pytest.mark.slow
-
 MIB = 2**20
 
 

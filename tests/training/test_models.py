@@ -26,8 +26,6 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, init_on
 
-pytestmark = pytest.mark.slow
-
 BOTH = pytest.mark.parametrize("precision", [None, "bf16"])
 BUDGETS = pytest.mark.parametrize("device_bytes", [None, 40 * KIB])
 

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from training_harness import KIB, Outcome, Recipe, assert_trains_alike, moved_bytes, tight
 from training_models import Around, square_loss
 
-pytestmark = pytest.mark.slow
-
 BOTH = pytest.mark.parametrize("precision", [None, "bf16"])
 
 

@@ -19,8 +19,6 @@ from gemini import OutOfBudgetError, StateError
 from gemini.chunk import ComputeDevice
 from gemini.runtime.step import shortage
 
-pytestmark = pytest.mark.slow
-
 # Blocks of DEVICE and HOST, of the 43 or more that the network's model data takes; None: all there is.
 BUDGETS: dict[str, tuple[int | None, int]] = {"everything": (None, 64), "host": (16, 64)}
 STEPS = 8

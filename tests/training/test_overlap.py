@@ -34,8 +34,6 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, StateError, checkpoint
 
-pytestmark = pytest.mark.slow
-
 STEPS = 3
 
 

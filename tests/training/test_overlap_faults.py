@@ -18,8 +18,6 @@ from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, che
 from gemini.optim import rule
 from gemini.runtime.gate.pending import PendingUpdate, PendingUpdates
 
-pytestmark = pytest.mark.slow
-
 STEPS = 4
 
 

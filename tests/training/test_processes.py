@@ -31,8 +31,6 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import ConfigError, CPUAdam, EvictedAccessError, GeminiDDP, StateError
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -25,8 +25,6 @@ from gemini import GeminiDDP
 from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.report import PlannedStep
 
-pytestmark = pytest.mark.slow
-
 # As of a machine on which a step computes for an hour.
 _HOUR = 3600.0
 _LINKS = tuple(LinkSpeed(name, 2e6, 1e-5) for name in ("disk_read", "disk_write"))

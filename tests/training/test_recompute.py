@@ -32,7 +32,7 @@ from gemini.placement.recomputed_trace import BlockCall
 from gemini.runtime.activation import recompute
 from gemini.runtime.step import learned
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures(store_small_tensors.__name__)]
+pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
 Chooser = Callable[..., RecomputeChoice]
 

@@ -13,8 +13,6 @@ from training_harness import seeded
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, checkpoint
 
-pytestmark = pytest.mark.slow
-
 WIDTH, STEPS = 72, 8
 FORMATS = {
     "bf16": {"state_dtype": "bf16"},

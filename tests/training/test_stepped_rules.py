@@ -16,8 +16,6 @@ from training_harness import seeded
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lamb, OutOfBudgetError, checkpoint
 
-pytestmark = pytest.mark.slow
-
 Optimizers = list[torch.optim.Optimizer]
 
 ELEMENT_WISE: dict[str, Make] = {

@@ -32,8 +32,6 @@ from gemini.errors import StateError
 from gemini.timeline import Timeline, TimelineRecorder, Transfer
 from gemini.timeline.events import computing
 
-pytestmark = pytest.mark.slow
-
 CLIPPED = Recipe(steps=6, accumulate=2, clip=("norm", 0.1))
 
 

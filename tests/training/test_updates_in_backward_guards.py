@@ -20,8 +20,6 @@ from training_models import Around, square_loss
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, StateError, checkpoint
 
-pytestmark = pytest.mark.slow
-
 
 @contextmanager
 def before_step(place: Path) -> Iterator[tuple[GeminiDDP, GeminiOptimizer]]:

@@ -30,8 +30,6 @@ from gemini_bench.trainee import GPT2_124M, ManagedTrainee, PlainTrainee, make_b
 from gemini_bench.watch import Ending, WatchedRun, run_watched
 from gemini_bench.worker import find_task
 
-pytestmark = pytest.mark.slow
-
 MIB = 1 << 20
 TINY = GPTConfig(vocab=32, layers=1, hidden=16, heads=2, seq=8)
 

@@ -34,8 +34,6 @@ from gemini_bench.gpu_trainee import fitted, require_same_losses
 from gemini_bench.llama import LLAMA_1B, Llama, LlamaConfig, num_parameters
 from gemini_bench.session import Session
 
-pytestmark = pytest.mark.slow
-
 KIB = 1 << 10
 GB = 10**9
 

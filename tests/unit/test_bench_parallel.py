@@ -18,8 +18,6 @@ from gemini_bench.parallel_ranks import RankFailed, fork_ranks
 from gemini_bench.session import Session, WorkerRun
 from gemini_bench.watch import Ending, WatchedRun
 
-pytestmark = pytest.mark.slow
-
 
 def measured(change: str = "") -> Any:
     """Stand in for a worker: who comes first takes 0.8 of the time and 0.75 of the memory of the others;

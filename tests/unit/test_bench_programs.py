@@ -21,8 +21,6 @@ from gemini_bench.session import CaseResult, Session, WorkerFailed, WorkerRun
 from gemini_bench.watch import Ending, WatchedRun
 from gemini_bench.worker import find_task
 
-pytestmark = pytest.mark.slow
-
 MIB = 1 << 20
 
 

@@ -16,8 +16,6 @@ from gemini_bench.session import Session, WorkerFailed, WorkerRun
 from gemini_bench.watch import Ending, WatchedRun
 from gemini_bench.zero_ranks import run_ranks
 
-pytestmark = pytest.mark.slow
-
 SECONDS = {"ours": 8.0, "ours, few whole": 9.0, "FSDP2": 10.0, "DDP": 5.0}
 PEAKS = {"ours": 60, "ours, few whole": 50, "FSDP2": 100, "DDP": 200}
 

@@ -43,7 +43,6 @@ def large_chunks(directory: Path) -> dict[str, Any]:
 PLACES = [resident, tight, three_tiers, large_chunks]
 
 
-@pytest.mark.slow
 @pairs(before=PLACES, after=PLACES, precision=[None, "bf16"])
 def test_resuming_equals_going_on_in_any_place(
     tmp_path: Path, before: Any, after: Any, precision: str | None

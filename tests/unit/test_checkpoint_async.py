@@ -68,7 +68,6 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"}
 
 
-@pytest.mark.slow
 @pairs(place=[resident, on_disk], precision=[None, "bf16"], overlap=[False, True])
 def test_it_is_the_moment_of_the_call_whatever_training_does_meanwhile(
     tmp_path: Path, gate: Gate, place: Callable[[Path], dict[str, Any]], precision: str | None, overlap: bool

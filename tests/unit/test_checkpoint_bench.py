@@ -9,8 +9,6 @@ import pytest
 from gemini.cli.main import main
 from gemini_bench.checkpoint import CASES
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_quick_run_measures_every_row_of_a_case(capsys, tmp_path, case):

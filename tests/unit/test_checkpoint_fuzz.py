@@ -16,7 +16,7 @@ from mutants import MUTANTS, SEED, mutate, nothing_raw, replace
 from gemini.checkpoint.convert import convert
 from gemini.checkpoint.inspect import describe, verdict
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _POISON = -12345
 _SHARDS = 4  # a test each, so that it is known soon which mutant is at fault

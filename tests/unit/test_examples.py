@@ -14,8 +14,6 @@ import pytest
 
 import gemini
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
     "wrap_a_model.py": [

@@ -15,8 +15,6 @@ from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats import LinkSpeed, Trace
 from gemini.memstats.trace_file import digest
 
-pytestmark = pytest.mark.slow
-
 TRACE = Trace(
     kind="train",
     accesses=((0,), (0, 1), (1,)),

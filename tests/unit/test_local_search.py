@@ -16,8 +16,6 @@ from gemini.placement.simulator import Simulation, Simulator
 from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, dram_nvme
 
-pytestmark = pytest.mark.slow
-
 _LAYERS = 12
 
 

@@ -13,8 +13,6 @@ from gemini_bench.placement import CASES
 from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, gpu_cpu
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("case", ["exact", "plan-time", "predicted", "overlap", "activations"])
 def test_a_quick_run_measures_every_row_of_a_case(capsys, tmp_path, case):

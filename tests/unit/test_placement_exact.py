@@ -9,8 +9,6 @@ from gemini.placement.planner import choose_plan
 from gemini.placement.simulator import Simulator
 from gemini_bench.placement_exact import Tiny, random_tiny, shortest_step
 
-pytestmark = pytest.mark.slow
-
 
 def reads(*chunks: int) -> tuple[tuple[int, bool], ...]:
     """Return uses that only read."""

@@ -18,8 +18,6 @@ from gemini.cli.main import main
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
 VISION = {
     "hidden_size": 64,
     "num_hidden_layers": 1,

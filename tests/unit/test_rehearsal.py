@@ -20,8 +20,6 @@ from gemini.memstats import Trace
 from gemini.runtime.build import draw_blueprint
 from gemini.runtime.config import GeminiConfig
 
-pytestmark = pytest.mark.slow
-
 MEASURED = {"seconds", "non_model_bytes", "links"}
 STRUCTURE = [field.name for field in fields(Trace) if field.name not in MEASURED]
 

@@ -50,7 +50,6 @@ def steps(tokens: int, cell: bool) -> ModelSource:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", [False, True])
 def test_memory_and_time_of_a_token_loop_are_those_of_the_whole_step(
     cell: bool, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from gemini.jobs.run.report import StepReport
 TINY = TrainConfig(layers=2, hidden=32, heads=2, seq=32, batch=2, steps=6)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

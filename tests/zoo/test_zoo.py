@@ -11,8 +11,6 @@ from catalogue import Row, rows
 from page import PAGE, WRITE, line, lines_of_page, page
 from zoo_runs import conform
 
-pytestmark = pytest.mark.slow
-
 if any(find_spec(library) is None for library in ("transformers", "peft", "timm")):
     pytest.skip("the extra 'test' is not installed", allow_module_level=True)
 
