@@ -34,11 +34,14 @@ BY_NAME = {
     "gemini.compat.modules": "gemini.*",
     "gemini_bench.worker": "gemini_bench.*",
 }
-# A text that starts a program imports what the program does.
+# A test with such a text runs a program, which imports what the test does not.
+_ALL = ("gemini", "gemini.parallel", "gemini.compat.modules")
 STARTED = {
-    '"-m", "gemini"': "gemini.cli.main",
-    "bin/gemini": "gemini.cli.main",
-    '"gemini_bench': "gemini_bench.worker",
+    '"-m", "gemini"': ("gemini.cli.main",),
+    "bin/gemini": ("gemini.cli.main",),
+    '"gemini_bench': ("gemini_bench.worker",),
+    '"examples"': _ALL,
+    '"docs"': _ALL,
 }
 _FILE_NAME = re.compile(r"\w+\.py")
 _HELPERS = {path.name for path in TEST_FILES if not path.name.startswith(("test_", "conftest"))}
@@ -67,17 +70,18 @@ def graph() -> dict[str, set[str]]:
         module = ".".join(module_of(path)).removesuffix(".__init__")
         if any(name == CORE or name.startswith(f"{CORE}.") for name in imported_names(path)):
             imports[module].add(CORE)
-        imports[module] |= {other for name, other in (started(path) if path in TEST_FILES else ())}
+        imports[module] |= set(started(path)) if path in TEST_FILES else set()
     for module, pattern in BY_NAME.items():
         imports[module] |= set(fnmatch.filter(imports, pattern))
     return imports
 
 
-def started(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield what a test runs as a program: a command of ours, or a helper that it names."""
+def started(path: Path) -> Iterator[str]:
+    """Yield the modules of what a test runs as a program: a command of ours, or a helper that it names."""
     text = path.read_text()
-    yield from ((sign, module) for sign, module in STARTED.items() if sign in text)
-    yield from ((name, name[:-3]) for name in _HELPERS & set(_FILE_NAME.findall(text)) - {path.name})
+    for sign, modules in STARTED.items():
+        yield from modules if sign in text else ()
+    yield from (name.removesuffix(".py") for name in _HELPERS & set(_FILE_NAME.findall(text)) - {path.name})
 
 
 def nodes_of(file: str, imports: dict[str, set[str]]) -> set[str]:
@@ -108,16 +112,20 @@ def distances(changed: list[str]) -> dict[str, int]:
         near |= dict.fromkeys(edge, 1 + max(near.values()))
     tests = {str(p.relative_to(ROOT)): p for p in TEST_FILES if p.name.startswith("test_")}
     found = {name: near[path.stem] for name, path in tests.items() if path.stem in near}
-    for file in changed:
-        for name, path in tests.items():
-            mentions = "/" in file and Path(file).suffix != ".py" and Path(file).name in path.read_text()
-            if (
-                file in EVERYTHING
-                or mentions
-                or (Path(file).name == "conftest.py" and path.is_relative_to(ROOT / Path(file).parent))
-            ):
-                found.setdefault(name, 1)
+    texts = {name: path.read_text() for name, path in tests.items()}
+    for file in map(Path, changed):
+        near_by = [name for name in tests if _goes_with(file, name, texts[name])]
+        found = {**dict.fromkeys(near_by, 1), **found}
     return found
+
+
+def _goes_with(file: Path, test: str, text: str) -> bool:
+    """Say whether a test reads a file that is no module, or is collected with it."""
+    if str(file) in EVERYTHING:
+        return True
+    if file.suffix == ".py":
+        return file.name == "conftest.py" and test.startswith(f"{file.parent}/")
+    return file.name in text or f'"{file.parent.name}"' in text
 
 
 def main() -> None:

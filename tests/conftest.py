@@ -67,7 +67,7 @@ class StopAfter:
             )
 
 
-@pytest.hookimpl(trylast=True)  # folders have named their groups
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests of a GPU where none is seen; group what a worker keeps together; put the dear first."""
     for item in items:

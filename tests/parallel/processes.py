@@ -215,6 +215,7 @@ def _serve(pipe: Connection, last_words: Path, environment: dict[str, str]) -> N
     pipe.send_bytes(b"started")
     with suppress(EOFError, KeyboardInterrupt), last_words.open("w") as stacks:
         faulthandler.enable(stacks)
+        gc.freeze()  # what was imported: no collection need look at it
         while True:
             sys.path[:] = pickle.loads(pipe.recv_bytes())
             answer = _answer(pipe.recv_bytes())
@@ -223,6 +224,10 @@ def _serve(pipe: Connection, last_words: Path, environment: dict[str, str]) -> N
             except Exception:
                 message = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(message)
+            # A process group in a cycle keeps its threads until it is collected. Without this a session
+            # gathers a thousand of them, and the ranks spend most of their time on those.
+            del answer
+            gc.collect()
 
 
 def _answer(message: bytes) -> tuple[bool, Any]:
@@ -233,11 +238,6 @@ def _answer(message: bytes) -> tuple[bool, Any]:
             return True, job.function(*job.args)
     except BaseException:
         return False, traceback.format_exc()
-    finally:
-        # A process group in a cycle keeps its ten threads until it is collected. Without this a session
-        # gathers a thousand, and the ranks spend most of their time on them.
-        gc.collect()
-        gc.freeze()
 
 
 @contextmanager
