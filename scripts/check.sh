@@ -3,6 +3,8 @@
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+# Tests start hundreds of processes. Without files of bytecode each of them compiles all of gemini/, for two seconds.
+unset PYTHONDONTWRITEBYTECODE
 
 ROOT=$PWD
 BIN=$ROOT/.venv/bin
