@@ -130,7 +130,7 @@ py() {
   else
     local models=()
     if changed_how_models_run; then models=(--all-models); fi
-    check "pytest" spread --cpu-times "$CPU_TIMES" "${models[@]}"
+    check "pytest" spread "--cpu-times=$CPU_TIMES" "${models[@]}"
   fi
 }
 
@@ -149,7 +149,7 @@ fast() {
   local tests
   mapfile -t tests < <("$BIN/python" scripts/affected.py)
   check "pytest, what changed and the laws" spread --hypothesis-profile dev \
-    --stop-after "$FAST_SECONDS" "${tests[@]}"
+    "--stop-after=$FAST_SECONDS" "${tests[@]}"
 }
 
 # Where setup.py builds the extension, so that its core is compiled once, and what it tells cmake.
