@@ -8,7 +8,7 @@ whole products (``--full``): before a release, and after a change to the part th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,14 @@ def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
         for row in _rows(lists)
     ]
     return pytest.mark.parametrize(",".join(values), params)
+
+
+def first(values: Iterable[Any]) -> list[Any]:
+    """Return the first of the values, or all of them under ``--full``.
+
+    The cases of a benchmark share its driver: one runs for real, and ``make bench-check`` runs all.
+    """
+    return list(values) if _FULL else list(values)[:1]
 
 
 def _as_param(name: str, place: int, value: Any) -> Any:

