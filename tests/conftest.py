@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from cpu_times import CpuTimes
 from hypothesis import settings
+from import_graph import imported_names
 from pairs import ask_for_products
 
 # No deadline: how long an example takes says how busy the machine is.
@@ -73,15 +75,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU, or not asked for with -m cuda"))
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
     if config.option.stop_after is None:
         items.sort(key=_turn)  # what takes longest begins, or a single worker would end with it
 
 
+@cache
+def _group(path: Path) -> str:
+    """Return the name of what a test file shares a worker with: expensive imports, ranks, or itself."""
+    if path.parent.name in ("integrations", "zoo"):
+        return "libraries"  # transformers and its like
+    if path.parent.name == "parallel" and "processes" in _helpers(path):
+        return "ranks"  # which are started once, and serve all
+    return path.stem
+
+
+def _helpers(path: Path) -> set[str]:
+    """Return the modules beside it that a test imports, and those that they import."""
+    names = {name.partition(".")[0] for name in imported_names(path)} - {path.stem}
+    found = {name for name in names if path.with_name(f"{name}.py").exists()}
+    return found.union(*(_helpers(path.with_name(f"{name}.py")) for name in found))
+
+
 def _turn(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group")
-    if group is not None and group.args[0] != item.path.stem:
+    if _group(item.path) != item.path.stem:
         return 0
     return 1 if item.get_closest_marker("dear") else 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +31,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         options = metafunc.config.option
         chosen = rows() if options.full or options.all_models else rows_of_every_run()
         metafunc.parametrize("row", chosen, ids=lambda row: row.name)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep on one worker what imports transformers and its like: that takes seconds of each."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.xdist_group("libraries"))
 
 
 @pytest.fixture(autouse=True)
