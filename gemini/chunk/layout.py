@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gemini.chunk.chunk import BLOCK_NUMEL
+from gemini.chunk.dense import is_dense
 from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
 
@@ -233,17 +234,7 @@ def _geometry(name: str, tensor: torch.Tensor | Sequence[int]) -> tuple[tuple[in
             f"parameter {name!r} is {tensor.layout}; only strided (dense) parameters can be managed"
         )
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return shape, stride if _is_dense(shape, stride) else _contiguous_stride(shape)
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether the elements fill consecutive places, each once, in some order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    return shape, stride if is_dense(tensor) else _contiguous_stride(shape)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

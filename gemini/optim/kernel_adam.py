@@ -12,11 +12,11 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from gemini.chunk.dense import is_dense, ordered_like
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload.async_file import Directories, checked_directories
 from gemini.runtime import ManagedParameter
 
-from .dense import is_dense, ordered_like
 from .disk_states import DiskRows, DiskStates, Update
 from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
 from .state_file import Source

@@ -17,11 +17,10 @@ import torch
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
+from gemini.chunk.dense import is_dense, ordered_like, same_order
 from gemini.errors import ConfigError, StateError
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching
-
-from .dense import is_dense, ordered_like, same_order
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

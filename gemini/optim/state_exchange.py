@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from gemini.chunk.chunk import StateSpec
+from gemini.chunk.dense import flat
 from gemini.comm.rank import Rank
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
-from gemini.optim.dense import flat
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete

@@ -17,9 +17,9 @@ from itertools import repeat
 import torch
 
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec
+from gemini.chunk.dense import flat
 from gemini.offload.async_file import AsyncFile, round_to_block
 
-from .dense import flat
 from .state_format import StateFormat
 from .state_ring import NUM_BUFFERS, Extent, StateRing
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.chunk.dense import flat, is_dense, ordered_like, same_order
 from gemini.errors import ConfigError
-
-from .dense import flat, is_dense, ordered_like, same_order
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 MOMENTS = ("exp_avg", "exp_avg_sq")
