@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
 from gemini.optim import chunk_update, gradients, rule, step_rows
+from gemini.optim.adam_rows import AdamRow
 
 VOCAB, WIDTH = 64, 128
 
@@ -50,24 +49,19 @@ class LateDevice(SimulatedDevice):
     @contextmanager
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Run torch's operators and the kernels late for the block."""
-        make_row, run_rows = rule.make_row, rule.run_rows
+        run_rows = rule.run_rows
         run_table, sum_of_squares = step_rows.run_table, gradients.sum_of_squares
         prepare_on_host = chunk_update.prepare_on_host
         lend = GpuMemory.lend
-        used_by: dict[int, list[Tensor]] = defaultdict(list)  # by the rows that a thread has made
 
         def noted_loan(memory: GpuMemory, window: Any) -> Any:
             self.operators.kept_by_nobody.add(window.address)
             return lend(memory, window)
 
-        def noted_row(param: Tensor, grad: Tensor, *more: Any, **options: Any) -> Any:
-            used_by[get_ident()].extend((param, grad))
-            return make_row(param, grad, *more, **options)
-
-        def late_rows(rows: Sequence[Any], steps: Sequence[Any], device: object, *more: Any) -> bool:
-            used = used_by.pop(get_ident(), [])
+        def late_rows(rows: Sequence[AdamRow], steps: Sequence[Any], device: object, *more: Any) -> bool:
             if device == "cpu" and isinstance(device, str):  # on HOST, by the CPU
                 return run_rows(rows, steps, device, *more)
+            used = [tensor for row in rows for tensor in (row.tensors[0], row.grad) if tensor is not None]
             self.operators.launch(used, lambda: run_rows(rows, steps))
             return True
 
@@ -91,7 +85,6 @@ class LateDevice(SimulatedDevice):
 
         monkeypatch.setattr(GpuMemory, "lend", noted_loan)
         monkeypatch.setattr(chunk_update, "prepare_on_host", prepare_at_once)
-        monkeypatch.setattr(rule, "make_row", noted_row)
         monkeypatch.setattr(rule, "run_rows", late_rows)
         monkeypatch.setattr(step_rows, "run_table", awaited_table)
         monkeypatch.setattr(gradients, "sum_of_squares", awaited_sum)

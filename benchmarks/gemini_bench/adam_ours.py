@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.optim import CPUAdam
-from gemini.optim.kernels import AdamStep, Row, make_row, run_rows
+from gemini.optim.adam_rows import AdamRow, AdamTable
+from gemini.optim.kernels import AdamStep, run_table
 from gemini.optim.state_format import ARRAYS
 from gemini_bench.adam_peers import HYPER, SAMPLE_NUMEL
 from gemini_bench.paired import Contender, filled
@@ -95,7 +95,6 @@ def kernel_contender(layout: Layout, numel: int) -> Contender:
     """Return steps of one flat tensor of ``numel`` elements by our kernel, with torch's number of threads."""
     held = _arrays(layout, numel)
     run = _kernel_call([_table_row(layout, held)])
-    # The closure over ``held`` is what keeps the arrays alive.
     return Contender(layout.name, run, layout.step_bytes * numel, lambda: _start_of_param(layout, held))
 
 
@@ -141,23 +140,22 @@ def _params_and_grads(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return [(param[part].clone(), grad[part].clone()) for part in parts]
 
 
-def _table_row(layout: Layout, held: dict[str, Tensor]) -> Row:
+def _table_row(layout: Layout, held: dict[str, Tensor]) -> AdamRow:
     """Return the row of a whole tensor for the kernel's table."""
-    state = {name: held[name].data_ptr() for name in ARRAYS if name in held}
-    return make_row(
-        held["param"], held["grad"], state, state_dtype=layout.moments, half_out=held.get("half_out")
-    )
+    states = {name: held[name] for name in ARRAYS if name in held}
+    half_out = held.get("half_out")
+    return AdamRow(held["param"], held["grad"], states, state_dtype=layout.moments, half_out=half_out)
 
 
-def _kernel_call(rows: Sequence[Row]) -> Callable[[], None]:
+def _kernel_call(rows: Sequence[AdamRow]) -> Callable[[], None]:
     """Return one step over ``rows``, which the next call continues."""
-    table = np.array(rows, dtype=np.int64)
+    table = AdamTable(rows)
     step = 0
 
     def run() -> None:
         nonlocal step
         step += 1
-        run_rows(table, [AdamStep(HYPER, step)])
+        run_table(table, [AdamStep(HYPER, step).options()], torch.device("cpu"))
 
     return run
 

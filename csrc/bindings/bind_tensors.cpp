@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -131,7 +132,7 @@ class Watched {
 
 // What the rows of a table rely on, and whether it still holds. Holds no reference: its maker
 // keeps the parameters, the state dicts and their values alive, where the garbage collector sees
-// them.
+// them. Gradients are the caller's from when their addresses are taken.
 class TensorWatch {
  public:
   TensorWatch(const py::list& params, std::vector<size_t> groups, const py::list& states,
@@ -151,37 +152,44 @@ class TensorWatch {
     for (const py::handle state : all_states) all_states_.push_back(state.ptr());
   }
 
-  // Writes the addresses of the gradients of the parameters that have one, listed by group, to
-  // `column`, `step` int64s apart. False when there are others, one is in another group, it, a
-  // state, a tensor of one or its memory was replaced, or a gradient has another type or order.
-  [[nodiscard]] bool take_gradients(const py::list& groups, const py::dict& all_states,
-                                    uintptr_t column, int64_t step) {
-    if (!same_dicts(all_states)) return false;
+  // Returns the gradients of the parameters that have one, listed by group, and writes their
+  // addresses to `column`, `step` int64s apart. None when there are others, one is in another
+  // group, it, a state, a tensor of one or its memory was replaced, or a gradient has another type
+  // or order.
+  [[nodiscard]] std::optional<py::list> take_gradients(const py::list& groups,
+                                                       const py::dict& all_states, uintptr_t column,
+                                                       int64_t step) {
+    if (!same_dicts(all_states)) return std::nullopt;
     auto* to = reinterpret_cast<int64_t*>(column);
+    py::list found(params_.size());
     size_t row = 0;
     try {
       for (size_t group = 0; group < groups.size(); ++group) {
         const auto params = py::reinterpret_borrow<py::list>(item(groups, group));
         for (size_t i = 0; i < params.size(); ++i) {
-          const py::object grad = attribute(item(params, i), grad_name_);
+          py::object grad = attribute(item(params, i), grad_name_);
           if (grad.is_none()) continue;
           if (row == params_.size() || groups_[row] != group || !params_[row].is(item(params, i))) {
-            return false;
+            return std::nullopt;
           }
-          if (!params_[row].unchanged(looker_) || !same_state(row)) return false;
+          if (!params_[row].unchanged(looker_) || !same_state(row)) return std::nullopt;
           const Look look = looker_.at(grad);
-          if (!grads_[row].like(look) || called(grad, is_neg_name_).ptr() == Py_True) return false;
+          if (!grads_[row].like(look) || !has_own_values(grad, look)) return std::nullopt;
           *to = look.address;
           to += step;
+          PyList_SET_ITEM(found.ptr(), static_cast<py::ssize_t>(row), grad.release().ptr());
           ++row;
         }
       }
     } catch (const py::error_already_set& error) {
       // A gradient without strides or an address.
-      if (error.matches(PyExc_AttributeError) || error.matches(PyExc_RuntimeError)) return false;
+      if (error.matches(PyExc_AttributeError) || error.matches(PyExc_RuntimeError)) {
+        return std::nullopt;
+      }
       throw;
     }
-    return row == params_.size();
+    if (row != params_.size()) return std::nullopt;
+    return found;
   }
 
  private:
@@ -192,6 +200,14 @@ class TensorWatch {
 
   static py::handle item(const py::list& list, size_t index) {
     return PyList_GET_ITEM(list.ptr(), static_cast<py::ssize_t>(index));
+  }
+
+  // Whether its values are those in its memory: torch has tensors of their negatives, and of zeros
+  // that have no memory.
+  [[nodiscard]] bool has_own_values(py::handle tensor, const Look& look) const {
+    const int64_t* const end = look.shape + look.ndim;
+    if (look.address == 0 && std::find(look.shape, end, 0) == end) return false;
+    return called(tensor, is_neg_name_).ptr() != Py_True;
   }
 
   Watched watched(py::handle tensor) { return {tensor, looker_.at(tensor)}; }
@@ -239,8 +255,9 @@ void bind_tensors(py::module_& m) {
            py::arg("grads"), py::arg("all_states"), py::arg("exchange"))
       .def("take_gradients", &TensorWatch::take_gradients, py::arg("groups"), py::arg("all_states"),
            py::arg("column"), py::arg("step"),
-           "Write the addresses of the gradients of the parameters that have one, of lists by "
-           "group, to int64s `step` apart; False when something remembered was replaced.");
+           "Return the gradients of the parameters that have one, of lists by group, and write "
+           "their addresses, which are valid as long as these are kept, to int64s `step` apart; "
+           "None when something remembered was replaced.");
 }
 
 }  // namespace gemini

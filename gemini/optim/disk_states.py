@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.system.threads import usable_processors
 
-from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row
+from .adam_rows import AdamRow, KeptAdamTable
+from .kernels import AdamHyper, AdamStep, GradScale
 from .state_file import Batch, Segment, Source, State, StateFile, state_bytes
 from .state_format import ARRAYS, StateFormat
 from .state_ring import Extent, StateRing
@@ -33,10 +33,6 @@ class Update:
     grad: torch.Tensor
     source: Source | dict[str, Any]
 
-
-# The columns of a row that are addresses of state arrays, and their names.
-_STATE_COLUMNS = slice(2, 8)
-_STATE_NAMES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "half_out", "remainder")
 
 # How C++ looks at a tensor in one call; torch before 2.10 has none.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -206,18 +202,21 @@ class DiskRows:
         self._watch: _C.TensorWatch | None = None
         self._groups = np.array([member.group for member in members], dtype=np.int64)
         self._counts = np.array([int(member.state.get("step", 0)) for member in members], dtype=np.float32)
-        self._grads = np.array([member.grad.data_ptr() for member in members], dtype=np.int64)
         self._make_table({member.param: index for index, member in enumerate(members)})
 
     def __len__(self) -> int:
         return len(self.params)
 
     def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
-        """Take the addresses of the gradients of ``params``, by group; as :meth:`StepRows.take_gradients`."""
+        """Take the gradients of ``params``, by group; as :meth:`StepRows.take_gradients`."""
         # Arrays that were put into a state since are to be used; the watch knows the earlier ones only.
         if self._watch is None or any("exp_avg" in state for state in self._states):
             return False
-        return self._watch.take_gradients(params, all_states, self._grads.ctypes.data, 1)
+        return self._table.take_gradients(self._watch, params, all_states)
+
+    def let_gradients_go(self) -> None:
+        """Keep no gradients any longer."""
+        self._table.let_gradients_go()
 
     def run(self, hypers: Sequence[AdamHyper], scale: GradScale) -> None:
         """Update all rows and count the step; ``hypers`` by group.
@@ -225,10 +224,9 @@ class DiskRows:
         Raises:
             IoError: a transfer failed: some parameters and states are new, others old.
         """
-        self._table[:, GRAD_COLUMN] = self._grads[self._owners] + self._grad_offsets
         keys = self._groups + len(hypers) * (self._counts.astype(np.int64) + 1)
         distinct, indices = np.unique(keys, return_inverse=True)
-        self._table[:, STEP_COLUMN] = indices[self._owners]
+        self._table.set_steps(indices[self._owners])
         steps = [AdamStep(hypers[key % len(hypers)], int(key // len(hypers)), scale) for key in distinct]
         self._options = [step.options() for step in steps]
         self._threads = _num_threads()
@@ -240,8 +238,9 @@ class DiskRows:
             self._settle_in()
 
     def _make_table(self, index_of: Mapping[torch.Tensor, int]) -> None:
-        rows: list[Row] = []
+        rows: list[AdamRow] = []
         owners: list[int] = []
+        offsets: list[list[int]] = []
 
         def stop_at(file: StateFile, batch: Batch) -> _Stop:
             first = len(rows)
@@ -250,6 +249,7 @@ class DiskRows:
                 if owner is not None:
                     rows.append(self._row(owner, segment))
                     owners.append(owner)
+                    offsets.append([segment.offsets.get(name, -1) for name in ARRAYS])
             return _Stop(file, batch, first, len(rows))
 
         stored, held = self._disk.batches_of(index_of.keys())
@@ -258,25 +258,19 @@ class DiskRows:
         self._extents = [extent for _file, _batch, extent in stored]
         self._old = [file.has_any_of(batch) for file, batch, _extent in stored]
         self._owners = np.array(owners, dtype=np.int64)
-        self._table: npt.NDArray[np.int64] = np.array(rows, dtype=np.int64)
-        self._offsets = self._table[:, _STATE_COLUMNS].copy()
-        self._grad_offsets = self._table[:, GRAD_COLUMN] - self._grads[self._owners]
-        self._present = np.array([self._has_arrays(param) for param in self.params], dtype=np.int64)[owners]
+        self._table = KeptAdamTable(rows, owners)
+        by_name = zip(ARRAYS, np.array(offsets, dtype=np.int64).T, strict=True)
+        self._offsets = {name: starts for name, starts in by_name if starts.max() >= 0}
 
-    def _row(self, owner: int, segment: Segment) -> Row:
+    def _row(self, owner: int, segment: Segment) -> AdamRow:
         member = self._members[owner]
-        return make_row(
+        return AdamRow(
             member.param,
             member.grad,
-            segment.offsets,
+            dict.fromkeys(segment.offsets),  # where they are is known once a batch was read
             state_dtype=self._disk.state_format.state_dtype,
-            start=segment.start,
-            numel=segment.numel,
+            elements=slice(segment.start, segment.start + segment.numel),
         )
-
-    def _has_arrays(self, param: torch.Tensor) -> list[int]:
-        names = {part.name for part in self._disk.state_format.parts(param)}
-        return [int(name in names) for name in _STATE_NAMES]
 
     def _visit(self, index: int, buffer: torch.Tensor) -> None:
         self._update_batch(self._stops[index], buffer)
@@ -285,9 +279,8 @@ class DiskRows:
         if self._sources is not None:
             stop.file.put(stop.batch, memory, self._sources)
         here = slice(stop.first, stop.last)
-        rows = self._table[here]
-        rows[:, _STATE_COLUMNS] = self._offsets[here] + self._present[here] * memory.data_ptr()
-        _C.adam_step(rows.ctypes.data, len(rows), self._options, threads=self._threads)
+        self._table.place_states(here, self._offsets, memory)
+        self._table.run_on_cpu(self._options, threads=self._threads, rows=here)
 
     def _settle_in(self) -> None:
         """Let go of the states that are in the files now, and watch what the table relies on."""

@@ -12,7 +12,8 @@ import torch
 from gemini.chunk import ChunkManager, host_tensor
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, make_row, run_rows
+from gemini.optim.adam_rows import AdamRow
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
 
@@ -82,8 +83,7 @@ def elements_per_second(processors: tuple[int, ...] = (), numel: int = _TRIED_EL
     tensors = [torch.zeros(tried, dtype=torch.float32, device="cpu") for _ in range(4)]
     param, grad, exp_avg, exp_avg_sq = tensors
     step = AdamStep(AdamHyper(lr=0.0), 1, GradScale())
-    moments = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}
-    row = make_row(param, grad, moments, half_out=None, step_index=0)
+    row = AdamRow(param, grad, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
     run_rows([row], [step], "cpu", processors)
     began = time.perf_counter()
     run_rows([row], [step], "cpu", processors)

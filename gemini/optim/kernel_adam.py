@@ -133,10 +133,14 @@ class KernelAdam(Optimizer):
         hypers = [AdamHyper.from_group(group) for group in self.param_groups]
         for group in self.param_groups:
             refuse_unsupported(group)
-        if not self._can_repeat():
-            self._prepare(self._collect())
-        params = list(chain.from_iterable(rows.params for rows in self._all_rows()))
-        self._update(hypers, scale)
+        try:
+            if not self._can_repeat():
+                self._prepare(self._collect())
+            params = list(chain.from_iterable(rows.params for rows in self._all_rows()))
+            self._update(hypers, scale)
+        finally:
+            for rows in self._all_rows():
+                rows.let_gradients_go()
         _increment_versions(params)
         return loss
 

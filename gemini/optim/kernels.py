@@ -1,7 +1,7 @@
 """The Adam kernels on torch tensors: one call updates the tensors of many rows in place.
 
-Addresses go to C++ directly: autograd's version counters do not move. A caller that updates
-tensors which autograd may have saved bumps them itself.
+Addresses go to C++ directly, from rows that own their tensors (``adam_rows.py``): autograd's version counters
+do not move. A caller that updates tensors which autograd may have saved bumps them itself.
 """
 
 from __future__ import annotations
@@ -11,33 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gemini import _C
-from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.chunk.dense import is_dense, ordered_like, same_order
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching
 
+from .adam_rows import AdamRow, AdamTable
+
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-# A row of the table that C++ reads (csrc/bindings/bind_adam.cpp): param, grad, exp_avg, exp_avg_sq,
-# exp_avg_scale, exp_avg_sq_scale, half_out, remainder, numel, first block, layout, index of the step.
-Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
-Table = npt.NDArray[np.int64]
-GRAD_COLUMN = 1
-BLOCK_COLUMN = 9
-LAYOUT_COLUMN = 10
-STEP_COLUMN = 11
-
-_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_COPY_FORMS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
-_HALF_FORMS = {torch.bfloat16: 4, torch.float16: 5}
-_REMAINDER_FORM = 3
-_MOMENT_TYPES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 def has_cuda_kernel() -> bool:
@@ -115,66 +99,16 @@ class AdamStep:
         )
 
 
-def make_row(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    state: Mapping[str, int],
-    *,
-    state_dtype: str = "fp32",
-    half_out: torch.Tensor | None = None,
-    start: int = 0,
-    numel: int | None = None,
-    step_index: int = 0,
-) -> Row:
-    """Describe elements ``start .. start + numel`` of a parameter, in memory order, for :func:`run_rows`.
-
-    ``state`` holds addresses by name (``exp_avg``, ``exp_avg_sq``, with int8 moments their ``_scale``; a
-    ``remainder`` makes a bf16 parameter half of an exact fp32 master), each of the first element or block
-    of the piece. Tensors are dense, in one order, of the right types: this is not checked.
-    """
-    if state_dtype != "fp32" and start % BLOCK_NUMEL != 0:
-        raise StateError(
-            f"a piece of {state_dtype} moments starts at element {start}, not a multiple of {BLOCK_NUMEL}"
-        )
-    if param.dtype == torch.float32:
-        form = _COPY_FORMS[None if half_out is None else half_out.dtype]
-    else:
-        form = _REMAINDER_FORM if "remainder" in state else _HALF_FORMS[param.dtype]
-    return (
-        param.data_ptr() + param.element_size() * start,
-        grad.data_ptr() + grad.element_size() * start,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state.get("exp_avg_scale", 0),
-        state.get("exp_avg_sq_scale", 0),
-        0 if half_out is None else half_out.data_ptr() + 2 * start,
-        state.get("remainder", 0),
-        param.numel() - start if numel is None else numel,
-        start // BLOCK_NUMEL,
-        _GRAD_TYPES[grad.dtype] | form << 4 | _MOMENT_TYPES[state_dtype] << 8,
-        step_index,
-    )
-
-
-def placed_at(row: Row, first: int) -> Row:
-    """Return ``row`` for a piece of memory of its own that begins at element ``first`` of its tensor. Raises
-    StateError where that is no start of a block of compact moments."""
-    if row[LAYOUT_COLUMN] >> 8 and first % BLOCK_NUMEL != 0:
-        raise StateError(f"a piece of compact moments starts at element {first}, inside a block")
-    return (*row[:BLOCK_COLUMN], first // BLOCK_NUMEL, *row[BLOCK_COLUMN + 1 :])  # type: ignore[return-value]
-
-
 def run_rows(
-    rows: Sequence[Row] | Table,
+    rows: Sequence[AdamRow],
     steps: Sequence[AdamStep],
     device: torch.device | str = "cpu",
     processors: Sequence[int] = (),
 ) -> bool:
-    """Update the tensors of ``rows`` in place; each row's last column is its index in ``steps``.
+    """Update the tensors of ``rows`` in place; each row says which of ``steps`` it takes.
 
-    The caller owns the memory and keeps it alive. On the CPU at most ``torch.get_num_threads()`` threads
-    work, without the GIL, on ``processors`` where they are given; on a GPU one launch goes to the current
-    stream.
+    On the CPU at most ``torch.get_num_threads()`` threads work, without the GIL, on ``processors`` where they
+    are given; on a GPU one launch goes to the current stream.
 
     Returns:
         Whether all gradients were finite, where ``check_finite`` asks; else True.
@@ -182,26 +116,23 @@ def run_rows(
     Raises:
         StateError: for a null or misaligned address or a step below 1; nothing has changed.
     """
-    table = np.ascontiguousarray(rows, dtype=np.int64)
-    if table.size == 0:
+    if not rows:
         return True
     options = [step.options() for step in steps]
-    return run_table(table.ctypes.data, len(table), options, torch.device(device), processors)
+    return run_table(AdamTable(rows), options, torch.device(device), processors)
 
 
 def run_table(
-    address: int,
-    num_rows: int,
+    table: AdamTable,
     options: list[_C.AdamOptions],
     device: torch.device,
     processors: Sequence[int] = (),
 ) -> bool:
-    """Run the rows of a table, at least one, that lies in memory at ``address``; see :func:`run_rows`."""
+    """Update the tensors of a table's rows in place; see :func:`run_rows`."""
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return _C.adam_step(address, num_rows, options, threads=threads, processors=processors)
+        return table.run_on_cpu(options, threads=torch.get_num_threads(), processors=processors)
     with launching(device) as stream:
-        return _C.cuda_adam_step(address, num_rows, options, stream=stream)
+        return table.launch(options, stream=stream)
 
 
 def adam_update(
@@ -240,8 +171,7 @@ def adam_update(
         _check("half_out", half_out, param, (torch.bfloat16, torch.float16))
         if param.dtype != torch.float32:
             raise ConfigError(f"half_out goes with an fp32 param, not one of {param.dtype}")
-    state = {"exp_avg": exp_avg.data_ptr(), "exp_avg_sq": exp_avg_sq.data_ptr()}
-    row = make_row(param, grad, state, half_out=half_out)
+    row = AdamRow(param, grad, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, half_out=half_out)
     scale = GradScale(pre_scale, clip_value, post_scale)
     return run_rows([row], [AdamStep(hyper, step, scale, check_finite)])
 
@@ -264,6 +194,8 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
         )
     if on_gpu:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
+    if tensor._is_zerotensor():  # of torch's, without memory
+        return 0.0
     return _C.sum_squares(
         tensor.data_ptr(), tensor.numel(), TYPE_NAMES[tensor.dtype], threads=torch.get_num_threads()
     )

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from gemini.chunk.chunk import StateSpec
+from gemini.optim.adam_rows import AdamRow
 from gemini.optim.gradients import scaled
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, make_row, placed_at, run_rows
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, run_rows
 from gemini.optim.lion import LionHyper, lion_update
 from gemini.optim.settings import numbers_of, require_non_negative
 from gemini.optim.state_format import MOMENTS, StateFormat
@@ -126,7 +127,7 @@ class AdamRule:
     ) -> Callable[[], object]:
         steps: list[AdamStep] = []
         known: dict[tuple[int, int, int], int] = {}  # most parts have the same step, of the same objects
-        rows: list[Row] = []
+        rows: list[AdamRow] = []
         for part in parts:
             step = part.step
             index = known.setdefault((id(step.hyper), step.number, id(step.scale)), len(steps))
@@ -135,16 +136,16 @@ class AdamRule:
             rows.append(self._row(part, index))
         return partial(run_rows, rows, steps, device, processors)
 
-    def _row(self, part: Part, index: int) -> Row:
-        row = make_row(
+    def _row(self, part: Part, index: int) -> AdamRow:
+        return AdamRow(
             part.values,
             part.grad,
-            {name: state.data_ptr() for name, state in part.states.items()},
+            part.states,
             state_dtype=self.format.state_dtype,
             half_out=part.half_out,
+            first=part.first,
             step_index=index,
         )
-        return placed_at(row, part.first) if self.format.state_dtype != "fp32" else row
 
 
 class _TorchRule(ABC):

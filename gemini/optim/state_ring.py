@@ -35,11 +35,20 @@ class Extent:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A buffer in use; ticket 0: nothing is being read into it."""
+    """A buffer in use, which stays until the transfer has ended; ticket 0: nothing is being read into it."""
 
     extent: Extent
     slot: int
-    ticket: int
+    buffer: torch.Tensor
+    ticket: int = 0
+
+    def read(self) -> None:
+        """Begin to read the extent into the buffer."""
+        self.ticket = self.extent.file.read(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
+
+    def write(self) -> None:
+        """Begin to write the extent from the buffer."""
+        self.ticket = self.extent.file.write(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
 
     def wait(self) -> None:
         if self.ticket != 0:
@@ -126,16 +135,15 @@ class StateRing:
         try:
             if any(one.extent is not other for one, other in zip(self._ahead, extents, strict=False)):
                 self._forget()
-            for index, extent in enumerate(extents):
+            for index in range(len(extents)):
                 self._read_ahead(extents, index, old, cyclic=writes)
                 transfer = self._ahead[0]
                 transfer.wait()
-                buffer = self._buffers[transfer.slot]
-                visit(index, buffer)
+                visit(index, transfer.buffer)
                 self._ahead.popleft()
                 if writes:
-                    ticket = extent.file.write(buffer.data_ptr(), extent.nbytes, extent.offset)
-                    self._behind.append(_Transfer(extent, transfer.slot, ticket))
+                    transfer.write()
+                    self._behind.append(transfer)
         except BaseException:
             self._abandon()
             raise
@@ -151,10 +159,11 @@ class StateRing:
                 at -= len(extents)
                 if not cyclic or at >= index or self._is_being_written(extents[at]):
                     return
-            extent, slot = extents[at], self._free_slot()
-            address = self._buffers[slot].data_ptr()
-            ticket = extent.file.read(address, extent.nbytes, extent.offset) if has_content else 0
-            self._ahead.append(_Transfer(extent, slot, ticket))
+            slot = self._free_slot()
+            transfer = _Transfer(extents[at], slot, self._buffers[slot])
+            if has_content:
+                transfer.read()
+            self._ahead.append(transfer)
 
     def _is_being_written(self, extent: Extent) -> bool:
         return any(transfer.extent is extent for transfer in self._behind)

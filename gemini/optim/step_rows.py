@@ -2,7 +2,7 @@
 
 A model has thousands of small tensors; checking each one's state, type and order anew would cost far more
 than updating it. So rows are built once, with every check, and a step only verifies that nothing they rely
-on has been replaced, and fills in the gradients' addresses.
+on has been replaced, and takes the gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from gemini import _C
 
-from .kernels import GRAD_COLUMN, STEP_COLUMN, AdamHyper, AdamStep, GradScale, Row, make_row, run_table
+from .adam_rows import AdamRow, KeptAdamTable
+from .kernels import AdamHyper, AdamStep, GradScale, run_table
 from .state_format import ARRAYS, StateFormat
 
 # How C++ looks at a tensor in one call; torch before 2.10 has none.
@@ -57,35 +58,34 @@ class StepRows:
         self._counts = counts.numpy()
         self._numbered = b""  # the counts that ``_steps`` and the table's last column are for
         self._steps: list[tuple[int, int]] = []  # group and count of each distinct step
-        self._table = np.array([_row(member, state_format) for member in members], dtype=np.int64)
+        self._table = KeptAdamTable([_row(member, state_format) for member in members])
         self._options: list[_C.AdamOptions] = []  # by group
         self._optioned: tuple[list[AdamHyper], GradScale] | None = None  # what they were made from
         # A pass over large tensors leaves the caches nothing of numpy: a step asks it for little.
         self._counts_address = self._counts.ctypes.data
-        self._address = self._table.ctypes.data
-        self._grad_address = self._table[:, GRAD_COLUMN].ctypes.data
-        self._row_numel = len(self._table[0])
-        self._grads = [member.grad for member in members]  # some may be copies
         # The watch compares identities and holds nothing: what it knows must not go away before it does.
         self.params = [member.param for member in members]
         states, others = [member.state for member in members], list(all_states.values())
         self._kept = (states, [list(state.values()) for state in states], others)
         groups = self._groups.tolist()
-        self._watch = _C.TensorWatch(
-            self.params, groups, states, ["step", *ARRAYS], self._grads, others, _EXCHANGE
-        )
+        grads = [member.grad for member in members]
+        self._watch = _C.TensorWatch(self.params, groups, states, ["step", *ARRAYS], grads, others, _EXCHANGE)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
-        """Take the addresses of the gradients of ``params``, by group and on one device, into the table.
+        """Take the gradients of ``params``, by group and on one device, until they were run or let go.
 
         False when those with a gradient are not what the rows were built for: a parameter moved to another
         group, one, a state, a tensor of one or its memory was replaced, or a gradient has another type or
         order. Then everything is to be checked, and a new table built.
         """
-        return self._watch.take_gradients(params, all_states, self._grad_address, self._row_numel)
+        return self._table.take_gradients(self._watch, params, all_states)
+
+    def let_gradients_go(self) -> None:
+        """Keep no gradients any longer."""
+        self._table.let_gradients_go()
 
     def run(self, hypers: list[AdamHyper], scale: GradScale) -> None:
         """Update all rows in one call and count the step; ``hypers`` by group."""
@@ -95,17 +95,17 @@ class StepRows:
             self._options = [AdamStep(hyper, 1, scale).options() for hyper in hypers]
             self._optioned = (hypers, scale)
         options = [self._options[group].at(count + 1) for group, count in self._steps]
-        run_table(self._address, len(self), options, self.device)
+        run_table(self._table, options, self.device)
         _C.count_steps(self._counts_address, len(self))
         # Steps that differ still do when each has counted one more: the column stays.
         self._steps = [(group, count + 1) for group, count in self._steps]
         self._numbered = self._counts.tobytes()
-        self._grads = []
 
     def _number(self, num_groups: int) -> None:
         """Find the distinct steps of the rows, and which of them each row takes."""
         keys = self._groups + num_groups * self._counts.astype(np.int64)
-        distinct, self._table[:, STEP_COLUMN] = np.unique(keys, return_inverse=True)
+        distinct, indices = np.unique(keys, return_inverse=True)
+        self._table.set_steps(indices)
         self._steps = [(key % num_groups, key // num_groups) for key in distinct.tolist()]
 
 
@@ -122,6 +122,6 @@ def _move_step(state: dict[str, Any], count: torch.Tensor) -> None:
         state["step"] = count
 
 
-def _row(member: Member, state_format: StateFormat) -> Row:
-    addresses = {part.name: member.state[part.name].data_ptr() for part in state_format.parts(member.param)}
-    return make_row(member.param, member.grad, addresses, state_dtype=state_format.state_dtype)
+def _row(member: Member, state_format: StateFormat) -> AdamRow:
+    states = {part.name: member.state[part.name] for part in state_format.parts(member.param)}
+    return AdamRow(member.param, member.grad, states, state_dtype=state_format.state_dtype)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pairs import pairs
 
-from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.errors import GeminiError, StateError
 from gemini.optim import CPUAdam, FusedAdam
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, Row, has_cuda_kernel, run_rows
+from gemini.optim.adam_rows import AdamRow, AdamTable
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, has_cuda_kernel, run_rows
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Type of the parameter, type of its 16-bit copy, whether its fp32 remainder is kept; in the kernel's order.
@@ -49,25 +49,11 @@ class Arrays:
         memory = {name: array.to(device, copy=True) for name, array in self.memory.items()}
         return Arrays(self.grad_type, self.form, self.moments, self.numel, self.skew, memory)
 
-    def row(self, step_index: int = 0) -> Row:
-        def address(name: str) -> int:
-            array = self.memory.get(name)
-            return 0 if array is None else array.data_ptr() + self.skew * array.element_size()
-
-        return (
-            address("param"),
-            address("grad"),
-            address("exp_avg"),
-            address("exp_avg_sq"),
-            address("exp_avg_scale"),
-            address("exp_avg_sq_scale"),
-            address("half_out"),
-            address("remainder"),
-            self.numel,
-            5,
-            self.grad_type | self.form << 4 | self.moments << 8,
-            step_index,
-        )
+    def row(self, step_index: int = 0) -> AdamRow:
+        arrays = {name: array[self.skew :] for name, array in self.memory.items()}
+        param, grad, half_out = arrays.pop("param"), arrays.pop("grad"), arrays.pop("half_out", None)
+        options = {"state_dtype": MOMENTS[self.moments], "half_out": half_out, "step_index": step_index}
+        return AdamRow(param, grad, arrays, first=5 * BLOCK_NUMEL, **options)
 
 
 def make_arrays(grad_type: int, form: int, moments: int, numel: int, skew: int = 0) -> Arrays:
@@ -197,8 +183,7 @@ def test_fused_adam_trains_like_cpu_adam(dtype: torch.dtype, state_dtype: str) -
 def test_without_a_gpu_the_call_says_what_is_missing() -> None:
     arrays = make_arrays(0, 0, 0, 300)
     before = arrays.to("cpu")
-    table = torch.tensor([arrays.row()])
     missing = "NVIDIA driver" if has_cuda_kernel() else "GEMINI_CUDA=ON"
     with pytest.raises(GeminiError, match=missing):
-        _C.cuda_adam_step(table.data_ptr(), 1, [PLAIN.options()], stream=0)
+        AdamTable([arrays.row()]).launch([PLAIN.options()], stream=0)
     assert_same_bits(arrays, before)

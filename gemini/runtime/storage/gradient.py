@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.autograd.graph import increment_version
 
+from gemini.chunk.dense import ordered_like
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.guards import RefusingGate
@@ -46,11 +47,12 @@ class SlotGradient:
     update only.
     """
 
-    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_left", "_loose", "_name", "ref", "view")
+    __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_left", "_loose", "_name", "_stride", "ref", "view")
 
     def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor) -> None:
         self.ref = TensorRef(gate, tensor)
         self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
+        self._stride = self.view.stride()
         self._name = name
         self._gate = gate
         self._in_chunk = False
@@ -104,13 +106,12 @@ class SlotGradient:
         return 0 if self._loose is None else self._loose.nbytes
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` in the memory order of the parameter."""
+        """Return elements ``[start, stop)`` in the memory order of the parameter: of a copy, which the result
+        keeps, where the gradient has another order, or no values in its memory."""
         value = self.value
-        if value.stride() != self.view.stride():
-            ordered = torch.empty_strided(
-                self.view.shape, self.view.stride(), dtype=value.dtype, device=value.device
-            )
-            value = ordered.copy_(value)
+        # Equal strides are the quick answer of :func:`ordered_like`; this runs for every parameter of a step.
+        if value.stride() != self._stride or value.is_neg() or value.data_ptr() == 0:
+            value = ordered_like(value, self.view, value.dtype)
         return torch.as_strided(value, (stop - start,), (1,), value.storage_offset() + start)
 
     def collect(self, grad: torch.Tensor) -> None:
