@@ -24,6 +24,7 @@ of each:
 - Three training steps with the budget of DEVICE that the table says and the rest on DISK have the losses
   and weights of the unmanaged model with the same optimizer, bit for bit. So have an evaluation and
   `generate` after each step. DEVICE stays within its budget.
+- Three steps with everything on DEVICE have the same losses and weights, too.
 - Activations are computed again in backward, where the library has that for the model.
 - A checkpoint of `gemini.checkpoint` is loaded into a fresh model with another budget; the next step is the
   same.

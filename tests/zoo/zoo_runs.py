@@ -51,6 +51,7 @@ def conform(row: Row, directory: Path) -> Facts:
     want = [step(row, plain, optimizer, index) for index in range(STEPS)]
     assert all(seen.loss.isfinite() for seen in want)
     assert_trains_alike(row, directory, facts.device_bytes, want, plain.state_dict())
+    assert_trains_alike_resident(row, directory, want, plain.state_dict())
     assert_resumes(row, directory, 2 * facts.device_bytes, want[-1], plain.state_dict())
     if row.bf16:
         assert_bf16_is_the_same_within_a_budget(row, directory, facts.device_bytes)
@@ -70,6 +71,18 @@ def assert_trains_alike(
             assert_same_step(step(row, model, adam, index), want[index], f"step {index}")
         assert_same_tensors(handle.state_dict(), weights, "weights")
         assert_within_budget(handle.stats())
+
+
+def assert_trains_alike_resident(
+    row: Row, directory: Path, want: list[Seen], weights: dict[str, Tensor]
+) -> None:
+    """Train where all data stays on DEVICE, which takes gradients as autograd made them."""
+    with managed(row, directory) as (model, handle, adam):
+        for index in range(STEPS):
+            loss = trained(row, model, adam, index)
+            assert same(loss, want[index].loss), f"step {index}: loss {loss}, not {want[index].loss}"
+        assert handle.manager.resident
+        assert_same_tensors(handle.state_dict(), weights, "weights of a resident model")
 
 
 def assert_resumes(
@@ -105,11 +118,7 @@ def assert_has_no_bf16(row: Row, plain: nn.Module) -> None:
 
 def step(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> Seen:
     """Train once, then evaluate and generate."""
-    model.train()
-    loss = loss_of(called(row, model, arguments(row, index)))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    loss = trained(row, model, optimizer, index)
     model.eval()
     given = arguments(row, STEPS + index)
     with torch.no_grad():
@@ -118,7 +127,17 @@ def step(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, index: in
         if row.prompt:
             prompt = {name: given[name] for name in row.prompt}
             generated = [model.generate(**prompt, max_new_tokens=3, do_sample=False)]
-    return Seen(loss.detach(), [out.clone() for out in outputs], generated)
+    return Seen(loss, [out.clone() for out in outputs], generated)
+
+
+def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> Tensor:
+    """Train once; return the loss."""
+    model.train()
+    loss = loss_of(called(row, model, arguments(row, index)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 @contextmanager
