@@ -5,6 +5,7 @@
 
 namespace gemini {
 
+void bind_actions(pybind11::module_& m);
 void bind_adam(pybind11::module_& m);
 void bind_tensors(pybind11::module_& m);
 void bind_aio(pybind11::module_& m);
@@ -13,6 +14,7 @@ void bind_checksum(pybind11::module_& m);
 void bind_chunk(pybind11::module_& m);
 void bind_frames(pybind11::module_& m);
 void bind_gpu(pybind11::module_& m);
+void bind_schedule(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
 void bind_transfer(pybind11::module_& m);
 

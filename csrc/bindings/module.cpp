@@ -66,6 +66,8 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(&gemini::translate);
   gemini::bind_build_info(m);
   gemini::bind_checksum(m);
+  gemini::bind_actions(m);
+  gemini::bind_schedule(m);
   gemini::bind_chunk(m);
   gemini::bind_simulate(m);
   gemini::bind_transfer(m);
