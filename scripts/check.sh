@@ -111,7 +111,7 @@ docs() { check "site of the documentation" build_site; }
 # ------------------------------------------------------------------------------------------------- tests
 # One worker more than there are processors: cases wait for disks and for each other. Cases of a group share a worker,
 # which imports and starts what they need once.
-readonly SPREAD=(-n "$((JOBS + 1))" --maxprocesses "$MAX_WORKERS" --dist loadgroup --no-loadscope-reorder)
+readonly SPREAD=(-n "$((JOBS + 1))" --maxprocesses "$MAX_WORKERS" --dist loadscope --no-loadscope-reorder)
 readonly CPU_TIMES=build/cpu-times.json
 
 spread() { env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" "$@"; }

@@ -39,8 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPU, if there is one, unless its tests are asked for: all others are about the CPU."""
     if config.option.stop_after:
         config.pluginmanager.register(StopAfter(config.option.stop_after))
-    if config.option.stop_after:
-        config.pluginmanager.register(StopAfter(config.option.stop_after))
     if config.option.full:
         ask_for_products()
     if config.option.cpu_times:
@@ -69,15 +67,25 @@ class StopAfter:
             )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole groups to workers. The marks that xdist has for it do nothing under pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.partition("::")[0])
+
+    return Groups(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests of a GPU where none is seen; group what a worker keeps together; put the dear first."""
+    """Skip the tests that need a GPU where none is seen; put first what takes long."""
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU, or not asked for with -m cuda"))
-        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
     if config.option.stop_after is None:
-        items.sort(key=_turn)  # what takes longest begins, or a single worker would end with it
+        items.sort(key=_turn)  # or a single worker would end with it
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -74,10 +73,9 @@ class CpuTimes:
         """Collect what reports carry, from other processes too."""
         properties: dict[str, Any] = dict(report.user_properties)
         if report.when == "teardown" and "cpu_seconds" in properties:
-            name = re.sub(r"@\w+$", "", report.nodeid)  # the group that keeps it on one worker (xdist)
-            self._seconds[name] = properties["cpu_seconds"]
+            self._seconds[report.nodeid] = properties["cpu_seconds"]
             if "dear" in properties:
-                self._reasons[name] = properties["dear"]
+                self._reasons[report.nodeid] = properties["dear"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the sums by folder and the dearest cases, and write all of them."""
