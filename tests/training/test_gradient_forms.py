@@ -265,7 +265,7 @@ def test_what_plain_modules_deliver_is_updated(build: Any, tier: str, tmp_path: 
 @pytest.mark.skipif(POISONED in os.environ, reason="this is that process")
 def test_nothing_reads_a_copy_that_was_freed() -> None:
     # Chunks are freed last of all: copies are made where gradients stay as autograd made them.
-    copied = ["-k", "resident or device or management", "-m", "not slow"]
+    copied = ["-k", "resident or device or management"]
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *copied]
     ran = subprocess.run(tests, env=os.environ | POISON, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-2000:]
