@@ -61,23 +61,11 @@ check_types() {
   (cd "$view" && "$BIN/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" -p gemini -p gemini_bench)
 }
 
-# The C++ files that a build compiles and clang can read: it comes without OpenMP's header.
-tidied() {
-  "$BIN/python" -c '
-import json, sys
-for entry in json.load(open(sys.argv[1])):
-    if entry["file"].endswith(".cpp") and "-fopenmp" not in entry["command"]:
-        print(entry["file"])' "$1/compile_commands.json" | LC_ALL=C sort -u
-}
-
 # clang's own warnings, of mutexes that are not held among them (csrc/common/mutex.h), and clang-tidy's.
 tidy() {
-  local dir log=build/clang-tidy.log
+  local dir
   dir=$(extension_dir)
-  build_tests "$dir" "" "$(python_for_cmake)" "$(pybind11_for_cmake)" || return 1
-  tidied "$dir" | xargs -P "$JOBS" -n 1 "$BIN/clang-tidy" -p "$dir" --quiet > "$log" 2>&1 && return 0
-  grep -v 'warnings\{0,1\} .*generated\.$' "$log" >&2
-  return 1
+  build_tests "$dir" "" "$(python_for_cmake)" "$(pybind11_for_cmake)" && "$BIN/python" scripts/tidy.py "$dir" "$JOBS"
 }
 
 # What the last run of all tests said of its own cost.
