@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_injected_faults import HERE, shim
 
 __all__ = ["shim"]  # a fixture
 
 
+@pytest.mark.dear("a file of tests in a process of its own, in which calls can be made to fail")
 def test_adam_on_a_failing_disk(shim: Path, tmp_path: Path) -> None:
     """Every test of injected_adam_faults.py passes; its output says which did not."""
     environment = {

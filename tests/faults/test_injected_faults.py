@@ -25,6 +25,7 @@ def shim(tmp_path: Path) -> Path:
     return library
 
 
+@pytest.mark.dear("a file of tests in a process of its own, in which calls can be made to fail")
 @pytest.mark.parametrize("script", ["injected_faults.py", "injected_offload_faults.py"])
 def test_a_failed_transfer_is_raised_and_loses_nothing(script: str, shim: Path, tmp_path: Path) -> None:
     """Every test of the script passes; its output says which did not."""

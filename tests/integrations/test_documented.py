@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
+@pytest.mark.dear("the programs of the pages run in processes of their own")
 def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="only the extra 'test' brings it")
     programs = programs_of("huggingface.md")
@@ -27,6 +28,7 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
 
 
+@pytest.mark.dear("the commands of the page run in processes of their own")
 def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path) -> None:
     (program,) = programs_of("finetune.md")
     run(program, tmp_path)

@@ -72,6 +72,7 @@ def submit(job: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=job, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.dear("a job that is started, signalled and started again")
 def test_a_job_that_was_signalled_is_requeued_and_goes_on_to_its_end(job: Path) -> None:
     first = submit(job)
     assert first.returncode == 138, first.stderr

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from processes import run_on_ranks
 
@@ -133,6 +134,7 @@ def run(directory: Path, program: str, amp: str, *, processes: int) -> list[str]
     return [(directory / f"rank{rank}.txt").read_text() for rank in range(processes)] + losses
 
 
+@pytest.mark.dear("programs of the documents in processes of their own")
 def test_a_program_changed_by_hand_has_the_numbers_of_the_unchanged_one(tmp_path: Path) -> None:
     documents = PROGRAM.replace("HOOKS", "hook")
     documents = re.sub(r"^from colossalai\b", "from gemini.compat", documents, flags=re.MULTILINE)

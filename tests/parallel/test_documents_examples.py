@@ -47,6 +47,7 @@ def run_program(path: str, arguments: list[str], directory: str) -> None:
         sys.argv = argv
 
 
+@pytest.mark.dear("programs of the documents, up to eight processes each")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.path.stem)
 def test_the_documents_program_shows_what_it_says(example: TABLE.Example, tmp_path: Path) -> None:
     if example.run.startswith("python"):  # it starts processes itself, which a worker of the tests may not

@@ -53,6 +53,7 @@ def _run(ranks: int, directory: Path, *arguments: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
 
 
+@pytest.mark.dear("torchrun starts ranks seven times")
 def test_a_killed_rank_leads_to_a_resume_without_anybody_doing_anything(tmp_path: Path) -> None:
     want = _run(2, tmp_path / "calm", "--steps", "5")
     got = _run(2, tmp_path / "killed", "--steps", "4", "--kill-at", "2")

@@ -39,6 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.dear("the first case runs the whole table, two ranks for each row")
 @pytest.mark.parametrize(("place", "how"), ROWS)
 def test_a_failure_is_said_on_every_rank_and_ends_it(place: str, how: str, outcomes: dict[str, Any]) -> None:
     odd = PLACES[place][1]

@@ -90,6 +90,7 @@ def _go_on(hosts: tuple[Host, Host], order: Order, ranks: int, begun: _Reports) 
     return reports
 
 
+@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 def test_shards_on_two_hosts_outlive_the_wire_and_load_on_one(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_shards_on_two_hosts_outlive_the_wire_and_load_on_one(
     assert loss == pytest.approx(resumed[0]["losses"][3], rel=1e-5)
 
 
+@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 @pytest.mark.parametrize("spoil", SPOILED)
 def test_a_save_that_loses_the_wire_or_a_rank_leaves_checkpoints_that_load(
     hosts: tuple[Host, Host], tmp_path: Path, spoil: str
@@ -129,6 +131,7 @@ def test_a_save_that_loses_the_wire_or_a_rank_leaves_checkpoints_that_load(
     assert min(resumed[0]["losses"]) == 2 + len(whole)
 
 
+@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 def test_copies_on_two_hosts_exchange_their_gradients_mean_alone(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ with socket.socket(kind) as server, socket.socket(kind) as client:
 """
 
 
+@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 @pytest.mark.parametrize(
     ("family", "address", "reached"),
     [
@@ -192,6 +196,7 @@ with two_hosts(pathlib.Path(sys.argv[1])) as hosts:
 """
 
 
+@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 def test_hosts_end_with_the_process_that_made_them(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _OWN, str(tmp_path)],

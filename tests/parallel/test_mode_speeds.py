@@ -36,6 +36,7 @@ def bench(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, 
     return code, said.out, said.err
 
 
+@pytest.mark.dear("each mode of tensor parallelism on its ranks")
 def test_modes_are_measured_and_one_that_does_not_divide_says_why(capsys: Any) -> None:
     code, out, _ = bench(capsys, "--gpus", "4", "--hidden", "7", "--json")
     facts = json.loads(out)

@@ -128,6 +128,7 @@ def _load_and_train(
     return losses
 
 
+@pytest.mark.dear("every layout loads what every other one saved")
 def test_what_any_layout_saves_any_other_goes_on_from(tmp_path: Path) -> None:
     saved = [files_at(tmp_path / f"from-{index}") for index in range(len(LAYOUTS))]
     wanted = [

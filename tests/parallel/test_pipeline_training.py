@@ -56,6 +56,7 @@ def test_no_budget_changes_a_bit_of_a_layout(style: str) -> None:
         assert got.peak <= 200 * 1024
 
 
+@pytest.mark.dear("eight ranks")
 @pytest.mark.parametrize("style", STYLES)
 def test_data_tensor_and_pipeline_parallelism_together(style: str) -> None:
     sizes = {"pp_size": 2, "tp_size": 2}

@@ -342,6 +342,7 @@ def inside(hosts: tuple[Host, Host]) -> list[psutil.Process]:
     return [process for process in found if process.pid not in holders]
 
 
+@pytest.mark.dear("four ranks on two hosts, started for this case")
 def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         command("--exclude=10.77.7.3", *over, "end", QUOTED),
@@ -359,6 +360,7 @@ def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str],
     assert inside(hosts) == []
 
 
+@pytest.mark.dear("four ranks on two hosts, started for this case")
 def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], over: list[str]) -> None:
     with subprocess.Popen(
         command("--include=10.77.7.1,10.77.7.2", *over, "fail"),
@@ -378,6 +380,7 @@ def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], ov
     assert inside(hosts) == []
 
 
+@pytest.mark.dear("four ranks on two hosts, started for this case")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_end_of_the_command_ends_all_hosts(
     number: int, code: int, hosts: tuple[Host, Host], over: list[str]

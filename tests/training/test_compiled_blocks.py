@@ -164,6 +164,7 @@ def test_model_compile(when: str, tmp_path: Path) -> None:
     assert_identical(got, want)
 
 
+@pytest.mark.dear("it compiles to machine code")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile needs a C++ compiler")
 def test_machine_code_of_the_compiler(tmp_path: Path) -> None:
     def build() -> nn.Module:
