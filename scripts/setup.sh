@@ -38,6 +38,7 @@ has_header() { printf '#include <%s>\n' "$1" | c++ -x c++ -std=c++20 -E - > /dev
 missing_packages() {
   has_header liburing.h || echo liburing-dev
   has_header gtest/gtest.h || echo libgtest-dev
+  command -v ccache > /dev/null || echo ccache
   "$python" -c 'import ensurepip' 2>/dev/null || echo python3-venv
   [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || echo python3-dev
 }
