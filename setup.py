@@ -1,8 +1,9 @@
 """Builds ``gemini._C`` with CMake and maps the folder ``parallel/`` to ``gemini.parallel``.
 
 Everything else about the distribution is in pyproject.toml. Build options are environment variables
-with the names of the CMake options: GEMINI_CUDA, GEMINI_URING, GEMINI_SANITIZE, GEMINI_WERROR,
-GEMINI_PORTABLE, and CMAKE_BUILD_TYPE, CMAKE_BUILD_PARALLEL_LEVEL.
+with the names of the CMake options: GEMINI_CUDA, GEMINI_URING, GEMINI_SANITIZE, GEMINI_WERROR, and
+CMAKE_BUILD_TYPE, CMAKE_BUILD_PARALLEL_LEVEL. GEMINI_COMPILED is a folder where another build of these
+very sources left the module: it is taken from there, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ OPTIONS = (
     "GEMINI_URING",
     "GEMINI_SANITIZE",
     "GEMINI_WERROR",
-    "GEMINI_PORTABLE",
     "CMAKE_BUILD_TYPE",
 )
 
@@ -65,15 +65,18 @@ class CMakeBuild(build_ext):
         ]
         if is_stale(build_dir / "CMakeCache.txt", [str(ROOT), ninja, pybind11_dir, sys.executable]):
             configure.append("--fresh")
-        build = [cmake, "--build", str(build_dir), "--target", "_C"]
-        for command in (configure, build):
+        commands = [configure]
+        compiled = os.environ.get("GEMINI_COMPILED")
+        if not compiled:
+            commands.append([cmake, "--build", str(build_dir), "--target", "_C"])
+        for command in commands:
             if subprocess.run(command, check=False).returncode != 0:
                 raise SystemExit(f"building gemini._C failed at: {' '.join(command)}")
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replace, never overwrite: a running process may have the old file mapped.
         target.unlink(missing_ok=True)
-        shutil.copy2(build_dir / target.name, target)
+        shutil.copy2(Path(compiled or build_dir) / target.name, target)
 
 
 setup(

@@ -225,15 +225,25 @@ sanitize() {
 }
 
 # ------------------------------------------------------------------------------------------------- package
-# sdist -> wheel -> installed elsewhere: only gemini/ comes out of it, and it imports from any directory.
+# sdist -> wheel -> installed elsewhere: only gemini/ comes out of it, and it imports from any directory. The wheel is made
+# from the unpacked sdist, but for the module: that is the one which setup.sh compiled and the tests ran with, once it is
+# shown that the sdist would give the same.
 package_round_trip() (
-  set -e
-  work=$(mktemp -d)
+  built=$ROOT/$(extension_dir)
+  work=$(realpath "$(mktemp -d)")
   trap 'rm -rf "$work"' EXIT
-  "$BIN/python" -c 'import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1
-  # What is checked is what the archives hold: the optimizer of the compiler is left to the build of the set-up.
-  CMAKE_BUILD_TYPE=Debug "$BIN/python" -m pip wheel -q --no-build-isolation --no-deps -w "$work/wheel" "$work"/*.tar.gz
-  "$BIN/python" -m pip install -q --no-deps --target "$work/site" "$work"/wheel/*.whl
+  "$BIN/cmake" --build "$built" --target _C > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+  for module in gemini/_C.*.so; do
+    cmp "$module" "$built/${module##*/}" || { echo "what is built and what is installed differ: run scripts/setup.sh" >&2; exit 1; }
+  done
+  "$BIN/python" -c 'import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1 \
+    && mkdir "$work/source" && tar -xzf "$work"/*.tar.gz -C "$work/source" --strip-components 1 || { cat "$work/log" >&2; exit 1; }
+  options=$(sed -n 's/^\(GEMINI_[A-Z]*\|CMAKE_BUILD_TYPE\):[A-Z]*=\([A-Za-z,]\{1,\}\)$/\1=\2/p' "$built/CMakeCache.txt")
+  # shellcheck disable=SC2086
+  env $options GEMINI_COMPILED="$built" \
+    "$BIN/python" -m pip wheel -q --no-build-isolation --no-deps -w "$work/wheel" "$work/source" || exit 1
+  "$BIN/python" scripts/same_build.py "$built" "$work/source/$(extension_dir)" || exit 1
+  "$BIN/python" -m pip install -q --no-deps --target "$work/site" "$work"/wheel/*.whl || exit 1
   stray=$(cd "$work/site" && find . -mindepth 1 -maxdepth 1 ! -name gemini ! -name '*.dist-info' ! -name bin)
   [ -z "$stray" ] || { echo "the wheel also installs: $stray" >&2; exit 1; }
   cd / && PYTHONPATH=$work/site "$BIN/python" -c '
@@ -244,7 +254,8 @@ assert pathlib.Path(gemini.__file__).with_name("py.typed").exists()' "$work/site
 
 package() { check "sdist, wheel, install" package_round_trip; }
 
-# A wheel of this interpreter with the oldest torch that pyproject.toml allows, where the package index has that.
+# A wheel of this interpreter, around the module that setup.sh compiled, with the oldest torch that pyproject.toml allows,
+# where the package index has that.
 oldest() {
   local torch versions python
   torch=$(sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
@@ -252,7 +263,7 @@ oldest() {
   [[ " ${versions//[,$'\n']/ } " == *" $torch "* ]] \
     || { say "laws with torch $torch left out: the package index has none for this Python"; return 0; }
   python=$("$BIN/python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
-  check "laws with torch $torch" scripts/wheels.sh laws "$python=$torch"
+  check "laws with torch $torch" env GEMINI_COMPILED="$ROOT/$(extension_dir)" scripts/wheels.sh laws "$python=$torch"
 }
 
 case "${1:-}" in

@@ -14,6 +14,7 @@
 # What succeeded is not done again until the source changes, and a wheel that is older than it is built anew first; --again
 # does it all the same. Environments are removed after success, --keep leaves them in build/wheels. pip's settings say where
 # torch comes from, and so which build of it.
+# GEMINI_COMPILED is a folder with a module that was compiled from this source before: wheels get that one, as in CI.
 # torch is no part of the build: a wheel is for one CPython and every torch that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -106,7 +107,7 @@ build() {
   say "$tag: building from $(basename "$sdist") (some minutes)"
   rm -rf "$WORK/raw-$tag" "$DIST"/gemini_runtime-*-"$tag-"*.whl
   # --no-build-isolation: this environment is the isolated one, with the versions of constraints.txt.
-  GEMINI_PORTABLE=ON logged "$WORK/build-$tag.log" "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps \
+  logged "$WORK/build-$tag.log" "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps \
     --no-cache-dir -w "$WORK/raw-$tag" "$sdist" || return 1
   # A torch that were linked after all stays outside: then the audit of what it needs fails below.
   PATH=$venv/bin:$PATH logged "$WORK/audit-$tag.log" "$venv/bin/auditwheel" repair --plat "$NEWEST_PLATFORM" \

@@ -6,6 +6,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "common/portable_libstdcxx.h"
+
 // Read by clang's -Wthread-safety, which scripts/check.sh lint runs; nothing for other compilers.
 #ifdef __clang__
 #define GEMINI_CHECKED_BY_CLANG(attribute) __attribute__((attribute))

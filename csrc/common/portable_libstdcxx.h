@@ -1,4 +1,4 @@
-// Included before every C++ source where GEMINI_PORTABLE is on, as in a wheel.
+// Every module may become a wheel: it needs no newer libstdc++ than manylinux_2_34 has.
 #pragma once
 
 #include <version>
