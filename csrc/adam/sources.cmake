@@ -6,6 +6,9 @@
 # <immintrin.h> for uninitialized ones.
 set(GEMINI_ADAM_MATH -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi
   $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
+if(GEMINI_SANITIZE)
+  list(APPEND GEMINI_ADAM_MATH -O1)  # The same arithmetic, compiled in half of the time.
+endif()
 set(GEMINI_ADAM_DIR ${CMAKE_CURRENT_LIST_DIR})
 file(GLOB GEMINI_ADAM_TEXT ${GEMINI_ADAM_DIR}/*.inc ${GEMINI_ADAM_DIR}/vec*.h)
 
