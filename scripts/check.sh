@@ -207,7 +207,7 @@ standin() {
 
 # The thread sanitizer looks at the parts that own threads.
 readonly THREADED=(arena_test engine_test async_file_test async_file_extents_test async_file_faults_test gpu_engine_test \
-  gpu_blocks_test cuda_driver_test parallel_test fault_guard_test)
+  gpu_blocks_test cuda_driver_test parallel_test fault_guard_test pulse_test)
 
 build_sanitized() {
   local core_only=(-DGEMINI_BINDINGS=OFF -DGEMINI_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1)

@@ -71,7 +71,7 @@ PYBIND11_MODULE(_C, m) {
   gemini::bind_chunk(m);
   gemini::bind_simulate(m);
   gemini::bind_transfer(m);
-  gemini::bind_frames(m);
+  gemini::bind_pulse(m);
   gemini::bind_gpu(m);
   gemini::bind_aio(m);
   gemini::bind_adam(m);

@@ -1,5 +1,4 @@
-"""Attendance: what ranks let each other see of themselves, and where in the user's program they are, so that
-one that waits in vain can say for whom.
+"""Attendance: what ranks let each other see of themselves, so that one that waits in vain can say for whom.
 
 See docs/notes/zero.md.
 """
@@ -16,14 +15,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
-from gemini.comm.place import find_place
+from gemini.comm.pulse import PulseQuestions, own_pulse
+from gemini.comm.sign import Seen, Sign, computed_seconds, own_place
 from gemini.errors import ConfigError, StateError
 from gemini.system.threads import start_thread, wait_until_idle
 
@@ -52,61 +52,13 @@ _EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # of this process
 _EVERY_LOCK = threading.Lock()  # threads of signs look at it
 
 
-@dataclass(frozen=True)
-class Sign:
-    """What a rank lets the others see: ``beat`` grows while its process runs, ``calls`` is how many calls it
-    has begun that ranks make together, ``doing`` says what the last one does, ``waits`` whether it is in it,
-    ``other`` what it waits for with some of them alone, and ``left`` why it makes no more."""
-
-    beat: int = 0
-    calls: int = 0
-    doing: str = "wraps a model"
-    waits: bool = False
-    place: str = ""
-    waits_elsewhere: bool = False
-    other: str = ""
-    left: str = ""
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether it waits for other ranks, here or with some of them, or in a collective of the program's
-        own."""
-        return self.waits or self.waits_elsewhere or bool(self.other)
-
-    @property
-    def state(self) -> tuple[object, ...]:
-        """What changes when it gets on."""
-        return self.calls, self.waits, self.place, self.waits_elsewhere, self.other
-
-    @property
-    def what(self) -> str:
-        """What it waits for."""
-        return self.other or self.doing
-
-    def __str__(self) -> str:
-        if self.left:
-            return f"{self.left} after {self.calls} calls together; the last one {self.doing}"
-        at = f", now at {self.place}" if self.place else ""
-        where = ", in a collective of the program's own" if self.waits_elsewhere else ""
-        where += f", where it {self.other}" if self.other else ""
-        return f"last {self.doing} (call {self.calls}{', not over' if self.waits else ''}){at}{where}"
-
-
-@dataclass
-class _Seen:
-    """The last sign of another rank, and since when its beat and its state are what they are."""
-
-    sign: Sign
-    beat_s: float
-    state_s: float
-
-
 class Attendance:
     """Publishes this rank's signs in a store, beside training, and reads the others' where it waits long.
 
     A thread of its own talks to the store, which may be out of reach without an error: a rank that waits
     looks at what was read last. A rank that left, or gives no sign for the patience, is named at once. One
-    that is alive elsewhere may take its time, as long as not all ranks wait for each other.
+    that is alive elsewhere may take its time, as long as not all ranks wait for each other. So may one whose
+    interpreter is in a single call: its process answers for it.
     """
 
     def __init__(self, store: Any, place: int, count: int, group: dist.ProcessGroup) -> None:
@@ -116,8 +68,11 @@ class Attendance:
         self._beat_s = min(_LONGEST_BEAT_SECONDS, self.patience_s / _BEATS)
         self._beat = self._calls = 0
         self._doing, self._left, self._waits = Sign().doing, "", False
-        self._thread = threading.get_ident()
-        self._seen: dict[int, _Seen] = {}
+        self._clock = _own_clock()
+        self._at = own_place()
+        self._seen: dict[int, Seen] = {}
+        self._questions = PulseQuestions()
+        self._told_of_busy = 0.0
         self._broke = ""  # what was found when a connection broke
         self._looks_until = self._since_s = self._waits_since_s = 0.0
         self._world = dist.group.WORLD if count == dist.get_world_size() else None  # None: some ranks alone
@@ -131,6 +86,7 @@ class Attendance:
         )
         start_thread(beats, "the signs of a rank")
         weakref.finalize(self, self._wake.set)
+        weakref.finalize(self, self._questions.close)
         gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
         gone.atexit = False  # at the end there is something to tell
 
@@ -159,7 +115,8 @@ class Attendance:
             StateError: a rank has left, gives no sign, or waits for something else; or a connection broke.
         """
         self._calls += of_all and not begun
-        self._doing, self._waits, self._thread = doing, True, threading.get_ident()
+        self._doing, self._at, self._clock = doing, own_place(), _own_clock()
+        self._waits = True
         self._waits_since_s = time.monotonic()
         try:
             while not self._is_over(work):
@@ -203,6 +160,7 @@ class Attendance:
         if not self._left and not _exists(self._group):
             self._left = "destroyed its process group"
         left = bool(self._left)
+        own_pulse().beat()
         self._publish()
         if time.monotonic() < self._looks_until:
             self._look()
@@ -229,8 +187,8 @@ class Attendance:
         """Have the others' signs read from now on for a while, for the first time at once."""
         now = time.monotonic()
         if now > self._looks_until:
-            for seen in self._seen.values():  # what was read last is old, and no silence
-                seen.beat_s = seen.state_s = now
+            for seen in self._seen.values():
+                seen.forgive(now)
             self._since_s = now
             self._looks_until = math.inf
             self._wake.set()
@@ -248,12 +206,12 @@ class Attendance:
         for rank in range(self._count):
             if rank == self._place:
                 continue
-            seen = self._seen.get(rank) or _Seen(Sign(), self._since_s, self._since_s)
+            seen = self._seen.get(rank) or Seen.at(self._since_s)
             if seen.sign.left and (seen.sign.calls < self._calls or not of_all):
                 return f"rank {rank} will not come: it {seen.sign.left}"
-            if not seen.sign.left and now - seen.beat_s > silence_s:
+            if not seen.sign.left and now - seen.alive_s > silence_s:
                 return (
-                    f"rank {rank} {_SILENT} {now - seen.beat_s:.3g} s: its process was "
+                    f"rank {rank} {_SILENT} {now - seen.alive_s:.3g} s: its process was "
                     "stopped or killed, or its machine is gone"
                 )
         return ""
@@ -271,12 +229,14 @@ class Attendance:
             f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
         )
 
-    def _all_wait(self, seen: list[_Seen]) -> bool:
+    def _all_wait(self, seen: list[Seen]) -> bool:
         """Say whether all other ranks are alive, wait, and have for the patience. One that was stopped while
         it waited is not: it is named for its silence."""
-        now, patience_s = time.monotonic(), self.patience_s
+        now, patience_s, begun = time.monotonic(), self.patience_s, self._collectives_begun()
         return len(seen) + 1 == self._count and all(
-            each.sign.is_stuck and now - each.state_s > patience_s and now - each.beat_s < patience_s / 2
+            each.sign.is_stuck(begun)
+            and now - each.state_s > patience_s
+            and now - each.beat_s < patience_s / 2
             for each in seen
         )
 
@@ -302,14 +262,32 @@ class Attendance:
     def _look(self) -> None:
         others = [rank for rank in range(self._count) if rank != self._place]
         found, now = self._read(others), time.monotonic()
+        answers = self._questions.answers()
         for rank in others:
-            seen = self._seen.setdefault(rank, _Seen(Sign(), now, now))
-            sign = found.get(rank, seen.sign)
-            if sign.beat != seen.sign.beat:
-                seen.beat_s = now
-            if sign.state != seen.sign.state:
-                seen.state_s = now
-            seen.sign = sign
+            seen = self._seen.setdefault(rank, Seen.at(now))
+            if rank in answers:
+                seen.answer(now)
+            if not seen.take(found.get(rank, seen.sign), now):
+                self._questions.ask(rank, seen.sign.pulse)
+        self._tell_of_busy(now)
+
+    def _tell_of_busy(self, now: float) -> None:
+        """Say once a patience which ranks keep this one waiting by a single call."""
+        busy = {
+            rank: now - seen.beat_s
+            for rank, seen in self._seen.items()
+            if not seen.sign.left and now - seen.beat_s > self.patience_s > now - seen.alive_s
+        }
+        if self._waits and busy and now - self._told_of_busy > self.patience_s:
+            self._told_of_busy = now
+            each = "; ".join(f"rank {rank} ({seconds:.0f} s)" for rank, seconds in busy.items())
+            logger.warning(
+                "rank %d waits (%s) for ranks whose process is alive, but busy in one call that keeps the "
+                "interpreter: %s",
+                self._place,
+                self._doing,
+                each,
+            )
 
     def _read(self, ranks: list[int]) -> dict[int, Sign]:
         """Return the signs of those ``ranks`` that have given one; where the store is gone, none new."""
@@ -323,24 +301,46 @@ class Attendance:
             return {}
 
     def _message(self, trouble: str) -> str:
-        signs = {self._place: replace(self._sign(), left="")}
-        signs |= {rank: seen.sign for rank, seen in self._seen.copy().items()}
-        each = "; ".join(f"rank {rank} {signs[rank]}" for rank in sorted(signs))
+        said = {self._place: str(replace(self._sign(), left=""))}
+        said |= {rank: self._describe(seen) for rank, seen in self._seen.copy().items()}
+        each = "; ".join(f"rank {rank} {said[rank]}" for rank in sorted(said))
         is_lost = any(mark in trouble for mark in (_SILENT, _BROKEN))
         return f"{trouble}. By rank: {each}. {_START_AGAIN if is_lost else _UNEVEN}"
 
+    def _describe(self, seen: Seen) -> str:
+        sign, silent_s = seen.sign, time.monotonic() - seen.beat_s
+        text = str(sign)
+        if sign.left:
+            return text
+        if not sign.waits and not sign.other and sign.begun > self._collectives_begun():
+            text += ", in a collective of the program's own since then"
+        if seen.alive_s > seen.beat_s and silent_s > _MISSED_BEATS * self._beat_s:
+            text += f", busy in one call for {silent_s:.3g} s"
+        return text
+
     def _sign(self) -> Sign:
-        place = find_place(self._thread)
         return Sign(
             self._beat,
             self._calls,
             self._doing,
             self._waits,
-            place.text,
-            place.in_collective,
+            self._at,
             self._what_else() if self._world is not None else "",
+            self._collectives_begun(),
+            0 if self._waits else int(10 * computed_seconds(self._clock)),
+            own_pulse().where,
             self._left,
         )
+
+    def _collectives_begun(self) -> int:
+        """Return how many collectives of all ranks this one has begun, of whatever part of the program."""
+        world = dist.group.WORLD
+        if world is None or self._world is None:
+            return 0
+        try:
+            return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except RuntimeError:  # a backend that does not count, or a group that was destroyed
+            return 0
 
     def _what_else(self) -> str:
         """Return what this process waits for with some of the ranks alone."""
@@ -370,6 +370,10 @@ def patience_seconds() -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{PATIENCE_VARIABLE} is {said!r}; give a number of seconds, 60 for example")
     return seconds
+
+
+def _own_clock() -> int:
+    return time.pthread_getcpuclockid(threading.get_ident())
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -57,12 +57,13 @@ TORCH_CUDA_FILES = {"gemini/system/device.py"}
 CPP_ALLOWED = {
     "common": {"common"},
     "chunk": {"common", "chunk"},
+    "comm": {"common", "comm"},
     "simulate": {"common", "chunk", "simulate"},
     "adam": {"common", "adam"},
     "aio": {"common", "aio"},
     "transfer": {"common", "chunk", "adam", "aio", "transfer"},
     "gpu": {"common", "aio", "transfer", "gpu"},
-    "bindings": {"common", "chunk", "simulate", "adam", "aio", "transfer", "gpu", "bindings"},
+    "bindings": {"common", "comm", "chunk", "simulate", "adam", "aio", "transfer", "gpu", "bindings"},
 }
 
 LEVEL = {part: level for level, parts in enumerate(PYTHON_LAYERS) for part in parts}

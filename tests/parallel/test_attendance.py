@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import re
 import signal
@@ -333,6 +335,71 @@ def test_a_rank_that_is_busy_may_take_its_time() -> None:
     assert run_on_ranks(_busy_for_long, 2) == [[], []]
 
 
+def _in_one_call(seconds: float) -> None:
+    """Keep the interpreter's lock for a while: no thread of Python has its turn."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def _busy_in_one_call() -> list[str]:
+    """Keep one rank in a call for longer than the patience; return what the other one is told meanwhile."""
+    _set_patience(PATIENCE)
+    told = Told()
+    logging.getLogger("gemini.comm.attendance").addHandler(told)
+    model, optimizer = wrap(mlp, Recipe())
+    with model:
+        _step(model, optimizer)
+        if dist.get_rank() == 1:
+            _in_one_call(3 * PATIENCE)
+        _step(model, optimizer)
+    return told.messages
+
+
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self.messages.append(record.getMessage())
+
+
+def test_a_rank_in_one_call_that_keeps_the_interpreter_is_waited_for_and_named() -> None:
+    told, nothing = run_on_ranks(_busy_in_one_call, 2)
+    assert nothing == []
+    assert any(re.search(r"rank 0 waits .* busy in one call .*: rank 1 \(\d+ s\)", each) for each in told)
+
+
+def _stop_in_one_call() -> tuple[str, float]:
+    """Stop a rank that keeps its interpreter's lock: it answers no longer."""
+    _set_patience(PATIENCE)
+    model, optimizer = wrap(mlp, Recipe())
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    begin, message = 0.0, ""
+    try:
+        with model:
+            _step(model, optimizer)
+            begin = time.monotonic()
+            if dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGSTOP)
+                _in_one_call(0.1)
+            _step(model, optimizer)
+    except StateError as error:
+        message = str(error)
+    if dist.get_rank() == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    return message, time.monotonic() - begin
+
+
+def test_a_rank_that_is_stopped_answers_no_longer() -> None:
+    (message, seconds), _ = run_on_ranks(_stop_in_one_call, 2)
+    assert "rank 1 has given no sign of life for" in message
+    assert PATIENCE <= seconds < SOON
+
+
 def _stop() -> tuple[str, float]:
     _set_patience(PATIENCE)
     model, optimizer = wrap(mlp, Recipe())
@@ -348,7 +415,7 @@ def test_a_stopped_rank_is_named_after_the_patience() -> None:
     (message, seconds), (other, _) = run_on_ranks(_stop, 2)
     assert "rank 1 has given no sign of life for" in message
     # What it did last is of a moment up to a second before it was stopped.
-    assert re.search(r"rank 1 last \w+ .*now at \S+.py:\d+ in ", message)
+    assert re.search(r"rank 1 last \w+ .*at \S+.py:\d+ in ", message)
     assert PATIENCE <= seconds < SOON
     assert "rank 0" in other
 
