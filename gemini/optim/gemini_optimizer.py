@@ -82,8 +82,8 @@ class GeminiOptimizer(ManagedGroups):
             nothing may be clipped. Where all model data fits DEVICE, all values do the same
             (docs/notes/overlap.md).
         elementwise: for an ``optim`` of a class that is not known: what its ``step`` makes of an element of a
-            parameter depends on that element alone, so that it can be run over pieces. It is tried on a few
-            numbers, and refused where that is not so.
+            parameter depends on that element alone, so that it can be run over pieces. It is tried on every
+            shape of its parameters, and refused where an operator of it is not element by element.
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.

@@ -18,10 +18,10 @@ from gemini.optim.arguments import Margin, bare, check_parameters, host_updates_
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
+from gemini.optim.shells import GroupSettings
 from gemini.optim.state_exchange import exported_groups, forget_states, slots_in_order
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
-from gemini.optim.stepped_rule import GroupSettings
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept

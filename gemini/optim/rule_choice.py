@@ -10,7 +10,8 @@ from gemini.optim.adam import CPUAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
-from gemini.optim.stepped_rule import SteppedRule, step_of
+from gemini.optim.shells import step_of
+from gemini.optim.stepped_rule import SteppedRule
 from gemini.optim.wrapped import WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
@@ -67,8 +68,10 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False) -> Updat
     for kind, arrays in _WHOLE.items():
         if is_a(kind):
             return SteppedRule(optim, whole=True, arrays=arrays)
-    if elementwise or any(map(is_a, _ELEMENT_WISE)):
+    if any(map(is_a, _ELEMENT_WISE)):
         return SteppedRule(optim, whole=False)
+    if elementwise:
+        return SteppedRule(optim, whole=False, is_known=False)
     name = type(optim).__name__
     for kind, reason in _REFUSED.items():
         if isinstance(optim, kind):

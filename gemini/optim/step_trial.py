@@ -1,0 +1,228 @@
+"""Steps of an optimizer over made-up parameters: what it keeps of them, and whether it may have them cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini.chunk.chunk import StateSpec
+from gemini.chunk.dense import flat, ordered_like
+from gemini.errors import ConfigError, in_words
+from gemini.optim.data_flow import DataFlow
+from gemini.optim.shells import GroupSettings, copied, equal, shell_of, step_of
+
+# Elements of the largest parameter that is tried as it is; the dimensions of larger ones are halved.
+_MOST_NUMEL = 2**16
+# What the gradients of one step after another are multiplied by, so that both sides of a limit are met.
+MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0)
+_STEPS_OF_KNOWN = 2
+
+
+class Form(NamedTuple):
+    """The shape and the memory order of a parameter."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def bounded(self, most_numel: int = _MOST_NUMEL) -> Form:
+        """Return a form of at most so many elements: the largest dimensions, all equal ones together, are
+        halved until it is."""
+        shape = self.shape
+        while torch.Size(shape).numel() > most_numel:
+            shape = tuple((size + 1) // 2 if size == max(shape) else size for size in shape)
+        if shape == self.shape:
+            return self
+        stride, step = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (self.stride[dim], -dim)):
+            stride[dim] = step
+            step *= shape[dim]
+        return Form(shape, tuple(stride))
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values``, flat and in the order of memory, in this form."""
+        return values.as_strided(self.shape, self.stride)
+
+
+VECTOR = Form((12,), (1,))
+
+
+def forms_of(params: Iterable[torch.Tensor]) -> tuple[Form, ...]:
+    """Return the forms of parameters, each once, without asking for their values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(dict.fromkeys(Form.of(param).bounded() for param in params))
+
+
+def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Return the state that an optimizer makes of a parameter when it is made, as Adagrad does, and the names
+    of its arrays. Of a parameter without dimensions everything but ``step`` counts as one."""
+    made = {param: entry for param, entry in optim.state.items() if entry and isinstance(param, torch.Tensor)}
+    if not made:
+        return {}, frozenset()
+    widest = max(made, key=lambda param: param.dim())
+    tensors = {name: value for name, value in made[widest].items() if isinstance(value, torch.Tensor)}
+    if widest.dim() == 0:
+        return made[widest], frozenset(tensors.keys() - {"step"})
+    return made[widest], frozenset(name for name, value in tensors.items() if value.dim() > 0)
+
+
+class PieceTrial:
+    """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
+    each element, and ConfigError where values or states differ."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim = optim
+        self._kind = type(optim).__name__
+        self._first, self._first_arrays = first_state(optim)
+
+    def states(
+        self, settings: GroupSettings, dtype: torch.dtype, forms: Sequence[Form]
+    ) -> tuple[StateSpec, ...]:
+        """Return what is kept of each element with these settings. ``forms``: of the parameters that a class
+        of which nothing is known may have."""
+        steps = len(MAGNITUDES) if forms else _STEPS_OF_KNOWN
+        tried = [VECTOR, *forms]
+        draws = [made_up(form, dtype, steps) for form in tried]
+        rows = [[form.tensor(row) for row in draw] for form, draw in zip(tried, draws, strict=True)]
+        if forms:
+            self._refuse_gathering(settings, rows)
+        whole = self._run(settings, rows)
+        arrays = _arrays(whole[0])
+        for form, draw, state in zip(tried, draws, whole, strict=True):
+            numel = form.numel
+            cut = [numel * 5 // 12, numel - numel * 5 // 12] if numel > 1 else [numel]
+            pieces = zip(*(row.split(cut) for row in draw), strict=True)
+            parts = [self._run(settings, [list(rows)])[0] for rows in pieces]
+            self._compare(form, state, parts, arrays)
+        odd = [name for name, array in arrays.items() if not array.dtype.is_floating_point]
+        if odd:
+            raise ConfigError(
+                f"{self._kind} keeps {odd[0]} of {arrays[odd[0]].dtype} for each element; chunks hold "
+                "floats. It cannot update a managed model"
+            )
+        return tuple(StateSpec(name, array.dtype) for name, array in arrays.items())
+
+    def _run(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> list[dict[str, Any]]:
+        """Return values and states after a step for each of the gradients of parameters. ``rows``: of each
+        its values, then its gradients."""
+        shell = shell_of(self._optim)
+        params = [values.clone().requires_grad_() for values, *_ in rows]
+        for param in params:
+            if self._first:
+                shell.state[param] = {
+                    name: _uniform(value, param) if name in self._first_arrays else copied(value)
+                    for name, value in self._first.items()
+                }
+        shell.param_groups = [{**settings.values, "params": params}]
+        before = {**vars(shell)}
+        for index in range(1, len(rows[0])):
+            for param, row in zip(params, rows, strict=True):
+                param.grad = row[index].clone()
+            try:
+                step_of(type(shell))(shell)
+            except Exception as error:
+                raise ConfigError(
+                    f"a trial step of {self._kind} over made-up parameters of shapes "
+                    f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
+                    f"{in_words(error)}. It cannot update a managed model in pieces"
+                ) from error
+        self._refuse_shared(settings, before, shell)
+        return [{"values": param.detach(), **shell.state[param]} for param in params]
+
+    def _refuse_gathering(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.
+        What a step makes of those of a few trials may be the same by chance."""
+        with DataFlow(rows) as flow:
+            self._run(settings, rows)
+        found = flow.mixed or flow.gathered or flow.read or flow.drawn
+        if found:
+            raise ConfigError(
+                f"{self._kind} was said to be element-wise, and its step runs {found}() on values or "
+                "gradients, which makes something of several elements, or of what is none of theirs. It "
+                "cannot update a managed model in pieces"
+            )
+
+    def _refuse_shared(
+        self, settings: GroupSettings, before: Mapping[str, Any], shell: torch.optim.Optimizer
+    ) -> None:
+        """Raise ConfigError where a step has written to what one over pieces would write to more than once:
+        settings of groups, attributes of the optimizer."""
+        changed = [name for name, value in vars(shell).items() if before.get(name) is not value]
+        if GroupSettings.of(shell.param_groups[0]) != settings:
+            changed.append("param_groups")
+        if changed:
+            raise ConfigError(
+                f"{self._kind} was said to be element-wise, and its step writes to {', '.join(changed)}, "
+                "which all parameters share. It cannot update a managed model in pieces"
+            )
+
+    def _compare(
+        self,
+        form: Form,
+        whole: Mapping[str, Any],
+        parts: Sequence[Mapping[str, Any]],
+        arrays: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Raise ConfigError where the state of a whole parameter is not that of its pieces put together."""
+        for name in {**whole, **{name: None for part in parts for name in part}}:
+            each = [part.get(name) for part in parts]
+            if name == "values" or name in arrays:
+                found = [whole.get(name), *each]
+                same = _joined(form, found)
+            else:
+                same = all(equal(value, whole.get(name)) for value in each)
+            if not same:
+                raise ConfigError(
+                    f"{self._kind} was said to be element-wise, and makes something else of {name} of a "
+                    f"parameter of shape {form.shape} than of {len(parts)} pieces of it by themselves: what "
+                    "it makes of an element depends on others, or on the shape. It cannot update a managed "
+                    "model in pieces"
+                )
+
+
+def _joined(form: Form, found: Sequence[Any]) -> bool:
+    """Say whether the first is a tensor of a form and has the values of the others, one behind another."""
+    if not all(isinstance(value, torch.Tensor) for value in found):
+        return False
+    whole, *pieces = found
+    if tuple(whole.shape) != form.shape:
+        return False
+    ordered = flat(ordered_like(whole, form.tensor(torch.empty(form.numel, device="cpu")), whole.dtype))
+    return equal(ordered, torch.cat([piece.reshape(-1) for piece in pieces]))
+
+
+def made_up(form: Form, dtype: torch.dtype, steps: int) -> list[torch.Tensor]:
+    """Return values, then gradients of so many steps, flat."""
+    numbers = torch.Generator().manual_seed(form.numel)
+    drawn = torch.randn(1 + steps, form.numel, generator=numbers, dtype=torch.float32, device="cpu")
+    for row, magnitude in zip(drawn[1:], MAGNITUDES, strict=False):
+        row.mul_(magnitude)
+    return list(drawn.to(dtype))
+
+
+def _arrays(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return of the state of a parameter what has a value for each of its elements."""
+    shape = state["values"].shape
+    return {
+        name: value
+        for name, value in state.items()
+        if name != "values" and _has_elements(value) and value.shape == shape
+    }
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _uniform(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a state of ``like`` that has the first value of one of another parameter."""
+    return torch.full_like(like.detach(), float(value.reshape(-1)[0]) if value.numel() else 0.0)
