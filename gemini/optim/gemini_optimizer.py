@@ -36,7 +36,7 @@ from gemini.optim.gradients import (
     whole_gradient,
 )
 from gemini.optim.kernels import GradScale
-from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
+from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.managed_groups import ManagedGroups
 from gemini.optim.rule import UpdateStep
 from gemini.optim.state_exchange import (
@@ -99,7 +99,7 @@ class GeminiOptimizer(ManagedGroups):
         *,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
-        initial_scale: float = 2**16,
+        initial_scale: float = INITIAL_SCALE,
         min_scale: float = 1,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

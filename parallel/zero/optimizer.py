@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
-from gemini.optim.loss_scale import LossScale, LossScaleConfig, loss_scale_for
+from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 
 from .collectives import Collectives, Traffic
@@ -89,7 +89,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         partition_grad: bool | None = None,
         precision: str | torch.dtype | None = None,
         keep_fp32: Iterable[torch.Tensor] = (),
-        initial_scale: float = 2**16,
+        initial_scale: float = INITIAL_SCALE,
         min_scale: float = 1,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

@@ -34,9 +34,9 @@ _OWN = frozenset(
 )
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
 _OPTIONS = keyword_names(LowLevelZeroOptimizer) - _OWN - _RENAMED
-# Where this name has always had other defaults than the optimizer: the first steps find the right scale.
+# Where this name has always had other defaults than the optimizer.
 _DEFAULTS = {"overlap_communication": True}
-_FP16_DEFAULTS = {"initial_scale": 2**32, "growth_interval": 1000, "max_scale": 2**32}
+_FP16_DEFAULTS = {"growth_interval": 1000, "max_scale": 2**32}
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -58,7 +58,7 @@ class LowLevelZeroPlugin(Plugin):
         dp_process_group: the ranks; None: all.
         options: ``norm_type``, ``communication_dtype``, ``overlap_communication``, ``cpu_offload`` and the
             loss scale's, as LowLevelZeroOptimizer has them. Gradients are sent while backward goes on, and
-            the loss scale begins at 2**32, unless said otherwise.
+            the loss scale may grow to 2**32, unless said otherwise.
 
     Raises:
         TypeError: a keyword that it does not have. ConfigError: a stage or precision that cannot be.
