@@ -49,6 +49,7 @@ def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:
     assert (tmp_path / "run.ckpt" / "gemini").is_dir()
 
 
+@pytest.mark.dear("the scripts of the pages run in processes of their own")
 def test_scripts_print_the_same_before_and_after_the_lines_that_change(tmp_path: Path) -> None:
     for name in ("trl", "lightning"):
         pytest.importorskip(name, reason="only the extra 'test' brings it")

@@ -28,7 +28,7 @@ from gemini.comm.collectives import ProcessGroupPeers
 
 RECIPE = Recipe(clip=0.05, adam={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5})
 # What may happen to a save: the wire is cut, or a rank is killed.
-SPOILED = ("cut", "cut when published", "cut beside training", "first rank killed", "last rank killed")
+SPOILED = ("cut when published", "last rank killed", "cut", "cut beside training", "first rank killed")
 _START_SECONDS = 120.0  # until all ranks have imported torch, on a busy machine
 _REPORT_SECONDS = 60.0  # in which the last rank of a host reports after the first one
 _SENT = Path("/sys/class/net", WIRE, "statistics", "tx_bytes")

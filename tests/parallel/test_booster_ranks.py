@@ -268,6 +268,7 @@ def test_every_rank_starts_with_the_weights_of_the_first() -> None:
     assert first == second == next(mlp(0).parameters()).sum().item()
 
 
+@pytest.mark.dear("two ranks under torchrun")
 @pytest.mark.parametrize("plugin", ["gemini", "zero", "ddp"])
 def test_the_same_program_runs_under_torchrun(plugin: str, tmp_path: Path) -> None:
     path = str(Path(gemini.__file__).parents[1])

@@ -150,6 +150,7 @@ def train_on(name: str, options: dict[str, Any], path: str) -> tuple[list[float]
     return losses, loaded
 
 
+@pytest.mark.dear("nine layouts of four ranks train, save and load")
 def test_models_in_stages_and_parts_of_sequences_train_as_one_process_does(tmp_path: Path) -> None:
     cases = [(*case, str(tmp_path / str(index))) for index, case in enumerate(CASES)]
     every = run_on_ranks(train_all, 4, cases, timeout=180.0)

@@ -56,6 +56,7 @@ def undisturbed(
         return (losses, state_of(model)), calls
 
 
+@pytest.mark.dear("a step is run again for each of its allocations")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_runs_out_at_any_call_changes_no_number(kind: str, budget: str) -> None:

@@ -148,6 +148,7 @@ def test_parameters_that_the_next_step_does_not_use_are_updated_all_the_same(
     assert_identical(got, want)
 
 
+@pytest.mark.dear("many sequences, each trained twice")
 @settings(
     max_examples=num_examples(25),
     derandomize=True,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import first
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training_harness import (
@@ -225,8 +226,10 @@ _LAWS = "just_fits-auto-reentrant or host_and_disk-auto-non"
 
 # What is checked after every change costs twenty times the test itself: the second level does all that the
 # first does.
+@pytest.mark.dear("laws in a process of its own, with checks that cost twenty times the laws")
 @pytest.mark.parametrize(
-    ("level", "names"), [(2, _LAWS), (3, f"{_LAWS} or (any_use_of_a_weight_trains_alike and bf16)")]
+    ("level", "names"),
+    first([(3, f"{_LAWS} or (any_use_of_a_weight_trains_alike and bf16)"), (2, _LAWS)]),
 )
 def test_debug_modes_check_and_poison_and_change_no_number(level: int, names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names]

@@ -38,6 +38,7 @@ def figures(rows: Any) -> dict[str, Any]:
     return {row.what: row for row in rows}
 
 
+@pytest.mark.dear("two ranks train with FSDP2 and with ours")
 @pytest.mark.parametrize("case", first(["fsdp2", "volume"]))
 def test_a_quick_run_measures_every_row_of_a_case(case: str, capsys: Any, tmp_path: Path) -> None:
     out = tmp_path / "record.json"
