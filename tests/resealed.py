@@ -46,5 +46,5 @@ def reseal(checkpoint: Path) -> None:
         held = [name for name in manifest["files"] if (checkpoint / name).is_file()]
         manifest["files"] |= {name: Seal.of((checkpoint / name).read_bytes()) for name in held}
     write(checkpoint / MANIFEST, manifest)
-    seal = {"sequence": manifest.get("sequence"), "manifest": Seal.of((checkpoint / MANIFEST).read_bytes())}
-    write(checkpoint / SEAL, seal)
+    said = {key: manifest[key] for key in ("sequence", "save") if key in manifest}
+    write(checkpoint / SEAL, {**said, "manifest": Seal.of((checkpoint / MANIFEST).read_bytes())})

@@ -84,7 +84,7 @@ def save_async(
     if num_buffers < 1:
         raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {BUFFER_BYTES} bytes or more")
     shard = checked_shard_bytes(shard_bytes)
-    rank = model.rank(aside=True)
+    rank = model.rank_of_parts(aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
     context = new_checkpoint(directory, model.manager.step, rank=rank, keep=keep)
     writer = context.__enter__()
@@ -324,7 +324,7 @@ class SaveHandle:
     def _join_unless_others_hang(self) -> None:
         """Wait for the thread; not for long where it has to meet those of other ranks, which may never come:
         what they wait for may be this one."""
-        self._thread.join(None if self._writer.rank.count == 1 else _MEETING_SECONDS)
+        self._thread.join(None if self._writer.rank.is_alone else _MEETING_SECONDS)
 
     # -- inside, on the thread that writes ---------------------------------------------------------
 

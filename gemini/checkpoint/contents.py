@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
@@ -43,6 +44,11 @@ def optimizer_file(rank: int, num_ranks: int, number: int) -> str:
 def part_file(rank: int, num_ranks: int) -> str:
     """Return the name of the file in which a rank says what it wrote."""
     return f"rank-{rank:05d}-of-{num_ranks:05d}.json"
+
+
+def part_of(rank: Rank) -> list[int] | None:
+    """Return which part of a model ranks save or load, and of how many; None: the whole model."""
+    return None if rank.parts is None else [rank.parts.index, rank.parts.count]
 
 
 def range_name(param: str, state: str, start: int, stop: int) -> str:

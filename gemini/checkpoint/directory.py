@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,23 +42,42 @@ SEAL = "seal.json"
 # Beyond what is written, of 10 TB too; what is larger would take the memory.
 _MAX_JSON_BYTES = 2**28
 _MAX_SEAL_BYTES = 2**20
+SAVE_CHARACTERS = 16  # of the identity of a save
 # What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
+_IDENTITY = re.compile(rf"[0-9a-f]{{{SAVE_CHARACTERS}}}")
 
 
-class _Found(NamedTuple):
-    """A checkpoint: its number in time, 0 where ``damage`` says why that is unknown."""
+class Found(NamedTuple):
+    """A checkpoint: its number in time, 0 where ``damage`` says why that is unknown, and the identity of the
+    save that wrote it: all parts of a model have the same, and no other save has it."""
 
     number: int
     path: Path
+    save: str = ""
     damage: DamagedError | None = None
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the ``number`` newest; of a model whose parts lie in several directories also
+    the ``number`` newest of those that all of them have (``common``: the identities of their saves). After a
+    kill one directory may have newer ones than another, with which nobody can go on."""
+
+    number: int
+    common: frozenset[str] | None = None
+
+    def stay(self, found: Sequence[Found]) -> set[Path]:
+        """Return those of ``found``, newest first, that stay."""
+        shared = [each for each in found if each.save in (self.common or ())]
+        return {each.path for each in (*found[: self.number], *shared[: self.number])}
+
+
 @contextmanager
-def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: int) -> Iterator[Path]:
+def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: Keep) -> Iterator[Path]:
     """Yield the directory of a new checkpoint, while other savers are kept out of ``directory``.
 
-    What saves that were killed have left is removed first, and all but the ``keep`` newest checkpoints. What
+    What saves that were killed have left is removed first, and the checkpoints that need not stay. What
     cannot be removed stays, with a warning in the log.
 
     Where the block has called :func:`publish`, it has its name; otherwise what was written is removed and
@@ -67,11 +88,11 @@ def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: int) 
         CheckpointError: another process is saving there.
     """
     root, owner = Path(directory), os.getpid()
-    with _io_errors(root):
+    with saving_in(root):
         _make_private(root)
         with _exclusive(root):
             _remove_leftovers(root)
-            _prune(root, keep)
+            prune(root, keep)
             partial = _partial(_free_name(root, step))
             try:
                 partial.mkdir(mode=0o700)
@@ -81,25 +102,33 @@ def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: int) 
                     shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
 
 
-def publish(partial: Path, manifest: Mapping[str, Any], keep: int) -> Path:
-    """Seal a checkpoint whose files are all durable and give it its name; keep the ``keep`` newest.
+def new_save() -> str:
+    """Return the identity of a save."""
+    return secrets.token_hex(SAVE_CHARACTERS // 2)
 
-    Returns its directory. Raises OSError: it is not complete, and all older ones are there.
-    """
-    root = partial.parent
-    sequence = max((found.number for found in _complete(root)), default=0) + 1
-    seal = write_sealed(partial / MANIFEST, encoded({**manifest, "sequence": sequence}))
-    write_sealed(partial / SEAL, encoded({"sequence": sequence, "manifest": seal}))
+
+def seal(partial: Path, manifest: Mapping[str, Any], save: str) -> None:
+    """Make a checkpoint whose files are all durable complete, but for its name. Raises OSError."""
+    sequence = max((found.number for found in found_in(partial.parent)), default=0) + 1
+    said = {"sequence": sequence, "save": save}
+    manifest_seal = write_sealed(partial / MANIFEST, encoded({**manifest, **said}))
+    write_sealed(partial / SEAL, encoded({**said, "manifest": manifest_seal}))
     _sync(partial)
+
+
+def publish(partial: Path) -> Path:
+    """Give a sealed checkpoint its name; return it. Raises OSError."""
     final = final_name(partial)
     partial.rename(final)
-    _sync(root)
-    _prune(root, keep)
+    _sync(partial.parent)
     return final
 
 
-def _prune(root: Path, keep: int) -> None:
-    for _, older, damage in _complete(root)[keep:]:
+def prune(root: Path, keep: Keep) -> None:
+    """Remove the checkpoints that need not stay."""
+    found = found_in(root)
+    stay = keep.stay(found)
+    for _, older, _, damage in (each for each in found if each.path not in stay):
         if isinstance(damage, UnreadableError):
             continue  # nobody knows what it is
         # Half removed it must not pass for a checkpoint, nor for something of the user's.
@@ -146,11 +175,20 @@ def complete_checkpoints(directory: str | os.PathLike[str], *, warn: bool = Fals
     with reading(root):
         if _is_there(root / SEAL):
             return [root]
-        found = _complete(root)
+        found = found_in(root)
     for checkpoint in found if warn else ():
         if checkpoint.damage is not None:
             logger.warning("%s; nobody knows how old it is, so it is taken last", checkpoint.damage)
     return [checkpoint.path for checkpoint in found]
+
+
+def identity_of(checkpoint: Path) -> str:
+    """Return the identity of the save that wrote a checkpoint; empty where its seal cannot be read, or has
+    none."""
+    try:
+        return _sealed(checkpoint).save
+    except DamagedError:
+        return ""
 
 
 def latest(directory: str | os.PathLike[str]) -> Path:
@@ -190,7 +228,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         sequence, manifest_seal = _sequence(seal), Seal.read(seal["manifest"])
     manifest = read_json(checkpoint / MANIFEST, manifest_seal)
     with making_sense_of(checkpoint / MANIFEST):
-        if _sequence(manifest) != sequence:
+        if _sequence(manifest) != sequence or save_of(manifest) != save_of(seal):
             raise DamagedError(f"{checkpoint / SEAL} is damaged: it is number {sequence} there")
         seals = {name: Seal.read(found) for name, found in manifest["files"].items()}
         for name in seals:
@@ -239,6 +277,14 @@ def _sequence(document: Mapping[str, Any]) -> int:
     return sequence
 
 
+def save_of(document: Mapping[str, Any]) -> str:
+    """Return the identity of a save; the first checkpoints of this format had none. Raises ValueError."""
+    save = document.get("save", "")
+    if not isinstance(save, str) or (save and not _IDENTITY.fullmatch(save)):
+        raise ValueError(f"{save!r:.200} is no identity of a save")
+    return save
+
+
 def encoded(document: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file that says what format it is of."""
     return (json.dumps({**document, "format": FORMAT}, indent=1, sort_keys=True) + "\n").encode("ascii")
@@ -251,7 +297,8 @@ def check_keep(keep: int) -> None:
 
 
 @contextmanager
-def _io_errors(root: Path) -> Iterator[None]:
+def saving_in(root: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into an IoError of a save in ``root``."""
     try:
         yield
     except IoError:
@@ -265,7 +312,7 @@ def _io_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _complete(root: Path) -> list[_Found]:
+def found_in(root: Path) -> list[Found]:
     """Return the complete checkpoints below ``root``, newest first.
 
     One whose seal is damaged or cannot be read counts as the oldest. Raises OSError for ``root``.
@@ -274,14 +321,19 @@ def _complete(root: Path) -> list[_Found]:
     for path in _own_directories(root, partial=False):
         try:
             if _is_there(path / SEAL):
-                seal = _read_seal(path)
-                with making_sense_of(path / SEAL):
-                    found.append(_Found(_sequence(seal), path))
+                found.append(_sealed(path))
         except OSError as error:
-            found.append(_Found(0, path, cannot_read(path, error)))
+            found.append(Found(0, path, damage=cannot_read(path, error)))
         except DamagedError as error:
-            found.append(_Found(0, path, error))
+            found.append(Found(0, path, damage=error))
     return sorted(found, key=lambda checkpoint: checkpoint[:2], reverse=True)
+
+
+def _sealed(path: Path) -> Found:
+    """Return a checkpoint as its seal names it. Raises DamagedError."""
+    seal = _read_seal(path)
+    with making_sense_of(path / SEAL):
+        return Found(_sequence(seal), path, save_of(seal))
 
 
 def _is_there(path: Path) -> bool:

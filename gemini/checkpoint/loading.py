@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 
 from gemini.checkpoint import contents
 from gemini.checkpoint.contents import Scheduler, checked_model, refuse_shared_directory
-from gemini.checkpoint.directory import complete_checkpoints, latest, no_checkpoint
+from gemini.checkpoint.directory import complete_checkpoints, identity_of, latest, no_checkpoint
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.checkpoint.structure import StateArray, arrays_of, kept_states
@@ -47,8 +49,9 @@ def load(
     its checksum before a value of it is used. Where that finds damage, on whichever rank, the checkpoint
     before is loaded over what has changed by then, with a warning in the log. Hooks of loading that modules
     have see all names; what they make of buffers and extra states is taken over, of weights it is not.
-    ``directory`` may also be one checkpoint. Extra memory: 16 MiB, or one parameter where its memory is not
-    in the order of rows.
+    ``directory`` may also be one checkpoint. Where parts of a model have their own directories, the newest
+    save of which all parts are whole is loaded. Extra memory: 16 MiB, or one parameter where its memory is
+    not in the order of rows.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
@@ -61,12 +64,12 @@ def load(
     """
     model = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
-    rank = model.rank()
+    rank = model.rank_of_parts()
     rank.require_same_directory(directory)
     damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
     try:
         while True:
-            found = Path(rank.agree(lambda: _newest_left(directory, damaged, rank)))
+            found = _newest_left(Path(directory), damaged, rank)
             try:
                 return _load_once(found, model, optimizer, scheduler, rank)
             except DamagedError as error:  # or a save in another process has removed it
@@ -81,22 +84,52 @@ def load(
         ) from error
 
 
-def _newest_left(directory: str | os.PathLike[str], damaged: Mapping[Path, str], rank: Rank) -> str:
-    """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it. Raises CheckpointError."""
-    if rank.index:
-        return ""
-    found = complete_checkpoints(directory, warn=not damaged)
-    left = [path for path in found if path not in damaged]
-    if left:
-        return str(left[0])
-    if not damaged:
-        raise no_checkpoint(directory)
-    raise DamagedError(next(iter(damaged.values())))
+def _newest_left(directory: Path, damaged: Mapping[Path, str], rank: Rank) -> Path:
+    """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it; of parts of a model the newest
+    that all of them have. Raises CheckpointError."""
+
+    def held() -> str:
+        if rank.index:
+            return ""
+        found = complete_checkpoints(directory, warn=not damaged)
+        left = [path for path in found if path not in damaged]
+        if not left:
+            raise DamagedError(next(iter(damaged.values()))) if damaged else no_checkpoint(directory)
+        if rank.parts is None:
+            left = left[:1]
+        return json.dumps([(str(path), identity_of(path)) for path in left])
+
+    parts = [json.loads(texts[0]) for texts in rank.collect_parts(held)]
+    if rank.parts is None:
+        return Path(parts[0][0][0])
+    return _newest_of_all(parts, rank)
+
+
+def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Path:
+    """Return the checkpoint of the newest save of which every part of the model has one; ``parts`` has by
+    part the path and the save of each, newest first. Raises CheckpointError."""
+    saves = [{save: path for path, save in held if save} for held in parts]
+    newest = ", ".join(f"part {part} {held[0][0]}" for part, held in enumerate(parts))
+    common = next((save for save in saves[0] if all(save in held for held in saves)), None)
+    if common is None:
+        raise CheckpointError(
+            f"no save is there of all {len(parts)} parts of the model: the newest checkpoints belong to "
+            f"different saves ({newest}); give load() on each rank the directory that it gave save(), in "
+            "the same run"
+        )
+    if any(held[0][1] != common for held in parts):
+        logger.warning(
+            "the newest checkpoints of the parts of the model belong to different saves (%s): a save was "
+            "ended before all parts had theirs; taking the newest that all of them have, %s",
+            newest,
+            saves[rank.part][common],
+        )
+    return Path(saves[rank.part][common])
 
 
 def _agree(rank: Rank, action: Callable[[], None]) -> None:
     """Run ``action`` on every rank. Raises DamagedError on all where it does on one; else as
-    :meth:`Rank.collect`."""
+    :meth:`Rank.collect_parts`."""
 
     def damage() -> str:
         try:
@@ -105,7 +138,7 @@ def _agree(rank: Rank, action: Callable[[], None]) -> None:
             return str(error)
         return ""
 
-    for found in rank.collect(damage):
+    for found in itertools.chain(*rank.collect_parts(damage)):
         if found:
             raise DamagedError(found)
 
@@ -139,6 +172,7 @@ def _load_once(
         def check() -> None:
             reader = stack.enter_context(CheckpointReader(checkpoint))
             reader.check_headers(rank.index, rank.count)
+            _check_part(checkpoint, reader.manifest, rank)
             _check_model(checkpoint, reader.manifest, model, optimizer)
             if scheduler is not None and not reader.manifest["scheduler"]:
                 raise CheckpointError(
@@ -205,6 +239,17 @@ def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> N
     """Raise ConfigError for settings of groups that no step could be made with."""
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         optimizer.rule.hyper({**group, **saved})
+
+
+def _check_part(checkpoint: Path, manifest: Mapping[str, Any], rank: Rank) -> None:
+    """Raise CheckpointError for another part of a model than this rank's: it may have the same shapes."""
+    saved, own = manifest.get("part"), contents.part_of(rank)
+    if saved != own:
+        there, here = ("the whole model" if of is None else f"part {of[0]} of {of[1]}" for of in (saved, own))
+        raise CheckpointError(
+            f"{checkpoint} has {there}, and this rank has {here} of the model; load it with the layout that "
+            "saved it, on each rank from its own directory"
+        )
 
 
 def _check_model(

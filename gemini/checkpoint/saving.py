@@ -50,7 +50,8 @@ def save(
     written from their chunks, others through 16 MiB of staging; a parameter whose memory is not in the order
     of rows is held whole for a moment. Only the user can read the files. A failure or a kill leaves the
     earlier checkpoints. Over several ranks all of them call it, with one directory that all see; each writes
-    what it holds.
+    what it holds. Ranks that hold other parts of the model (``model_ranks``) call it together, each with a
+    directory of its own: all parts are saved, or none.
 
     Args:
         extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
@@ -68,7 +69,7 @@ def save(
     model = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     shard = checked_shard_bytes(shard_bytes)
-    rank = model.rank()
+    rank = model.rank_of_parts()
     manifest = prepare(rank, model, optimizer, scheduler, extra)
     with new_checkpoint(directory, model.manager.step, rank=rank, keep=keep) as writer:
         writer.describe(manifest, rng.capture())

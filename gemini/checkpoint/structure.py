@@ -62,6 +62,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         known = alias in manifest["parameters"] or alias in manifest["buffers"]
         if known or stored not in manifest["parameters"]:
             raise ValueError(f"{alias!r} is another name of {stored!r:.200}")
+    _check_part(manifest.get("part"))
     _check_members(manifest)
     _check_loss_scale(manifest["loss_scale"])
     table(manifest["objects"])
@@ -239,6 +240,14 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _rank_files(manifest: Mapping[str, Any]) -> set[str]:
     return {name for name in manifest["files"] if _RANKS.fullmatch(name)}
+
+
+def _check_part(part: Any) -> None:
+    if part is not None:
+        place, count = part
+        whole_number(count, 2)
+        if whole_number(place) >= count:
+            raise ValueError(f"it is part {place} of {count}")
 
 
 def _check_members(manifest: Mapping[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,20 @@ import torch
 
 from gemini.checkpoint import contents
 from gemini.checkpoint.checksum import Part, parts_of
-from gemini.checkpoint.directory import check_keep, encoded, partial_checkpoint, publish, read_json
+from gemini.checkpoint.directory import (
+    SAVE_CHARACTERS,
+    Keep,
+    check_keep,
+    encoded,
+    found_in,
+    new_save,
+    partial_checkpoint,
+    prune,
+    publish,
+    read_json,
+    saving_in,
+    seal,
+)
 from gemini.checkpoint.sealed_file import Staging, sealed, write_sealed
 from gemini.checkpoint.structure import Ranges, check_values, kept_states
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
@@ -29,9 +43,11 @@ class CheckpointWriter:
     weights did.
     """
 
-    def __init__(self, path: Path, rank: Rank) -> None:
+    def __init__(self, path: Path, rank: Rank, save: str) -> None:
+        """``save``: the identity of this save, which all ranks and all parts have."""
         self.path = path
         self.rank = rank
+        self.save = save
         self.final = path
         self.manifest: Mapping[str, Any] = {}
         self.rng: Mapping[str, Any] = {}
@@ -107,7 +123,8 @@ def new_checkpoint(
     """Yield what to write one rank's files with; on leaving the block the checkpoint is complete everywhere.
 
     All ranks call it together. Where the block raises on one of them it raises on all, what was written is
-    removed and the earlier checkpoints stay.
+    removed and the earlier checkpoints stay. Parts of a model go each to a directory: all are complete before
+    one of them has its name, and all have theirs before an older one is removed.
 
     Raises:
         IoError: the directory cannot be written.
@@ -116,14 +133,17 @@ def new_checkpoint(
     check_keep(keep)
     rank = rank or Rank()
     rank.require_same_directory(directory)
+    stays = _kept(rank, Path(directory), keep)
     with ExitStack() as stack:
 
         def begin() -> str:
             if rank.index:
                 return ""
-            return str(stack.enter_context(partial_checkpoint(directory, step, keep)))
+            return new_save() + str(stack.enter_context(partial_checkpoint(directory, step, stays)))
 
-        writer = CheckpointWriter(Path(rank.agree(begin)), rank)
+        begun = [texts[0] for texts in rank.collect_parts(begin)]
+        path = Path(begun[rank.part][SAVE_CHARACTERS:])
+        writer = CheckpointWriter(path, rank, begun[0][:SAVE_CHARACTERS])
         try:
             yield writer
         except BaseException as error:
@@ -133,11 +153,32 @@ def new_checkpoint(
             rank.agree(writer.finish_part)
         finally:
             writer.close()
-        writer.final = Path(rank.agree(lambda: "" if rank.index else str(_sealed(writer, keep))))
+        _lead(rank, lambda: _seal(writer))
+        writer.final = Path(_lead(rank, lambda: publish(path)))
+        stays = _kept(rank, path.parent, keep)
+        _lead(rank, lambda: prune(path.parent, stays))
 
 
-def _sealed(writer: CheckpointWriter, keep: int) -> Path:
-    """Put together what the ranks wrote, and publish it."""
+def _lead(rank: Rank, action: Callable[[], object]) -> str:
+    """Run ``action`` on rank 0; return what it returned, as text, on all of them once it has succeeded."""
+    return rank.agree(lambda: "" if rank.index else str(action()))
+
+
+def _kept(rank: Rank, root: Path, number: int) -> Keep:
+    """Return which checkpoints stay, here and in the directories of the other parts."""
+    if rank.parts is None:
+        return Keep(number)
+
+    def saves() -> str:
+        with saving_in(root):
+            return "" if rank.index else json.dumps([found.save for found in found_in(root) if found.save])
+
+    held = [set(json.loads(texts[0])) for texts in rank.collect_parts(saves)]
+    return Keep(number, frozenset(set.intersection(*held)))
+
+
+def _seal(writer: CheckpointWriter) -> None:
+    """Put together what the ranks wrote, and make it complete."""
     written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
     states: Ranges = {state: {} for state in kept_states(writer.manifest)}
@@ -161,7 +202,10 @@ def _sealed(writer: CheckpointWriter, keep: int) -> Path:
         (contents.OPTIMIZER_INDEX, {"states": states}),
     ):
         files[name] = write_sealed(writer.path / name, encoded(document))
-    return publish(writer.path, {**writer.manifest, "ranks": writer.rank.count, "files": files}, keep)
+    manifest = {**writer.manifest, "ranks": writer.rank.count, "files": files}
+    if writer.rank.parts is not None:
+        manifest["part"] = contents.part_of(writer.rank)
+    seal(writer.path, manifest, writer.save)
 
 
 def _check(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:

@@ -120,6 +120,10 @@ class Peers(Protocol):
         """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
         ...
 
+    def say_aside(self) -> Callable[[str], Sequence[str]]:
+        """Return a second channel like :meth:`say`, for use by another thread."""
+        ...
+
     def together(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action``, which is for this rank alone, on every rank while they wrap a model; return what it
         returned here. Raises ConfigError where it failed on another; what it raises here is let through."""

@@ -27,6 +27,10 @@ class Rank:
 
     ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
     (``torch.distributed.all_gather_object`` does). ``several_hosts``: not all run on this machine.
+
+    ``parts``: this process among those with its index that hold the other parts of a model, which was cut
+    over ranks. Then ``count`` processes hold this part, and all processes of all parts agree together, so
+    that no part is saved or loaded without the others. None: the model is whole.
     """
 
     index: int = 0
@@ -34,6 +38,17 @@ class Rank:
     exchange: Callable[[str], Sequence[str]] = _alone
     several_hosts: bool = False
     failure: type[GeminiError] = CheckpointError  # what the others raise where one has failed
+    parts: Rank | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self.count == 1 and self.parts is None
+
+    @property
+    def part(self) -> int:
+        """Which part of the model this process holds."""
+        return 0 if self.parts is None else self.parts.index
 
     def agree(self, action: Callable[[], str]) -> str:
         """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
@@ -41,7 +56,12 @@ class Rank:
         return self.collect(action)[0]
 
     def collect(self, action: Callable[[], str]) -> list[str]:
-        """Run ``action`` on every rank; return what it returned on each, once all have succeeded.
+        """Run ``action`` on every rank; return what it returned on each of those that hold this part, once
+        all have succeeded. Raises as :meth:`collect_parts`."""
+        return self.collect_parts(action)[self.part]
+
+    def collect_parts(self, action: Callable[[], str]) -> list[list[str]]:
+        """Run ``action`` on every rank; return what it returned on each, by part, once all have succeeded.
 
         Raises:
             GeminiError: ``failure``: it failed on another rank. What it raises here is let through.
@@ -51,11 +71,22 @@ class Rank:
         except BaseException as error:
             self.tell_failure(error)
             raise
-        said = self.exchange(_DONE + result)
-        for index, text in enumerate(said):
-            if text.startswith(FAILED):
-                raise self.failure(f"rank {index} of {self.count} {text}")
-        return [text.removeprefix(_DONE) for text in said]
+        said = self._meet(_DONE + result)
+        for part, texts in enumerate(said):
+            for index, text in enumerate(texts):
+                if text.startswith(FAILED):
+                    raise self.failure(f"rank {index} of {self.count}{self._named(part)} {text}")
+        return [[text.removeprefix(_DONE) for text in texts] for texts in said]
+
+    def _meet(self, text: str) -> list[list[str]]:
+        """Return what every rank says here, by part."""
+        own = list(self.exchange(text))
+        if self.parts is None:
+            return [own]
+        return [json.loads(said) for said in self.parts.exchange(json.dumps(own))]
+
+    def _named(self, part: int) -> str:
+        return "" if self.parts is None else f" with part {part} of {self.parts.count} of the model"
 
     def require_same_directory(self, directory: str | os.PathLike[str]) -> None:
         """Refuse ranks that name different directories: what the others name would not be looked at.
@@ -89,4 +120,4 @@ class Rank:
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
         with suppress(RuntimeError):  # they are elsewhere, or gone: ``error`` is what there is to see
-            self.exchange(f"{FAILED}{type(error).__name__}: {error}")
+            self._meet(f"{FAILED}{type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice
 from gemini.comm.collectives import ProcessGroupPeers
-from gemini.comm.peers import require_equal
+from gemini.comm.peers import Peers, require_equal
 from gemini.comm.rank import Rank
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import Trace
@@ -93,8 +94,13 @@ class ManagedModel:
         beside which training goes on. The ranks call it together."""
         if self.peers is None:
             return Rank()
-        say = self.peers.say_aside() if aside else self.peers.say
-        return Rank(self.peers.share.place, self.peers.share.world, say, self.peers.on_several_hosts())
+        return replace(_rank_among(self.peers, aside=aside), several_hosts=self.peers.on_several_hosts())
+
+    def rank_of_parts(self, *, aside: bool = False) -> Rank:
+        """Return what :meth:`rank` does, for what ranks with other parts of the model do together with those
+        that share this one."""
+        rank, part = self.rank(aside=aside), self.manager.part
+        return rank if part is None else replace(rank, parts=_rank_among(part.peers, aside=aside))
 
     # -- training --------------------------------------------------------------------------------
 
@@ -466,3 +472,7 @@ def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
             "GeminiDDP returned, or the module that was given to gemini.manage()"
         )
     return handle
+
+
+def _rank_among(peers: Peers, *, aside: bool) -> Rank:
+    return Rank(peers.share.place, peers.share.world, peers.say_aside() if aside else peers.say)

@@ -12,7 +12,7 @@ import torch
 
 from gemini.checkpoint import CheckpointReader, Rank, latest, new_checkpoint
 from gemini.checkpoint.contents import optimizer_file, range_name, weights_file
-from gemini.checkpoint.directory import complete_checkpoints
+from gemini.checkpoint.directory import complete_checkpoints, found_in, publish
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.checkpoint.writer import CheckpointWriter
 from gemini.errors import CheckpointError
@@ -182,3 +182,68 @@ def test_a_saver_that_is_refused_keeps_no_other_rank_waiting(tmp_path: Path) -> 
     assert all(isinstance(result, CheckpointError) for result in results)
     assert "another save is under way" in str(results[2])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
+
+
+def save_parts(
+    root: Path, write: Callable[[CheckpointWriter], None] = write_part, keep: int = 1
+) -> list[BaseException | Path]:
+    """Save two parts of a model, each by a thread to a directory of its own."""
+    exchange = Exchange(2)
+    results: list[BaseException | Path] = [Path()] * 2
+
+    def run(part: int) -> None:
+        rank = Rank(parts=exchange.rank(part))
+        try:
+            with new_checkpoint(root / str(part), 5, rank=rank, keep=keep) as writer:
+                writer.manifest = manifest()
+                write(writer)
+            results[part] = writer.final
+        except BaseException as error:
+            results[part] = error
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def held(root: Path, part: int) -> list[str]:
+    return [found.save for found in found_in(root / str(part))]
+
+
+@pytest.mark.parametrize("losing", [0, 1])
+def test_what_all_parts_have_stays_until_all_have_a_newer_one(
+    tmp_path: Path, losing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish_or_fail(partial: Path) -> Path:
+        if partial.parent.name == str(losing):
+            raise OSError(28, "No space left on device")
+        return publish(partial)
+
+    def fail(writer: CheckpointWriter) -> None:
+        raise OSError(5, "the disk is gone")
+
+    save_parts(tmp_path)
+    (first,) = held(tmp_path, 0)
+    assert held(tmp_path, 1) == [first]
+    with monkeypatch.context() as patched:
+        patched.setattr("gemini.checkpoint.writer.publish", publish_or_fail)
+        assert all(isinstance(result, Exception) for result in save_parts(tmp_path))
+    assert [len(held(tmp_path, part)) for part in (losing, 1 - losing)] == [1, 2]
+    assert all(isinstance(result, OSError) for result in save_parts(tmp_path, fail))
+    assert first in held(tmp_path, 0)
+    assert first in held(tmp_path, 1)
+    assert save_parts(tmp_path)[0] in complete_checkpoints(tmp_path / "0")
+    assert held(tmp_path, 0) == held(tmp_path, 1) != [first]
+
+
+def test_no_part_has_its_name_before_all_are_complete(tmp_path: Path) -> None:
+    def write(writer: CheckpointWriter) -> None:
+        write_part(writer)
+        if writer.rank.part:
+            writer.weights.clear()  # found when it is sealed
+
+    assert all(isinstance(result, CheckpointError) for result in save_parts(tmp_path, write))
+    assert held(tmp_path, 0) == held(tmp_path, 1) == []
