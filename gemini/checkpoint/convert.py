@@ -24,7 +24,8 @@ from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
 from gemini.optim.state_format import StateFormat, step_count
-from gemini.system.files import io_errors, scratch_directory
+from gemini.system.durable import publish, scratch_directory
+from gemini.system.files import io_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,7 +60,7 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
         with scratch_directory(target) as scratch, _causes_raised():
             made = scratch / "made"
             FORMS[form](reader, made, DTYPES[dtype])
-            made.rename(target)
+            publish(made, target)
 
 
 class _TorchFile(io.BufferedWriter):

@@ -32,6 +32,7 @@ from gemini.checkpoint.sealed_file import (
 from gemini.checkpoint.structure import check_file_name
 from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, ConfigError, IoError
+from gemini.system.durable import rename, sync
 from gemini.system.files import DirectoryLock, parse_json, read_regular
 
 logger = logging.getLogger(__name__)
@@ -113,14 +114,13 @@ def seal(partial: Path, manifest: Mapping[str, Any], save: str) -> None:
     said = {"sequence": sequence, "save": save}
     manifest_seal = write_sealed(partial / MANIFEST, encoded({**manifest, **said}))
     write_sealed(partial / SEAL, encoded({**said, "manifest": manifest_seal}))
-    _sync(partial)
+    sync(partial)
 
 
 def publish(partial: Path) -> Path:
     """Give a sealed checkpoint its name; return it. Raises OSError."""
     final = final_name(partial)
-    partial.rename(final)
-    _sync(partial.parent)
+    rename(partial, final)
     return final
 
 
@@ -133,7 +133,8 @@ def prune(root: Path, keep: Keep) -> None:
             continue  # nobody knows what it is
         # Half removed it must not pass for a checkpoint, nor for something of the user's.
         try:
-            leftover = older.rename(_partial(older))
+            leftover = _partial(older)
+            rename(older, leftover)
         except OSError as error:
             _warn_of_leftover(older, error)
         else:
@@ -348,7 +349,7 @@ def _is_there(path: Path) -> bool:
 def _make_private(root: Path) -> None:
     if not root.is_dir():
         root.mkdir(mode=0o700, parents=True)
-        _sync(root.parent)
+        sync(root.parent)
 
 
 @contextmanager
@@ -395,11 +396,3 @@ def _free_name(root: Path, step: int) -> Path:
 
 def _partial(final: Path) -> Path:
     return final.with_name(final.name + ".partial")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.memstats import LinkSpeed
+from gemini.system.durable import write_text
 from gemini.system.files import parse_json, read_regular
 
 _FORMAT = "gemini-machine-1"
@@ -78,12 +79,9 @@ class MachineSpeeds:
         return rate if rate is not None else max(self.matmul_flops.values())
 
     def save(self, path: Path) -> None:
-        """Write the file that :meth:`load` reads. Raises ConfigError where it cannot be written."""
+        """Write the file that :meth:`load` reads. Raises IoError."""
         document = {"format": _FORMAT, **asdict(self)}
-        try:
-            path.write_text(json.dumps(document, indent=2) + "\n", encoding="ascii")
-        except OSError as error:
-            raise ConfigError(f"cannot write the machine to {path}: {error.strerror}") from error
+        write_text(path, json.dumps(document, indent=2) + "\n", "write the machine")
 
     @classmethod
     def load(cls, path: Path) -> MachineSpeeds:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import CheckpointError, IoError
+from gemini.errors import CheckpointError
+from gemini.system.durable import write_text
 from gemini.system.files import parse_json, read_regular
 
 FORMAT = "gemini-trace-2"
@@ -26,7 +26,8 @@ def digest(document: dict[str, Any]) -> str:
 def write_trace(path: Path, fields: dict[str, Any], identity: str) -> None:
     """Write a trace's fields and its hash, with a checksum over all of them. Raises IoError."""
     document = {"format": FORMAT, "hash": identity, "checksum": digest(fields), "trace": fields}
-    _write_atomically(path, _canonical(document) + "\n")
+    # For its owner alone, as checkpoints are: it names the parameters.
+    write_text(path, _canonical(document) + "\n", "write the trace", mode=0o600)
 
 
 def read_trace(path: Path) -> tuple[dict[str, Any], str]:
@@ -65,30 +66,3 @@ def damaged(path: Path, why: object) -> CheckpointError:
 
 def _canonical(document: dict[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``, durably; on failure the old file stays and no temporary one does."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # left behind by a process that was killed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        # For its owner alone, as checkpoints are: it names the parameters.
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise IoError(error.errno or 0, f"cannot write the trace: {error.strerror}", str(path)) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename in ``directory`` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

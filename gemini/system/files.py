@@ -8,10 +8,7 @@ import fcntl
 import json
 import logging
 import os
-import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +17,6 @@ from typing import Any
 from gemini.errors import IoError
 
 logger = logging.getLogger(__name__)
-_RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
 
 
 @contextmanager
@@ -31,25 +27,6 @@ def io_errors(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise IoError(error.errno or 0, f"cannot {doing}: {reason}", os.fspath(path)) from error
-
-
-def temporary_of(path: Path) -> Path:
-    """Return the name under which :func:`replacing` writes a file; a kill leaves it behind."""
-    return path.with_name(path.name + ".tmp")
-
-
-@contextmanager
-def replacing(path: Path, doing: str) -> Iterator[Path]:
-    """Yield a temporary name to write; on leaving the block it becomes ``path``. Raises IoError."""
-    temporary = temporary_of(path)
-    with io_errors(doing, path):
-        try:
-            yield temporary
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
@@ -140,49 +117,3 @@ class DirectoryLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = None
-
-
-@contextmanager
-def scratch_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty private directory next to ``target``, which is removed on leaving the block.
-
-    Those for the same ``target`` that no process holds any more are removed first. Raises OSError.
-    """
-    _remove_leftovers(target)
-    scratch, lock = _make_scratch(target)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        lock.release()
-
-
-def _scratch_prefix(target: Path) -> str:
-    return f".{target.name}.gemini-"  # nobody else's
-
-
-def _make_scratch(target: Path) -> tuple[Path, DirectoryLock]:
-    """Return a new directory, locked."""
-    while True:
-        scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
-        with suppress(FileNotFoundError, BlockingIOError):  # another process has taken it for a leftover
-            lock = DirectoryLock(scratch)
-            if scratch.exists():
-                return scratch, lock
-            lock.release()
-
-
-def _remove_leftovers(target: Path) -> None:
-    name = re.compile(re.escape(_scratch_prefix(target)) + _RANDOM)
-    found: list[Path] = []
-    with suppress(PermissionError):  # a directory that may be written need not be readable
-        found += (path for path in target.parent.iterdir() if name.fullmatch(path.name))
-    for path in found:
-        # It stays: its process is alive, another user's, no directory, or just removed by its process.
-        with suppress(OSError):
-            lock = DirectoryLock(path)
-            try:
-                if lock.is_exclusive:
-                    shutil.rmtree(path)
-            finally:
-                lock.release()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.system.config import format_bytes
-from gemini.system.files import replacing
+from gemini.system.durable import replacing
 from gemini.timeline.events import LINKS, Timeline, in_turn
 
 _THREAD, _LINKS, _TIERS = 1, 2, 3  # "processes": groups of tracks

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gemini.system.files import replacing
+from gemini.system.durable import replacing
 from gemini.timeline.events import LINKS, Timeline, computing, in_turn
 from gemini.timeline.page_tables import headline, share_bars, tables
 from gemini.timeline.summary import LINK_TITLES, summarize

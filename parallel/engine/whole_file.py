@@ -17,7 +17,8 @@ from gemini.parallel.launch import global_context
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.pipeline.absent import Absent
-from gemini.system.files import io_errors, replacing
+from gemini.system.durable import replacing
+from gemini.system.files import io_errors
 
 
 def save_checkpoint(

@@ -14,7 +14,7 @@ from interrupts import interrupt_at
 from gemini import checkpoint
 from gemini.checkpoint.convert import convert
 from gemini.cli.main import EXIT_ERROR, EXIT_INTERRUPTED, main
-from gemini.system.files import scratch_directory
+from gemini.system.durable import scratch_directory
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -18,7 +18,8 @@ from gemini.jobs.finetune.samples import Batch, num_learned
 from gemini.jobs.run.managed import ManagedTraining
 from gemini.jobs.run.memory import make_disk_directory
 from gemini.model.in_place import InPlace
-from gemini.system.files import io_errors, temporary_of
+from gemini.system.durable import replace_directory, temporary_of
+from gemini.system.files import io_errors
 
 _SHARD = "2GB"  # of what is exported, and so of what is in memory at once
 _BETAS = (0.9, 0.999)
@@ -97,9 +98,7 @@ class PretrainedEngine(ManagedTraining):
             shutil.rmtree(made, ignore_errors=True)
             model.save_pretrained(made, max_shard_size=_SHARD)
             tokenizer.save_pretrained(made)
-            if target.exists():
-                shutil.rmtree(target)
-            made.rename(target)
+            replace_directory(made, target)
 
 
 def _loaded(config: FineTuneConfig) -> Any:

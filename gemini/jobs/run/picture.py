@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini.system.files import replacing
+from gemini.system.durable import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular, replacing, temporary_of
+from gemini.system.durable import replacing, restore_directory, temporary_of
+from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
 
 _RUN = "run.json"
 _MAX_RUN_BYTES = 2**20  # it has some hundred
@@ -129,8 +130,10 @@ class RunDirectory:
             self._refuse_directories()  # before anything is removed
             self._remove_checkpoint()
             self._remove_temporaries()
-            if self._exports and self.model.exists():
-                shutil.rmtree(self.model)
+            if self._exports:
+                restore_directory(self.model)  # what a kill has set aside goes with it
+                if self.model.exists():
+                    shutil.rmtree(self.model)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")

@@ -19,6 +19,7 @@ from gemini.errors import CheckpointError, GeminiError, IoError
 from gemini.parallel.booster.checkpoint.layout import Layout, split
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
 from gemini.parallel.booster.ranks import Ranks
+from gemini.system.durable import rename
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +166,10 @@ def _write_directory(
 
     def publish() -> None:
         for name in names:
-            _temporary(directory / name).replace(directory / name)
+            rename(_temporary(directory / name), directory / name)
         for name, text in (companions or {}).items():
             _replace_text(directory / name, text)
-        _sync(directory)  # the files must have their names before the index tells them
+        # The files have their names by now, durably, before the index tells them.
         _replace_text(directory / layout.index_name(kind), json.dumps(index, indent=1, sort_keys=True) + "\n")
         _remove_others(directory, layout.own_names(kind), set(names))
 
@@ -204,16 +205,7 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    rename(temporary, path)
 
 
 def _temporary(path: Path) -> Path:
