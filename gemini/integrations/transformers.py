@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,9 +26,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini import checkpoint
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
+from gemini.integrations import trainer_files
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
 from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel, handle_of
@@ -39,10 +40,9 @@ from gemini.system.device import ran_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "gemini"
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+TRAINER_STATE_NAME = "trainer_state.json"
 _OF_TORCH = ("sgd", "rmsprop", "adagrad")  # GeminiOptimizer drives the class that the Trainer makes
-_SCHEDULER = "scheduler.pt"
 
 
 class GeminiTrainerMixin:
@@ -57,11 +57,14 @@ class GeminiTrainerMixin:
 
     model: Any
     args: Any
+    state: Any
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
     callback_handler: Any
     optimizer_cls_and_kwargs: Any
+    _staging: Path | None = None  # where a checkpoint is written in the place of the run's directory
+    _to_push = False
 
     def __init__(
         self,
@@ -183,6 +186,69 @@ class GeminiTrainerMixin:
 
     # -- files -----------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Train as transformers does. ``resume_from_checkpoint=True`` takes the newest checkpoint that is
+        whole and names in the log what it passes over; one that is named has to be whole.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or files of several saves lie together.
+        """
+        if resume_from_checkpoint:
+            rank, named = self.handle.rank(), resume_from_checkpoint is not True
+
+            def choose() -> str:
+                if rank.index:
+                    return ""
+                if not named:
+                    return str(trainer_files.newest(Path(self.args.output_dir)) or "")
+                trainer_files.check(Path(resume_from_checkpoint))
+                return str(resume_from_checkpoint)
+
+            resume_from_checkpoint = rank.agree(choose) or True
+        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the directory of checkpoints, or where one of them is being written."""
+        if self._staging is not None:
+            return str(self._staging)
+        found: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        return found
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint that is whole or absent, then remove older ones and push it."""
+        run, step = Path(self._get_output_dir(trial)), int(self.state.global_step)
+        target = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+        def seal(made: Path) -> None:
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if self.state.best_global_step and (best == target or best.exists()):
+                self.state.best_model_checkpoint = str(best)
+                self.state.save_to_json(str(made / TRAINER_STATE_NAME))
+            trainer_files.seal(made, step)
+
+        with trainer_files.new_checkpoint(target, self.handle.rank(), seal) as made:
+            self._staging, self._to_push = made.parent, False
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._staging = None
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == made.parent:
+            self.state.best_model_checkpoint = str(run / Path(best).name)
+        if self._to_push:
+            super()._push_from_checkpoint(str(target))  # type: ignore[misc]
+        limit = self.args.save_total_limit
+        if self.args.process_index == 0 and limit is not None and limit > 0:
+            best = self.state.best_model_checkpoint
+            trainer_files.remove_older(run, limit, {target, *([Path(best)] if best is not None else [])})
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push what is being written once it has its name."""
+        if self._staging is not None:
+            self._to_push = True
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the weights as transformers does; over ranks all give their parts."""
         if state_dict is None and self.handle.peers is not None:
@@ -191,22 +257,24 @@ class GeminiTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Stream weights, masters and states of the optimizer to ``gemini`` in ``output_dir``."""
-        checkpoint.save(Path(output_dir) / _FOLDER, self.handle, unwrapped(self.optimizer), keep=1)
+        folder = Path(output_dir) / trainer_files.FOLDER
+        checkpoint.save(folder, self.handle, unwrapped(self.optimizer), keep=1)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / trainer_files.SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leave weights to :meth:`_load_optimizer_and_scheduler` where it has them."""
-        if not _is_ours(resume_from_checkpoint):
+        if not trainer_files.is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what :meth:`_save_optimizer_and_scheduler` has saved."""
-        if checkpoint is None or not _is_ours(checkpoint):
+        if checkpoint is None or not trainer_files.is_ours(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        load_keeping_random(Path(checkpoint) / _FOLDER, self.handle, unwrapped(self.optimizer))
-        state = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
+        folder = Path(checkpoint) / trainer_files.FOLDER
+        load_keeping_random(folder, self.handle, unwrapped(self.optimizer))
+        state = torch.load(Path(checkpoint) / trainer_files.SCHEDULER, weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     # -- what is logged --------------------------------------------------------------------------
@@ -309,10 +377,6 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)
-
-
-def _is_ours(directory: str | os.PathLike[str]) -> bool:
-    return (Path(directory) / _FOLDER).is_dir()
 
 
 _ADAM_OPTIONS = frozenset(

@@ -1,0 +1,229 @@
+"""Checkpoints of a GeminiTrainer: each is whole or absent, and what is not whole is not resumed from.
+
+A checkpoint is written to ``.checkpoint-N.partial/checkpoint-N`` by all ranks, then made durable and given
+its name. ``gemini.json`` in it, the last file, names the save that ``gemini/`` is of.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gemini.checkpoint import latest
+from gemini.checkpoint.directory import identity_of
+from gemini.comm.rank import Rank
+from gemini.errors import CheckpointError, in_words
+from gemini.system.durable import rename, replace_directory, restore_directory, set_aside_in, write_text
+from gemini.system.files import io_errors, parse_json, read_regular
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "gemini"
+SCHEDULER = "scheduler.pt"
+_RECORD = "gemini.json"
+_STATE = "trainer_state.json"
+_OPTIMIZER = "optimizer.pt"
+_FORMAT = "gemini-trainer-1"
+_MAX_BYTES = 2**28
+_NAME = re.compile(r"checkpoint-(\d+)")
+_PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
+
+
+@contextmanager
+def new_checkpoint(target: Path, rank: Rank, seal: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield the directory to which all ranks write what is to be ``target``; then rank 0 calls ``seal`` with
+    it and gives it its name. Where one of them raises all do, and what was there before is there.
+
+    Raises IoError, CheckpointError.
+    """
+    made = target.with_name(f".{target.name}.partial") / target.name
+
+    def begin() -> None:
+        with io_errors("save a checkpoint", target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _clear(target.parent)
+            made.mkdir(parents=True)
+
+    def end() -> None:
+        with io_errors("save a checkpoint", target):
+            seal(made)
+            replace_directory(made, target)
+
+    try:
+        _lead(rank, begin)
+        try:
+            yield made
+        except BaseException as error:
+            rank.tell_failure(error)
+            raise
+        rank.agree(lambda: "")  # all have written their files
+        _lead(rank, end)
+    finally:
+        if rank.index == 0:
+            shutil.rmtree(made.parent, ignore_errors=True)
+
+
+def _lead(rank: Rank, action: Callable[[], None]) -> None:
+    """Run ``action`` on rank 0, whoever has come; return on all ranks once it has succeeded."""
+    rank.together(lambda: None if rank.index else action())
+
+
+def _clear(run: Path) -> None:
+    """Remove what killed saves have left in ``run``."""
+    for path in run.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    _restore(run)
+
+
+def _restore(run: Path) -> None:
+    for target in set_aside_in(run):
+        if _NAME.fullmatch(target.name):
+            restore_directory(target)
+
+
+def seal(made: Path, step: int) -> None:
+    """Write down in a checkpoint which save of ``gemini/`` it is of, and what else it has to have."""
+    folder = made / FOLDER
+    save = identity_of(latest(folder)) if folder.is_dir() else None
+    own = (SCHEDULER, "scaler.pt")
+    files = [path.name for path in made.iterdir() if path.name in own or path.name.startswith("rng_state")]
+    record = {"format": _FORMAT, "save": save, "step": step, "files": sorted(files)}
+    write_text(made / _RECORD, json.dumps(record, indent=1) + "\n", "save a checkpoint")
+
+
+def remove_older(run: Path, keep: int, kept: set[Path]) -> None:
+    """Remove the oldest checkpoints in ``run`` until ``keep`` are left; ``kept`` stay. None of them is ever
+    there in part."""
+    found = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _step(path)))
+    others = [path for path in found if path not in kept]
+    for path in others[: max(0, len(found) - max(keep, len(kept)))]:
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        rename(path, partial)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def newest(run: Path) -> Path | None:
+    """Return the newest checkpoint in ``run`` that can be resumed from; None: there is none at all. Those
+    that cannot are named in the log. Raises CheckpointError where there are some and all cannot."""
+    if not run.is_dir():
+        return None
+    with io_errors("look for checkpoints", run):
+        _restore(run)
+        found = sorted(_checkpoints(run), key=_step, reverse=True)
+    first: CheckpointError | None = None
+    for path in found:
+        try:
+            check(path)
+        except CheckpointError as error:
+            logger.warning("%s; it is passed over", error)
+            first = first or error
+        else:
+            return path
+    if first is not None:
+        raise first
+    return None
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def is_ours(directory: str | os.PathLike[str]) -> bool:
+    """Say whether ``gemini/`` has the weights and states of a checkpoint."""
+    return (Path(directory) / FOLDER).is_dir()
+
+
+def check(directory: Path) -> None:
+    """Look for all that a run needs to go on as if it had not ended. Raises CheckpointError, in one line."""
+    step = _read(directory / _STATE).get("global_step")
+    record = _read(directory / _RECORD) if (directory / _RECORD).exists() else None
+    if record is None and not is_ours(directory):
+        _check_plain(directory)
+        return
+    files = [SCHEDULER]
+    if record is not None:
+        if record.get("format") != _FORMAT or not isinstance(record.get("files"), list):
+            raise CheckpointError(f"{directory / _RECORD} is no {_FORMAT} file")
+        files = [name for name in record["files"] if isinstance(name, str) and Path(name).name == name]
+        _check_save(directory, record, step)
+    else:
+        latest(directory / FOLDER)
+    for name in files:
+        _check_torch_file(directory / name)
+
+
+def _check_save(directory: Path, record: dict[str, Any], step: object) -> None:
+    """Raise CheckpointError unless the parts of a checkpoint are of one save."""
+    if record.get("save") is None:
+        raise CheckpointError(f"{directory} was saved with save_only_model=True: {_FRESH}")
+    folder = directory / FOLDER
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{directory} was saved with {folder}, which has the optimizer's states and is not there; copy "
+            f"it along. Without it {_FRESH}"
+        )
+    if record.get("step") != step:
+        raise CheckpointError(
+            f"{directory / _RECORD} is of step {record.get('step')!r:.20}, {directory / _STATE} of step "
+            f"{step!r:.20}; copy all of a checkpoint, from one save"
+        )
+    held = latest(folder)
+    if identity_of(held) != record["save"]:
+        raise CheckpointError(
+            f"{directory} is of step {step!r:.20}, and {held} of another save than it was saved with; copy "
+            "all of a checkpoint, from one save"
+        )
+
+
+def _check_plain(directory: Path) -> None:
+    """Raise CheckpointError for a checkpoint of a Trainer that has no states."""
+    for name in (_OPTIMIZER, SCHEDULER):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory} has neither {FOLDER}/ nor {name}: {_FRESH}")
+        _check_torch_file(directory / name)
+
+
+def _check_torch_file(path: Path) -> None:
+    """Raise CheckpointError for what is no whole file of ``torch.save``. Nothing in it is looked at."""
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not there; copy all of a checkpoint")
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {in_words(error)}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} in it is not what was written")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = parse_json(read_regular(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(f"cannot read {path}: {reason}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return document
+
+
+_FRESH = (
+    "the optimizer and the schedule would start anew; to go on from its weights alone, load them with "
+    "from_pretrained() and train without resume_from_checkpoint"
+)
