@@ -12,6 +12,7 @@ from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
+from gemini.parallel.tensor.agreement import FirstGradients, WholeModel
 from gemini.parallel.tensor.cutting import cut_parameters
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
@@ -30,6 +31,7 @@ def parallelize(
     *,
     gather_logits: bool = True,
     sequence_norms: bool = False,
+    check: bool | None = None,
 ) -> Partition:
     """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
 
@@ -46,9 +48,14 @@ def parallelize(
         sequence_norms: between sublayers each rank has its part of the sequence: norms, dropout and residuals
             take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
             ``nn.TransformerEncoder``; the sequence must be divided by the size.
+        check: whether the first batch that the model trains on is run through the whole one too, which takes
+            the memory of its weights once, and outputs are compared; None: where the plan is not ``"auto"``
+            and the model is not on ``meta``.
 
     Raises:
-        ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed.
+        ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed. From the first
+            forward pass: outputs are not those of the whole model; from the first backward pass: gradients
+            of whole parameters differ between ranks.
     """
     _refuse_layout(mesh.layout)
     axis = mesh.axis("tp")
@@ -60,10 +67,16 @@ def parallelize(
         lambda: planned(model, ranks.size, plan, gather_logits=gather_logits, sequence_norms=sequence_norms)
     )
     partition = Partition(axis, names)
+    if check is None:
+        check = plan != "auto" and gather_logits and not any(param.is_meta for param in model.parameters())
+    whole = WholeModel(model) if check else None
     cut_parameters(model, axis, work.cuts, partition)
     apply_styles(model, axis, work)
     if not gather_logits:
         take_loss_by_parts(model, axis)
+    if whole is not None:
+        whole.watch(model, partition)
+    FirstGradients(model, axis, partition)
     share_generators(axis, device_of(model))
     return partition
 
@@ -73,7 +86,7 @@ def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
-    _note_places(model, region, work)
+    _note_places(model)
     _set_attributes(model, work.resolved, axis.size)
     if work.blocks:
         cut_sequence(work.blocks, region)
@@ -81,19 +94,14 @@ def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
     model.register_forward_hook(partial(_close, region), always_call=True)
 
 
-def _note_places(model: nn.Module, region: Region, work: Work) -> None:
-    """Say of cut layers which are in one module, and watch what is whole beside them."""
-    styled = {id(part) for module, _, _ in work.styles for part in module.modules()}
-    for number, (around, parent) in enumerate(model.named_modules()):
+def _note_places(model: nn.Module) -> None:
+    """Say of cut layers which are in one module."""
+    for number, parent in enumerate(model.modules()):
         if isinstance(parent, Attention):
             parent.place_in(number)
-        children = dict(parent.named_children())
-        columns = [child for child in children.values() if isinstance(child, ColumnLayer)]
-        for child in columns:
-            child.place_in(number)
-        for key, child in children.items() if columns else ():
-            if not styled & {id(part) for part in child.modules()} and any(True for _ in child.parameters()):
-                child.register_forward_pre_hook(partial(region.refuse_inside, f"{around}.{key}".lstrip(".")))
+        for child in parent.children():
+            if isinstance(child, ColumnLayer):
+                child.place_in(number)
 
 
 def _refuse_layout(layout: Layout) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.collectives import copy, gather, gather_and_use, reduce, reduce_scatter, split
 from gemini.system.rng import generator_states, seed_generators, set_generator_states
@@ -34,7 +33,6 @@ class _Forward:
     outside: tuple[torch.device, list[torch.Tensor]] | None = None  # generators' states, inside a region
     entered: set[int] = field(default_factory=set)  # layers that took an input since the region began
     sublayer: int = -1  # the one in which it began
-    is_inside: bool = False
 
 
 class Region:
@@ -71,40 +69,25 @@ class Region:
             now.sublayer = sublayer
             now.entered.clear()
         now.entered.add(layer)
-        now.is_inside = True
         if training and not self._sequence_norms:
             self.begin_masks(x.device)
         return copied
 
     def enter_sequence(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the whole sequence, of which this rank has ``x``, for the layers up to the next row."""
-        self._now().sequence, self._now().is_inside = dim, True
+        self._now().sequence = dim
         return gather_and_use(x, self.axis, dim)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' ``x``, which is used up, and be outside; in a sublayer that took the
         whole sequence, this rank's part of it."""
         now = self._now()
-        now.is_inside = False
         if now.sequence is not None:
             dim, now.sequence = now.sequence, None
             return reduce_scatter(x, self.axis, dim)
         if not self._sequence_norms:
             self.end_masks()
         return reduce(x, self.axis)
-
-    def refuse_inside(self, name: str, module: nn.Module, *_: object) -> None:
-        """Raise ConfigError where ``module``, which a plan leaves whole, is trained between a column and a
-        row layer: each rank's gradients would be of its part alone. A hook before its forward pass."""
-        now = self._now()
-        if not (now.under_way and now.is_inside and torch.is_grad_enabled()):
-            return
-        if any(param.requires_grad for param in module.parameters()):
-            raise ConfigError(
-                f"{name!r} computes with this rank's part of what a column layer returns, and the plan "
-                "leaves it whole: its gradients would be of that part alone. Name it in the plan (tp_plan=) "
-                "with PartialGradient(), or freeze it"
-            )
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Return the copy of ``x`` that all layers share which take it."""

@@ -136,16 +136,15 @@ def _use_within(freezes: bool) -> str:
         layer.activation.requires_grad_(False)
     parallelize(layer, Mesh(Layout(tp=2)))
     try:
-        layer(torch.randn(2, 3, 16)).sum().backward()
+        layer(torch.randn(2, 3, 16))[..., :5].sum().backward()  # a norm has a sum that nothing changes
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def test_weights_between_cut_layers_are_refused_unless_frozen() -> None:
-    assert all(
-        "'activation' computes with this rank's part" in said for said in run_on_ranks(_use_within, 2, False)
-    )
+    for said in run_on_ranks(_use_within, 2, False):
+        assert "the gradients of 'activation.weight'" in said
     assert run_on_ranks(_use_within, 2, True) == ["", ""]
 
 

@@ -246,7 +246,7 @@ class Dropping(nn.Module):
 def draw_masks(recompute: bool) -> tuple[Tensor, Tensor, bool, Tensor]:
     torch.manual_seed(1)
     model = Dropping()
-    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"})
+    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"}, check=False)
     x = torch.ones(16, 8)
     if recompute:
         out = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=False)
@@ -281,7 +281,7 @@ def draw_masks_from_seeds_of_their_own(later: bool) -> tuple[Tensor, list[str]]:
     logging.getLogger("gemini").addHandler(handler)
     torch.manual_seed(dist.get_rank())
     model = Dropping()
-    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"})
+    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"}, check=False)
     if later:
         torch.manual_seed(dist.get_rank())
     for _ in range(2):
@@ -307,7 +307,7 @@ def interrupt(*_: object) -> None:
 def draw_masks_after_ctrl_c() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     model = Dropping()
-    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"})
+    parallelize(model, make_mesh(tp=2), {"up": "colwise", "down": "rowwise"}, check=False)
     hook = model.down.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(16, 8))

@@ -76,7 +76,7 @@ class HybridParallelPlugin(Plugin):
             gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
         placement_policy: see GeminiDDP; ``zero_stage=3`` alone has chunks to place.
-        tp_plan, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
+        tp_plan, tp_check, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
         pp_style: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
         num_model_chunks: stages on each rank; None: 1, with ``zbv`` and ``dualpipev`` 2.
         num_microbatches, microbatch_size: how :meth:`Booster.execute_pipeline` cuts a batch; neither: one
@@ -107,6 +107,7 @@ class HybridParallelPlugin(Plugin):
         zero_stage: int = 3,
         placement_policy: str | PlacementPolicy = "auto",
         tp_plan: str | Mapping[str, Style | str] = "auto",
+        tp_check: bool | None = None,
         sequence_parallel_norms: bool = False,
         pp_style: str = "1f1b",
         num_model_chunks: int | None = None,
@@ -134,7 +135,11 @@ class HybridParallelPlugin(Plugin):
             pp_style, chunks = "1f1b", 1
         self._rank_of = ranks_of_stages(pp_style, pp_size, chunks)
         self._schedule = Schedule(pp_style, chunks, num_microbatches, microbatch_size)
-        self._cut: dict[str, Any] = {"plan": tp_plan, "sequence_norms": sequence_parallel_norms}
+        self._tp_check = tp_check
+        self._cut: dict[str, Any] = {
+            "plan": tp_plan,
+            "sequence_norms": sequence_parallel_norms,
+        }
         self._split: dict[str, Any] = {"split": split, "costs": costs}
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
         self._mesh: Mesh | None = None
@@ -206,7 +211,11 @@ class HybridParallelPlugin(Plugin):
         axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
         if axis is None:
             staged = StagedModel.undivided(model)
-            partition = Partition(None, {}) if mesh is None else parallelize(model, mesh, **self._cut)
+            partition = (
+                Partition(None, {})
+                if mesh is None
+                else parallelize(model, mesh, check=self._tp_check, **self._cut)
+            )
             sequence = self._cut_sequences(model, mesh)
             tied = TiedWeights(staged, None, self._rank_of)
             return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
@@ -218,7 +227,7 @@ class HybridParallelPlugin(Plugin):
 
         units, ranges, outline = axis.together(decide)
         assert mesh is not None
-        partition = parallelize(model, mesh, **self._cut)
+        partition = parallelize(model, mesh, check=self._tp_check, **self._cut)
         # Stages copy the modules around blocks, and keep what those have by then.
         sequence = self._cut_sequences(model, mesh)
         if sequence is not None:

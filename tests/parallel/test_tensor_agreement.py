@@ -1,0 +1,163 @@
+"""A cut that is not right ends the program before its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import run_on_ranks
+from tensor_harness import WIDTH, Mlp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
+from gemini.parallel import Layout, Mesh, parallelize
+from gemini.parallel.tensor import Column, PartialGradient
+
+PLAN: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
+
+
+class Between(nn.Module):
+    """Computes something between a column and a row layer."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor], outputs: int = 4 * WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, outputs), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = x + self.down(self.between(self, self.up(x)))
+        return out
+
+
+def of_three(_: nn.Module, x: Tensor) -> Tensor:
+    query, key, value = x.chunk(3, -1)
+    return torch.tanh(query * key) * value
+
+
+def gated_by_input(module: nn.Module, x: Tensor) -> Tensor:
+    """Read a tensor that is whole on all ranks beside one that is cut."""
+    return torch.tanh(x) * module.first.bias.sum()
+
+
+def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(lambda y: torch.tanh(y) * module.scale, x, use_reentrant=True)
+    return out
+
+
+# What is between, the plan, and what is said: of gradients, of outputs, nothing.
+GRADIENTS, OUTPUTS = "the gradients of ", "the outputs of the cut model are not those of the whole one"
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a scale": (lambda: Between(lambda m, x: torch.tanh(x) * m.scale), PLAN, f"{GRADIENTS}'scale' differ"),
+    "a scale that is recomputed": (lambda: Between(recomputed), PLAN, f"{GRADIENTS}'scale' differ"),
+    "a weight from before": (lambda: Between(gated_by_input), PLAN, f"{GRADIENTS}'first.bias' differ"),
+    "softmax": (lambda: Between(lambda _, x: x.softmax(-1)), PLAN, OUTPUTS),
+    "mean": (lambda: Between(lambda _, x: x - x.mean(-1, keepdim=True)), PLAN, OUTPUTS),
+    "fused": (lambda: Between(of_three, 12 * WIDTH), PLAN, OUTPUTS),
+    "fused, cut in sections": (
+        lambda: Between(of_three, 12 * WIDTH),
+        {"up": Column(sections=3), "down": "rowwise"},
+        "",
+    ),
+    "elements": (lambda: Between(lambda _, x: torch.tanh(x)), PLAN, ""),
+    "dropout": (lambda: Between(lambda m, x: nn.functional.dropout(x, 0.5, m.training)), PLAN, ""),
+}
+
+
+def train(
+    build: Callable[[], nn.Module], plan: Any, *, check: bool | None = None, managed: bool = False
+) -> tuple[str, list[Tensor]]:
+    """Train for three steps; return what was said, and the weights."""
+    torch.manual_seed(0)
+    model = build()
+    with Mesh(Layout(tp=2)) as mesh:
+        partition = parallelize(model, mesh, plan, check=check)
+        trained: nn.Module = model
+        optimizer: Any = CPUAdam(model.parameters(), lr=1e-2)
+        if managed:
+            trained = GeminiDDP(
+                model,
+                process_group=mesh["dp"],
+                device_bytes="64KiB",
+                host_bytes="1MiB",
+                model_ranks=partition.model_ranks,
+            )
+            optimizer = GeminiOptimizer(optimizer, trained)
+        try:
+            for step in range(3):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+                loss = trained(x).square().mean()
+                if managed:
+                    optimizer.backward(loss)
+                else:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ConfigError as error:
+            return str(error), []
+        weights = [value.detach().clone() for value in trained.state_dict().values()]
+        if isinstance(trained, GeminiDDP):
+            trained.close()
+        return "", weights
+
+
+def train_all() -> dict[str, str]:
+    return {name: train(build, plan)[0] for name, (build, plan, _) in CASES.items()}
+
+
+def test_a_cut_that_is_not_right_is_refused_on_all_ranks_before_the_first_update() -> None:
+    for said in run_on_ranks(train_all, 2):
+        for name, (_, _, wanted) in CASES.items():
+            assert said[name].startswith(wanted), (name, said[name])
+            assert bool(said[name]) == bool(wanted), (name, said[name])
+
+
+def train_managed(name: str) -> list[tuple[str, list[Tensor]]]:
+    build, plan, _ = CASES[name]
+    return [train(build, plan, check=check, managed=True) for check in (True, False)]
+
+
+@pytest.mark.parametrize("name", ["elements", "dropout"])
+def test_looking_changes_no_bit_under_a_budget(name: str) -> None:
+    for (said, looked), (_, wanted) in run_on_ranks(train_managed, 2, name):
+        assert said == ""
+        assert all(map(torch.equal, looked, wanted))
+
+
+def norm_between() -> nn.Module:
+    class Normed(Between):
+        """Multiplies what is cut by a weight of a module."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: torch.tanh(x) * m.gain.weight)
+            self.gain = nn.Linear(1, 1, bias=False)
+
+    return Normed()
+
+
+def train_named() -> list[str]:
+    return [train(norm_between, plan)[0] for plan in (PLAN, {**PLAN, "gain": PartialGradient()})]
+
+
+def test_a_module_between_that_the_plan_names_trains() -> None:
+    for refused, named in run_on_ranks(train_named, 2):
+        assert refused.startswith(f"{GRADIENTS}'gain.weight' differ")
+        assert named == ""
+
+
+def cut_as_known() -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = Mlp()
+    with Mesh(Layout(tp=2)) as mesh:
+        parallelize(model, mesh, {"up": "colwise", "down": "rowwise"}, check=False)
+        hooks = len(model._forward_pre_hooks)
+        return "", hooks == 1
+
+
+def test_without_check_no_whole_model_is_kept() -> None:
+    assert run_on_ranks(cut_as_known, 2) == [("", True)] * 2
