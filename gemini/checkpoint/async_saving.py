@@ -78,7 +78,7 @@ def save_async(
         IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
             that failed and that nobody waited for.
     """
-    model = checked_model(model, optimizer)
+    model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // BUFFER_BYTES
     if num_buffers < 1:

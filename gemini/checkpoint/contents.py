@@ -15,6 +15,7 @@ from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.self_managed import driver_of
 from gemini.runtime import ManagedParameter, ManagedSlot
 from gemini.runtime.storage.model_storage import slot_of
 
@@ -146,13 +147,15 @@ def aliases(model: ManagedModel) -> dict[str, str]:
     return {name: stored for name, stored in managed.items() if name != stored}
 
 
-def checked_model(model: nn.Module | ManagedModel, optimizer: GeminiOptimizer) -> ManagedModel:
-    """Return the handle of ``model``.
+def checked_model(
+    model: nn.Module | ManagedModel, optimizer: torch.optim.Optimizer
+) -> tuple[ManagedModel, GeminiOptimizer]:
+    """Return the handle of ``model``, and ``optimizer`` or, where it drives itself, its GeminiOptimizer.
 
     Raises:
         ConfigError: they are not a managed model and its optimizer.
     """
-    handle = handle_of(model)
+    handle, optimizer = handle_of(model), driver_of(optimizer)
     if not isinstance(optimizer, GeminiOptimizer):
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}, not a GeminiOptimizer: a checkpoint has the chunks "
@@ -160,7 +163,7 @@ def checked_model(model: nn.Module | ManagedModel, optimizer: GeminiOptimizer) -
         )
     if optimizer.model is not handle:
         raise ConfigError("the optimizer updates another model than the one given")
-    return handle
+    return handle, optimizer
 
 
 def refuse_shared_directory(model: ManagedModel, directory: str | os.PathLike[str]) -> None:

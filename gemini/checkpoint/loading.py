@@ -62,7 +62,7 @@ def load(
     Where a rank raises, all do: the others a CheckpointError that names it and says why. After a load that
     failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
     """
-    model = checked_model(model, optimizer)
+    model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     rank = model.rank_of_parts()
     rank.require_same_directory(directory)

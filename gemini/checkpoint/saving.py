@@ -66,7 +66,7 @@ def save(
             objects that cannot be saved, a parameter was replaced after wrapping, or another process is
             saving in ``directory``.
     """
-    model = checked_model(model, optimizer)
+    model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     shard = checked_shard_bytes(shard_bytes)
     rank = model.rank_of_parts()

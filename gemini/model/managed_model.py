@@ -33,6 +33,7 @@ from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
 from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.model_storage import slot_of
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
 from gemini.system.profiling import shown_as
@@ -41,6 +42,7 @@ from gemini.timeline import TimelineRecorder
 T = TypeVar("T")
 
 TIERS = ("device", "host", "disk")
+_handles: WeakSet[ManagedModel] = WeakSet()
 _SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
 
 
@@ -83,6 +85,7 @@ class ManagedModel:
         self.unfollowed = Unfollowed(module, self.storage, self.manager)
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
+        _handles.add(self)
 
     def shown(self, name: str) -> Any:
         """Return a part of the model, for inspection; as ``device``, where the parameters are, as for a
@@ -472,6 +475,15 @@ def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
             "GeminiDDP returned, or the module that was given to gemini.manage()"
         )
     return handle
+
+
+def handle_of_parameter(param: torch.Tensor) -> ManagedModel:
+    """Return the handle of the model that a managed parameter is of. Raises ConfigError where none has it."""
+    slot = slot_of(param)
+    for handle in _handles:
+        if handle.storage.slots.get(slot.name) is slot:
+            return handle
+    raise ConfigError(f"no managed model has the parameter {slot.name!r} any longer; give one of a model's")
 
 
 def _rank_among(peers: Peers, *, aside: bool) -> Rank:

@@ -11,11 +11,12 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.model.managed_model import ManagedModel
-from gemini.optim.adam import CPUAdam
 from gemini.optim.host_update import elements_per_second
+from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.rule import UpdateRule
 from gemini.optim.rule_choice import rule_of
+from gemini.optim.self_managed import SelfManaged
 from gemini.runtime import ManagedParameter
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.system.threads import usable_processors
@@ -37,6 +38,8 @@ def check_optimizer(
     optim: torch.optim.Optimizer, model: ManagedModel, *, elementwise: bool = False
 ) -> UpdateRule:
     """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
+    if isinstance(optim, SelfManaged):
+        optim.require_free()
     rule = rule_of(optim, elementwise=elementwise)
     if rule.whole and model.manager.part is not None:
         raise ConfigError(
@@ -49,7 +52,7 @@ def check_optimizer(
         check_parameters(index, group["params"], model)
     for group in optim.param_groups:
         rule.hyper(group)
-    if not isinstance(optim, CPUAdam):
+    if not isinstance(optim, KernelAdam):
         return rule
     if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(

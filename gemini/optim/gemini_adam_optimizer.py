@@ -9,9 +9,11 @@ from torch import nn
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.adam import HybridAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.state_import import TORCH_FLAGS
 from gemini.system.config import keyword_names, refuse_unknown
 
+SelfManaged.be_driven_by(GeminiOptimizer)  # it is made of every one of them, and so imports them
 _OWN = keyword_names(GeminiOptimizer) - {"optim", "model"}
 _ADAM = keyword_names(HybridAdam) - {"params"} | TORCH_FLAGS.keys()
 

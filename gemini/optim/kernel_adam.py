@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+from torch.optim.optimizer import ParamsT, StateDict
 
 from gemini.chunk.dense import is_dense, ordered_like
 from gemini.errors import ConfigError, IoError, StateError
@@ -19,6 +19,7 @@ from gemini.runtime import ManagedParameter
 
 from .disk_states import DiskRows, DiskStates, Update
 from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
+from .self_managed import SelfManaged
 from .state_file import Source
 from .state_format import StateFormat, step_count
 from .state_import import (
@@ -37,7 +38,7 @@ _UNSCALED = GradScale()
 _START_ANEW = "load state_dict() into a new optimizer"
 
 
-class KernelAdam(Optimizer):
+class KernelAdam(SelfManaged):
     """A torch optimizer with the numbers of ``torch.optim.AdamW`` (of ``Adam`` with ``adamw_mode=False``).
 
     Parameters are dense fp32, bf16 or fp16 tensors on the devices of the subclass; the arithmetic is fp32.
@@ -124,6 +125,13 @@ class KernelAdam(Optimizer):
                 going on.
             StateError: the optimizer is closed, or an earlier step was incomplete.
         """
+        if self.driver() is not None:
+            if grad_scale != 1.0:
+                raise ConfigError(
+                    f"grad_scale is {grad_scale} and the parameters are managed: backward() scales the loss "
+                    "and clip_grad_by_norm() clips; leave grad_scale out"
+                )
+            return self.step_managed(closure)  # type: ignore[no-any-return]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,6 +177,8 @@ class KernelAdam(Optimizer):
             IoError: the file cannot be read.
             StateError: the optimizer is closed, or the last step was incomplete.
         """
+        if self.driver() is not None:
+            return super().state_dict()
         self._require_usable()
         with self._all_states_in_memory():
             exported = super().state_dict()
@@ -188,6 +198,9 @@ class KernelAdam(Optimizer):
             ConfigError: the state asks for what there is not (``amsgrad``, ``maximize``), or its tensors do
                 not fit; nothing has changed.
         """
+        if self.driver() is not None:
+            super().load_state_dict(state_dict)
+            return
         if self._closed:
             raise StateError(f"this {type(self).__name__} is closed")
         with suppress(IoError):  # what was lost is being replaced

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 
 
@@ -33,7 +34,7 @@ class LambHyper:
         return cls(**numbers, betas=betas_of(group), bias_correction=bool(group["bias_correction"]))
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(SelfManaged):
     """Lamb (You et al., 2020): with ``u = m / (sqrt(v) + eps) + weight_decay * p`` of Adam's moments,
     ``p -= lr * norm(p) / norm(u) * u``; where either norm is 0, ``p -= lr * u``.
 
@@ -66,6 +67,8 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Raises ConfigError for a sparse one."""
+        if self.driver() is not None:
+            return self.step_managed(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 
 
@@ -29,7 +30,7 @@ class LionHyper:
         return cls(**numbers_of(group, "lr", "weight_decay"), betas=betas_of(group))
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(SelfManaged):
     """Lion (Chen et al., 2023): ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``, then
     ``m = beta2 * m + (1 - beta2) * g``.
 
@@ -54,6 +55,8 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
+        if self.driver() is not None:
+            return self.step_managed(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

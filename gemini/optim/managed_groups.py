@@ -18,6 +18,7 @@ from gemini.optim.arguments import Margin, bare, check_parameters, host_updates_
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shells import GroupSettings
 from gemini.optim.state_exchange import exported_groups, forget_states, slots_in_order
 from gemini.optim.state_shards import export_shards
@@ -78,8 +79,14 @@ class ManagedGroups(WrappedOptimizer):
     def stand_for(self, optim: torch.optim.Optimizer) -> None:
         """Drive ``optim`` from here on: share its hooks, and answer in its place for states and groups."""
         self.share_hooks(optim)
-        self._driven_groups = list(optim.param_groups)
+        self.take_driven_groups(optim)
+        if isinstance(optim, SelfManaged):
+            optim.give_to(self)
         refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
+
+    def take_driven_groups(self, optim: torch.optim.Optimizer) -> None:
+        """Take the groups that ``optim``, which is driven, has now for those that it is to have."""
+        self._driven_groups = list(optim.param_groups)
 
     def refuse_other_groups(self) -> None:
         """Raise ConfigError where the wrapped optimizer was given or has lost groups, which is not seen."""

@@ -6,7 +6,7 @@ import torch
 from torch import optim as torch_optim
 
 from gemini.errors import ConfigError
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
@@ -54,7 +54,7 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False) -> Updat
             f"it is a {type(optim).__name__} already, which updates the model by itself: use that one, or "
             "make another of the optimizer that it drives"
         )
-    if isinstance(optim, CPUAdam):
+    if isinstance(optim, KernelAdam):
         return AdamRule(optim.state_format)
     step = step_of(type(optim))
 

@@ -51,6 +51,7 @@ def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer like ``optim``, for parameters of one step."""
     shell: torch.optim.Optimizer = object.__new__(type(optim))
     vars(shell).update(vars(optim))
+    vars(shell).pop("_own", None)  # of one that drives itself: its shells step over plain tensors
     shell.state = defaultdict(dict)
     return shell
 

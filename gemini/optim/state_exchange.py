@@ -288,4 +288,5 @@ def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
 
 def slots_in_order(optimizer: ManagedOptimizer) -> Sequence[ManagedSlot]:
     """Return what the model has of each parameter, in the order of a state dict's numbers."""
+    optimizer.model.managed.refuse_exchanged("optimizer")
     return [param._slot for group in optimizer.param_groups for param in group["params"]]

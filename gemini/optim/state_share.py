@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from gemini.chunk import Chunk
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.managed_optimizer import ManagedOptimizer
 
 
@@ -39,7 +39,7 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
         if any(slot in mine and slot.start < piece.stop and piece.start < slot.stop for slot in group.slots)
         for kind, chunk in piece.chunks.items()
     ]
-    adam = optim if isinstance(optim, CPUAdam) else None
+    adam = optim if isinstance(optim, KernelAdam) else None
     chosen = choose_share(states, adam.disk_fraction if adam is not None else 0.0)
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model.manager, model.manager.chunks

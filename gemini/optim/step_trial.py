@@ -196,7 +196,8 @@ def _joined(form: Form, found: Sequence[Any]) -> bool:
     whole, *pieces = found
     if tuple(whole.shape) != form.shape:
         return False
-    ordered = flat(ordered_like(whole, form.tensor(torch.empty(form.numel, device="cpu")), whole.dtype))
+    like = form.tensor(torch.empty(form.numel, dtype=whole.dtype, device="cpu"))
+    ordered = flat(ordered_like(whole, like, whole.dtype))
     return equal(ordered, torch.cat([piece.reshape(-1) for piece in pieces]))
 
 

@@ -1,0 +1,119 @@
+"""SelfManaged: an optimizer of ours that drives itself over the chunks of a managed model."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.model.managed_model import ManagedModel, handle_of_parameter
+from gemini.optim.shells import step_of
+from gemini.runtime import ManagedParameter
+
+# What a GeminiOptimizer has beside an optimizer of torch, of which programs over managed models make use.
+_SHOWN = frozenset(
+    ("backward", "clip_grad_by_norm", "clip_grad_by_value", "get_grad_norm", "get_param_grad", "loss_scale")
+)
+
+
+class SelfManaged(torch.optim.Optimizer):
+    """Over plain parameters an optimizer as any other. Over managed ones, unless a GeminiOptimizer was made
+    for it, it makes one with default options when it is first used, which does everything.
+
+    ``driver_type``: GeminiOptimizer, which imports this class.
+    """
+
+    driver_type: ClassVar[Callable[[torch.optim.Optimizer, ManagedModel], Any]]
+
+    _own: Any = None  # the GeminiOptimizer that it has made
+    _given_to: Callable[[], Any] = staticmethod(lambda: None)  # returns the one that somebody else made
+
+    @classmethod
+    def be_driven_by(cls, driver_type: Callable[[torch.optim.Optimizer, ManagedModel], Any]) -> None:
+        """Have optimizers make this of themselves over managed parameters."""
+        cls.driver_type = driver_type
+
+    def driver(self) -> Any:
+        """Return the GeminiOptimizer that this optimizer has made for its parameters, now if there is none;
+        None where they are plain, or another drives it. Raises as :class:`gemini.GeminiOptimizer`."""
+        if self._own is not None:
+            return self._own
+        params = next((group["params"] for group in self.param_groups if group["params"]), ())
+        if not params or type(params[0]) is not ManagedParameter or self._given_to() is not None:
+            return None
+        own = type(self).driver_type(self, handle_of_parameter(params[0]))
+        self._given_to = lambda: None
+        self._own = own
+        self.state = own.state
+        return own
+
+    def require_free(self) -> None:
+        """Raise ConfigError where this optimizer has updated a managed model: its states are there."""
+        if self._own is not None and self._own.steps:
+            raise ConfigError(
+                f"this {type(self).__name__} has updated the managed model by itself already: it is its own "
+                "GeminiOptimizer and has backward() and clip_grad_by_norm(); use it on, or make the "
+                "GeminiOptimizer before its first step"
+            )
+
+    def give_to(self, wrapper: torch.optim.Optimizer) -> None:
+        """Be driven by ``wrapper`` from now on."""
+        if self._own is not None:
+            self._own, self.state = None, defaultdict(dict)
+        self._given_to = weakref.ref(wrapper)
+
+    def step_managed(self, closure: Callable[[], Any] | None) -> Any:
+        """Run the step of :meth:`driver`; hooks run around the step that calls this."""
+        step: Callable[..., Any] = step_of(type(self._own))
+        return step(self._own, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give up gradients, or make zeros of them; over ranks all call it where parameters are managed."""
+        own = self.driver()
+        if own is not None:
+            own.zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers do."""
+        own = self.driver()
+        return own.state_dict() if own is not None else super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state as torch's optimizers do."""
+        own = self.driver()
+        if own is not None:
+            own.load_state_dict(state_dict)
+        else:
+            super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch's optimizers do."""
+        if self._own is None:
+            super().add_param_group(param_group)
+        else:
+            self._own.add_param_group(param_group)
+            self.param_groups.append(self._own.param_groups[-1])
+            self._own.take_driven_groups(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._own is not None:
+            self._own.__reduce_ex__(2)  # raises: states are in the model's chunks
+        return super().__getstate__()
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.driver() if name in _SHOWN else None
+        if own is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(own, name)
+
+
+def driver_of(optimizer: Any) -> Any:
+    """Return the GeminiOptimizer of an optimizer that drives itself; others as they are."""
+    own = optimizer.driver() if isinstance(optimizer, SelfManaged) else None
+    return optimizer if own is None else own
