@@ -94,6 +94,21 @@ def _explain(error: Exception, path: str) -> None:
         read_index(index)
 
 
+def _keep_types(model: Any) -> None:
+    """Give the parameters that ``model`` keeps in fp32 that type, as loading them would: they are on ``meta``
+    and have the type of all others until then."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    types: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    if not types:
+        return
+    kept, patterns, _ = build_glob_alternation(list(types))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found = kept.search(name)
+        if found is not None and found.lastgroup is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(types[patterns[found.lastgroup]])
+
+
 def _transformers() -> Any:
     try:
         import transformers
@@ -190,6 +205,7 @@ class _Loading:
                 f"loading {type(self._opened.module).__name__ if self._opened else 'the model'} loads "
                 f"another model, a {type(model).__name__}; load each by itself"
             )
+        _keep_types(model)
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)

@@ -117,6 +117,16 @@ def test_16_bits_in_files_train_with_masters(tmp_path: Path) -> None:
     assert gemini.handle_of(model).state_dict()["lm_head.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_a_model_keeps_in_fp32_has_that_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    kind, sizes = transformers.T5ForConditionalGeneration, {"d_model": 32, "d_kv": 8, "d_ff": 64}
+    saved(transformers.T5Config(vocab_size=64, num_layers=1, num_heads=4, **sizes), kind, tmp_path)
+    got, want = load_both(tmp_path, kind, dtype=dtype)
+    assert_same(got[0], want[0])
+    types = {param.dtype for param in got[0].parameters()}
+    assert types == ({dtype, torch.float32} if dtype == torch.float16 else {dtype})
+
+
 def test_no_memory_is_held_by_a_load_that_failed(tmp_path: Path) -> None:
     file = saved(llama(), LLAMA, tmp_path) / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
