@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from gemini.errors import ConfigError
 from gemini.parallel.sequence.attention import SequenceAttention
+from gemini.parallel.sequence.wrapped import complete_calls
 
 _NUMBERS = itertools.count()
 _COUNTS_WHAT_IS_SEEN = ("opt",)  # models whose positions leave out what the mask hides
@@ -30,14 +31,6 @@ _HEADS_OF_SEQUENCES = (
     "ForPreTraining",
 )
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
-
-
-def is_of_transformers(model: nn.Module) -> bool:
-    """Say whether ``model`` is a PreTrainedModel."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(model).__mro__
-    )
 
 
 def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
@@ -128,7 +121,7 @@ def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: 
                 configs[id(config)]._attn_implementation = name
             module.config = configs[id(config)]
     if not cuts_blocks:
-        model.register_forward_pre_hook(partial(_complete, attention), with_kwargs=True)
+        complete_calls(model, partial(_complete, attention, model))
 
 
 def _attend(

@@ -16,13 +16,13 @@ from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import (
     has_causal_loss,
     is_causal,
-    is_of_transformers,
     refuse_unfit,
     replace_attention,
 )
 from gemini.parallel.sequence.loss import IGNORED, mean_loss, take_loss_over_ranks
 from gemini.parallel.sequence.modules import refuse_torch_attention, replace_torch_attention
 from gemini.parallel.sequence.order import Order
+from gemini.parallel.sequence.wrapped import find_pretrained, refuse_unfit_wrapper, require_loss_of
 
 METHODS = ("ulysses", "ring")
 
@@ -99,8 +99,9 @@ class SequenceParallel:
     def attend_in(self, model: nn.Module, *, cuts_blocks: bool = False) -> None:
         """Have the attention of ``model`` go across the ranks; on ``meta`` it asks nobody, and has the shapes
         of a part."""
-        if is_of_transformers(model):
-            replace_attention(model, self.attention, cuts_blocks=cuts_blocks)
+        inner = find_pretrained(model)
+        if inner is not None:
+            replace_attention(inner, self.attention, cuts_blocks=cuts_blocks)
         else:
             replace_torch_attention(model, self.attention)
 
@@ -159,8 +160,10 @@ class SequenceParallel:
 
 def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
     """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
-    if is_of_transformers(model):
-        refuse_unfit(model, cuts_blocks=cuts_blocks)
+    inner = find_pretrained(model)
+    if inner is not None:
+        refuse_unfit(inner, cuts_blocks=cuts_blocks)
+        refuse_unfit_wrapper(model, inner, cuts_blocks=cuts_blocks)
     else:
         refuse_torch_attention(model)
 
@@ -193,7 +196,7 @@ def parallelize_sequence(
     if cut not in ("batch", "blocks"):
         raise ConfigError(f"cut is {cut!r}; it may be batch or blocks")
     sequence = SequenceParallel(mesh, method, zigzag=zigzag)
-    of_transformers, whole = is_of_transformers(model), cut == "blocks"
+    whole = cut == "blocks"
 
     def check() -> list[nn.Module]:
         refuse_unfit_model(model, cuts_blocks=whole)
@@ -204,10 +207,14 @@ def parallelize_sequence(
     sequence.takes_whole_batches = whole
     if whole:
         cut_at_blocks(blocks, sequence.attention)
-    elif of_transformers:
-        sequence.looks_back_only = is_causal(model)
-        sequence.shifts_labels = sequence.looks_back_only and has_causal_loss(model)
+        return sequence
+    inner = find_pretrained(model)
+    if inner is not None:
+        sequence.looks_back_only = is_causal(inner)
+        sequence.shifts_labels = sequence.looks_back_only and has_causal_loss(inner)
         sequence.refuses_labels = sequence.looks_back_only and not sequence.shifts_labels
         if sequence.shifts_labels:
-            take_loss_over_ranks(model, sequence.averaging if takes_loss else None)
+            take_loss_over_ranks(inner, sequence.averaging if takes_loss else None)
+            if inner is not model:
+                require_loss_of(inner, model)
     return sequence

@@ -1,0 +1,127 @@
+"""Models of transformers inside other modules: PEFT's, a value head, one of the user's own.
+
+What parts of sequences need is decided by the class of a model: its masks, its positions, its loss. A module
+around it has another class and passes on what it is called with, so the model inside is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+
+from gemini.errors import ConfigError
+
+_MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
+_WAY_OUT = "give whole batches to all ranks and cut='blocks', or leave sp_size at 1"
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+
+
+def find_pretrained(model: nn.Module) -> Any:
+    """Return the PreTrainedModel that ``model`` is, or the one inside it that no other is around; None: there
+    is none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found: dict[str, nn.Module] = {}
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) not in inside and _is_pretrained(module):
+            found[name] = module
+            inside |= {id(part) for part in module.modules()}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), and parts "
+            "of sequences are for one; leave sp_size at 1"
+        )
+    return next(iter(found.values()), None)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: bool) -> None:
+    """Raise ConfigError where what is around ``inner`` computes with neighbouring tokens, or adds some."""
+    if model is inner:
+        return
+    name, own = type(model).__name__, {id(part) for part in inner.modules()}
+    for path, module in model.named_modules():
+        if id(module) not in own and isinstance(module, _MIXES_TOKENS) and not cuts_blocks:
+            raise ConfigError(f"{name} mixes tokens around its {type(inner).__name__}, by {path}; {_WAY_OUT}")
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ConfigError(
+            f"{name} puts tokens of its own before the sequence ({type(config).__name__}), on each rank; "
+            "use LoRA, or leave sp_size at 1"
+        )
+
+
+class _Completed(nn.Module):
+    """A model whose forward pass is given what it would make of whole sequences, whoever calls it: PEFT calls
+    ``forward`` itself, without hooks."""
+
+    sequence_completes: Complete
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model does."""
+        args, kwargs = self.sequence_completes(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+@cache
+def _class_of(was: type[nn.Module]) -> type[nn.Module]:
+    """Return a class that completes calls, with the name and the signature of ``was``."""
+    forward = functools.wraps(was.forward)(
+        lambda self, *args, **kwargs: _Completed.forward(self, *args, **kwargs)
+    )
+    return type(was.__name__, (_Completed, was), {"__module__": was.__module__, "forward": forward})
+
+
+def complete_calls(model: nn.Module, complete: Complete) -> None:
+    """Have ``complete(args, kwargs)`` say with what the forward pass of ``model`` is called."""
+    model.__class__ = _class_of(type(model))  # type: ignore[assignment,arg-type]
+    cast(_Completed, model).sequence_completes = complete
+
+
+def require_loss_of(inner: Any, model: nn.Module) -> None:
+    """Have ``model``, which is around ``inner``, refuse labels that ``inner`` takes no loss of: labels of a
+    part have been shifted before they were cut, and what is around would shift them again."""
+    watch = _LossWatch(inner.loss_function)
+    inner.loss_function = watch
+    model.register_forward_pre_hook(watch.begin, with_kwargs=True)
+    model.register_forward_hook(watch.end, with_kwargs=True)
+
+
+class _LossWatch:
+    """The loss function of a model of transformers, and whether it was called."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self._loss = loss
+        self._was_called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._was_called = True
+        return self._loss(*args, **kwargs)
+
+    def begin(self, _model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+        """Forget the pass before."""
+        self._was_called = False
+
+    def end(self, model: nn.Module, _args: tuple[Any, ...], kwargs: Mapping[str, Any], _out: Any) -> None:
+        """Raise ConfigError where labels were given, and the loss is somebody else's."""
+        if kwargs.get("labels") is not None and not self._was_called:
+            raise ConfigError(
+                f"{type(model).__name__} takes a loss of its own of labels that SequenceParallel.cut has "
+                "shifted already, over the tokens of this rank alone: leave labels out of its call and take "
+                "the loss of its logits by mean_loss, let the model inside take it, or give cut='blocks'"
+            )
