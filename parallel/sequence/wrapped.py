@@ -89,7 +89,7 @@ def _class_of(was: type[nn.Module]) -> type[nn.Module]:
 
 def complete_calls(model: nn.Module, complete: Complete) -> None:
     """Have ``complete(args, kwargs)`` say with what the forward pass of ``model`` is called."""
-    model.__class__ = _class_of(type(model))  # type: ignore[assignment,arg-type]
+    model.__class__ = _class_of(type(model))  # type: ignore[arg-type]
     cast(_Completed, model).sequence_completes = complete
 
 
