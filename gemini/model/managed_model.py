@@ -30,6 +30,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.runtime.intercept.one_type import FirstPasses
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
 from gemini.runtime.storage.gradient import SlotGradient
@@ -79,6 +80,7 @@ class ManagedModel:
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
         self.manager.take_types(config.precision, self.storage.slots.values())
+        self._first_passes = FirstPasses(module, config.precision)
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
@@ -149,7 +151,8 @@ class ManagedModel:
         activations = manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
         watched = self.unfollowed.inside(training)
-        with manager.shortage.watched(), watched, manager.forward_pass(training), saving:
+        in_one_type = self._first_passes.watched(training)
+        with manager.shortage.watched(), watched, manager.forward_pass(training), saving, in_one_type:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:

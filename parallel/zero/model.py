@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from gemini.errors import ConfigError
 from gemini.model.wrapper import NamedAsWrapped
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.runtime.intercept.one_type import InOneType, mixes_types
 from gemini.runtime.intercept.precision import compute_types, place_buffers
 
 from .collectives import Collectives
-from .one_type import InOneType, mixes_types
 from .optimizer import LowLevelZeroOptimizer
 
 

@@ -14,10 +14,10 @@ from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
+from gemini.runtime.intercept.one_type import run_backward
 
 from .collectives import Collectives, Traffic
 from .norms import any_overflow, total_norm
-from .one_type import run_backward
 from .options import (
     check_norm,
     check_optimizer,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_harness import KIB, Recipe, assert_trains_alike, random_batch, seeded, tight
 from training_models import square_loss
 
@@ -176,6 +177,65 @@ def test_keep_fp32_without_effect_is_refused(options: dict[str, Any], says: str)
     with pytest.raises(ConfigError, match=says):
         GeminiDDP(module, **options)
     assert type(module[0].weight) is nn.Parameter
+
+
+class Masked(nn.Module):
+    """Attention whose scores a buffer in fp32 promotes before they meet values in 16 bits."""
+
+    def __init__(self, *, casts: bool) -> None:
+        super().__init__()
+        self.query, self.value, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)) + 0.1)
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what tokens see."""
+        value = self.value(x)
+        scores = self.query(x) @ value.transpose(-2, -1) * self.mask
+        if self.casts:
+            scores = scores.to(value.dtype)
+        out: Tensor = x + self.out(scores @ value)
+        return out
+
+
+class Blocks(nn.Module):
+    """Blocks that are computed again in backward, or not."""
+
+    def __init__(self, *, casts: bool, recomputes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(casts=casts) for _ in range(2))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last block does."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+@HALVES
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_of_two_types_meet_in_that_of_16_bits(
+    precision: str, recomputes: bool, tmp_path: Path
+) -> None:
+    found = []
+    for casts in (False, True):
+        module = seeded(lambda casts=casts: Blocks(casts=casts, recomputes=recomputes))
+        with GeminiDDP(module, mixed_precision=precision, **tight(tmp_path, 40 * KIB)) as model:
+            optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+            losses = []
+            for step in range(3):
+                loss = model(random_batch(step, (2, 4, 32))).square().mean()
+                optimizer.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+                with torch.no_grad():
+                    losses.append(model(random_batch(9, (2, 4, 32))).mean().item())
+            assert type(module.blocks[0]).__name__ == "Masked"
+            found.append((losses, [value.clone() for value in model.state_dict().values()]))
+    (losses, weights), (wanted, other) = found
+    assert losses == wanted
+    assert all(map(torch.equal, weights, other))
 
 
 def test_types_that_torch_refuses_stay_refused_without_mixed_precision() -> None:
