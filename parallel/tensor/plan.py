@@ -114,10 +114,16 @@ RULES: Mapping[str, Rule] = {
     # ViT
     "ViTAttention": _attention(out="o_proj", divided=("num_attention_heads",), inputs=_QKV),
     "ViTMLP": _mlp("fc1", "fc2"),
-    # Whisper
-    "WhisperAttention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
-    "WhisperEncoderLayer": _mlp("fc1", "fc2"),
-    "WhisperDecoderLayer": _mlp("fc1", "fc2"),
+    # Whisper, and the encoders and decoders that are built as BART's are
+    **{
+        f"{family}{part}": rule
+        for family in ("Whisper", "Bart", "MBart", "PLBart", "Pegasus", "Marian", "Blenderbot", "M2M100")
+        for part, rule in {
+            "Attention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
+            "EncoderLayer": _mlp("fc1", "fc2"),
+            "DecoderLayer": _mlp("fc1", "fc2"),
+        }.items()
+    },
 }
 
 # Of transformers' classes, what is between column and row layers, by heads or by elements, and in no plan.

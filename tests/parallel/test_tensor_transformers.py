@@ -38,6 +38,23 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+BART = {
+    **TEXT,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -101,6 +118,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
+    **{
+        name.lower(): (f"{name}ForConditionalGeneration", f"{name}Config", BART)
+        for name in ("Bart", "MBart", "Pegasus", "Blenderbot", "M2M100", "PLBart")
+    },
+    "marian": ("MarianMTModel", "MarianConfig", {**BART, "decoder_start_token_id": 0}),
     "vit": (
         "ViTForImageClassification",
         "ViTConfig",
