@@ -10,6 +10,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis, HasAxes
+from gemini.parallel.pretrained import find_pretrained
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.batch import Batch, cut_batch, filled, shifted
 from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
@@ -22,7 +23,7 @@ from gemini.parallel.sequence.hugging_face import (
 from gemini.parallel.sequence.loss import IGNORED, mean_loss, take_loss_over_ranks
 from gemini.parallel.sequence.modules import refuse_torch_attention, replace_torch_attention
 from gemini.parallel.sequence.order import Order
-from gemini.parallel.sequence.wrapped import find_pretrained, refuse_unfit_wrapper, require_loss_of
+from gemini.parallel.sequence.wrapped import refuse_unfit_wrapper, require_loss_of
 
 METHODS = ("ulysses", "ring")
 

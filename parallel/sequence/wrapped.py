@@ -22,34 +22,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
 
 
-def find_pretrained(model: nn.Module) -> Any:
-    """Return the PreTrainedModel that ``model`` is, or the one inside it that no other is around; None: there
-    is none.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    found: dict[str, nn.Module] = {}
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) not in inside and _is_pretrained(module):
-            found[name] = module
-            inside |= {id(part) for part in module.modules()}
-    if len(found) > 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), and parts "
-            "of sequences are for one; leave sp_size at 1"
-        )
-    return next(iter(found.values()), None)
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(module).__mro__
-    )
-
-
 def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: bool) -> None:
     """Raise ConfigError where what is around ``inner`` computes with neighbouring tokens, or adds some."""
     if model is inner:

@@ -161,9 +161,10 @@ def planned(
             raise ConfigError(f"{name}: {error}") from None
         styles[id(module)] = (module, style, own)
         copies = max((cut.copies for cut in own.values()), default=1)
-        around = model.get_submodule(name.rpartition(".")[0])
+        place = resolved.around.get(name, name).rpartition(".")[0]
+        around = model.get_submodule(place)
         if copies > 1 and hasattr(around, GROUPS):
-            settings[name.rpartition(".")[0]] = getattr(around, GROUPS) // copies
+            settings[place] = getattr(around, GROUPS) // copies
     _refuse_shared(model, cuts, list(styles.values()))
     for name, key in resolved.divided:
         value = getattr(model.get_submodule(name), key)

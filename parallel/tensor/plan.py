@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.pretrained import find_pretrained
+from gemini.parallel.tensor.adapters import styles_of_adapted
 from gemini.parallel.tensor.styles import (
     AlibiHeads,
     Column,
@@ -143,6 +145,7 @@ class Resolved:
 
     styles: dict[str, Style] = field(default_factory=dict)
     divided: list[tuple[str, str]] = field(default_factory=list)
+    around: dict[str, str] = field(default_factory=dict)  # by a part of an adapted module, its name
     settings: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
@@ -161,12 +164,16 @@ def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_l
     found = Resolved()
     _add_named(found, model, plan)
     _keep_heads_whole(found, model)
+    _cut_adapters(found, model)
     return found
 
 
 def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
     found = Resolved()
-    own = getattr(model, "_tp_plan", None) or {}
+    inner = find_pretrained(model) or model
+    prefix = next(name for name, module in model.named_modules() if module is inner)
+    own = getattr(inner, "_tp_plan", None) or {}
+    own = {f"{prefix}.{key}".lstrip("."): style for key, style in own.items()}
     named = {key: style for key, style in own.items() if _matching(model, key)}
     _add_named(found, model, named)
     if not named:
@@ -179,6 +186,7 @@ def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
     _add_vocabulary(found, model, gather_logits=gather_logits)
     _add_within(found, model)
     _keep_heads_whole(found, model)
+    _cut_adapters(found, model)
     return found
 
 
@@ -234,13 +242,24 @@ def _add_by_class(found: Resolved, model: nn.Module) -> None:
 
 def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
     """Cut the vocabulary: transformers' input and output embeddings, and what is tied to them."""
-    ends = (_asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings"))
+    inner = find_pretrained(model) or model
+    ends = (_asked(inner, "get_input_embeddings"), _asked(inner, "get_output_embeddings"))
     weights = {id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
             found.styles[name] = Vocabulary()
         elif isinstance(module, nn.Linear) and id(module.weight) in weights:
             found.styles[name] = Head(gathers=gather_logits)
+
+
+def _cut_adapters(found: Resolved, model: nn.Module) -> None:
+    """Have adapters go with the layers that they are around."""
+    for name, style in list(found.styles.items()):
+        parts = styles_of_adapted(name, model.get_submodule(name), style)
+        if parts is not None:
+            del found.styles[name]
+            found.styles |= parts
+            found.around |= dict.fromkeys(parts, name)
 
 
 def _asked(model: nn.Module, getter: str) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -56,9 +56,16 @@ class Column:
     repeats: bool = False
     square: bool = False
 
+    def as_sections(self, module: nn.Module) -> Column:
+        """Return this style with the number of sections that ``module`` has."""
+        if not self.square:
+            return self
+        weight, out = _linear_weight(module), _out_dim(module)
+        return replace(self, square=False, sections=max(1, weight.shape[out] // weight.shape[1 - out]))
+
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         weight, out = _linear_weight(module), _out_dim(module)
-        sections = max(1, weight.shape[out] // weight.shape[1 - out]) if self.square else self.sections
+        sections = self.as_sections(module).sections
         if weight.shape[out] % (sections * self.unit):
             raise ConfigError(
                 f"{weight.shape[out]} outputs are not {sections} projections side by side in units of "
