@@ -14,6 +14,10 @@ def assert_same(got: Any, want: Any, path: str = "") -> None:
         assert got.keys() == want.keys(), path
         for key, value in want.items():
             assert_same(got[key], value, f"{path}/{key}")
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), path
+        for index, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert_same(one, other, f"{path}/{index}")
     elif isinstance(want, Tensor):
         assert torch.equal(got, want), path
     else:

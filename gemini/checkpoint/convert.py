@@ -23,6 +23,7 @@ from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.rule import ABSENT
 from gemini.optim.state_format import StateFormat, step_count
 from gemini.system.durable import publish, scratch_directory
 from gemini.system.files import io_errors
@@ -215,7 +216,9 @@ class _Mapped:
             read = _format_of(arrays["exp_avg"].dtype).exported(read)
         states = {state: self._file.copy(value) for state, value in read.items()}
         if not is_adam:
-            return {**self._reader.objects().get("small_states", {}).get(param, {}), **states}
+            small = dict(self._reader.objects().get("small_states", {}).get(param, {}))
+            absent = small.pop(ABSENT, ())
+            return {**{name: value for name, value in states.items() if name not in absent}, **small}
         return {"step": step_count(self._reader.manifest["optimizer_steps"][param]), **states}
 
 

@@ -35,12 +35,12 @@ def checked_max_norm(max_norm: float) -> float:
 
 
 def check_optimizer(
-    optim: torch.optim.Optimizer, model: ManagedModel, *, elementwise: bool = False
+    optim: torch.optim.Optimizer, model: ManagedModel, *, elementwise: bool = False, whole: bool = False
 ) -> UpdateRule:
     """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
     if isinstance(optim, SelfManaged):
         optim.require_free()
-    rule = rule_of(optim, elementwise=elementwise)
+    rule = rule_of(optim, elementwise=elementwise, whole=whole)
     if rule.whole and model.manager.part is not None:
         raise ConfigError(
             f"{type(optim).__name__} needs whole parameters, and this model was cut before it was wrapped "
@@ -185,7 +185,7 @@ def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margi
         )
 
 
-def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bool) -> None:
+def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bool, shares: bool) -> None:
     """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
     if overlap in (True, False):
         return
@@ -195,6 +195,7 @@ def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bo
         "max_norm=: the norm is known when all gradients are": clips,
         "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
         "several ranks": several_ranks,
+        "an optimizer of a class that is not known: its step may change what parameters share": shares,
     }
     for reason, applies in reasons.items():
         if applies:

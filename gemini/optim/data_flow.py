@@ -36,7 +36,7 @@ class DataFlow:
         """``owned``: the tensors of each parameter."""
         self.mixed = self.gathered = self.read = self.drawn = ""
         self._owners: dict[int, frozenset[int]] = {}
-        self._kept: list[torch.Tensor] = []  # so that no storage gets the address of one of before
+        self._kept: list[torch.UntypedStorage] = []  # so that none gets the address of one of before
         for owner, tensors in enumerate(owned):
             for tensor in tensors:
                 self._add(tensor, frozenset((owner,)))
@@ -58,7 +58,7 @@ class DataFlow:
         values = [*args, *kwargs.values()]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn = self.drawn or name
-        if name.startswith("_foreach_") and not name.startswith(_REDUCED_LISTS):
+        if name.startswith("_foreach_"):
             self._note_lists(name, values, result)
             return
         tensors = list(_tensors(values))
@@ -93,13 +93,16 @@ class DataFlow:
             owners = self._owners_of(row[: len(lists)]) | shared
             if len(owners) > 1:
                 self.mixed = self.mixed or name
+            if owners and name in _REDUCED_LISTS and row[0].numel() > 1:
+                self.gathered = self.gathered or name
             for tensor in (*row[len(lists) :], *(row[:1] if name.endswith("_") else ())):
                 self._add(tensor, owners)
 
     def _add(self, tensor: torch.Tensor, owners: frozenset[int]) -> None:
-        key = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         if key not in self._owners:
-            self._kept.append(tensor)
+            self._kept.append(storage)
         self._owners[key] = self._owners.get(key, frozenset()) | owners
 
     def _owners_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:

@@ -64,9 +64,10 @@ class GeminiOptimizer(ManagedGroups):
     the gradients: their memory is given back and ``param.grad`` is None afterwards.
 
     Args:
-        optim: a CPUAdam, HybridAdam, Lion, Lamb, or one of torch's but LBFGS and SparseAdam, over parameters
-            of ``model`` (made before or after wrapping). Lamb, Muon and Adafactor need whole parameters: not
-            for a model that was cut before it was wrapped (``model_ranks``).
+        optim: an optimizer of ours or torch's, but LBFGS and SparseAdam, or of any class whose step depends
+            on one parameter at a time, over parameters of ``model`` (made before or after wrapping). Such a
+            class, Lamb, Muon and Adafactor need whole parameters: not for a model that was cut before it was
+            wrapped (``model_ranks``).
         max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
@@ -84,6 +85,9 @@ class GeminiOptimizer(ManagedGroups):
         elementwise: for an ``optim`` of a class that is not known: what its ``step`` makes of an element of a
             parameter depends on that element alone, so that it can be run over pieces. It is tried on every
             shape of its parameters, and refused where an operator of it is not element by element.
+        whole: for such an ``optim``: what its ``step`` makes of a parameter depends on that parameter, its
+            state, settings and attributes alone. It is run over one parameter at a time. Without either this
+            is found out by trial steps; say it where an operator on several parameters changes nothing.
 
     Raises:
         ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
@@ -109,13 +113,15 @@ class GeminiOptimizer(ManagedGroups):
         gpu_margin_mem_ratio: Margin = "auto",
         overlap: Overlap = True,
         elementwise: bool = False,
+        whole: bool = False,
     ) -> None:
         model = handle_of(model)
         self.model = model
         self._adopt(optim.param_groups)
-        self.rule = check_optimizer(optim, model, elementwise=elementwise)
+        self.rule = check_optimizer(optim, model, elementwise=elementwise, whole=whole)
         fp16 = model.config.precision == torch.float16
-        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=model.peers is not None)
+        several = model.peers is not None
+        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=several, shares=self.rule.shares)
         super().__init__(optim.param_groups, optim.defaults)
         self.refuse_second_names()
         self.stand_for(optim)
@@ -276,7 +282,7 @@ class GeminiOptimizer(ManagedGroups):
         taken = self.model.gradients_of_torch()
         update = self._update if not overflowed else (lambda: None)
         if self._in_backward is not None:
-            self._in_backward.finish(update, self._hypers())
+            self._in_backward.finish(update, self.hypers())
         else:
             update()
         self._grad_norm = self._clipping.measured
@@ -440,6 +446,7 @@ class GeminiOptimizer(ManagedGroups):
         updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: None for update in updates for slot in update.steps}
         with self._completeness.change():
+            self.rule.begin(self.param_groups)
             for update in updates:
                 self._count(update)
             if self.overlap and self._in_backward is None and self.can_defer_updates:
@@ -450,6 +457,7 @@ class GeminiOptimizer(ManagedGroups):
                 manager.enter(OPTIMIZER)
                 for update in updates:
                     update.run_now()
+            self.rule.end(self.param_groups)
         self._note_written(updated)
 
     def _start_update(self, group: ChunkGroup) -> ChunkUpdate | None:
@@ -473,19 +481,10 @@ class GeminiOptimizer(ManagedGroups):
         with torch._C.DisableTorchFunctionSubclass():
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
-    def _hypers(self) -> dict[ManagedSlot, Any]:
-        self.refuse_other_groups()
-        self.refuse_new_states()
-        found: dict[ManagedSlot, Any] = {}
-        for settings in self.param_groups:
-            hyper = self.rule.hyper(settings)
-            found.update((param._slot, hyper) for param in settings["params"])
-        return found
-
     @paused_collector()
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
-        scale, hypers = self._clipping.scale, self._hypers()
+        scale, hypers = self._clipping.scale, self.hypers()
         updates = []
         for group in groups:
             steps = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.rule import UpdateRule
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shells import GroupSettings
-from gemini.optim.state_exchange import exported_groups, forget_states, slots_in_order
+from gemini.optim.state_exchange import exported_groups, forget_states, nbytes_of, slots_in_order
 from gemini.optim.state_shards import export_shards
 from gemini.optim.state_share import stow_share
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
@@ -55,14 +55,15 @@ class ManagedGroups(WrappedOptimizer):
     def small_state_bytes(self) -> int:
         """What small states take beside the chunks. Any thread may ask."""
         each = (value for kept in self.small.copy().values() for value in kept.copy().values())
-        return sum(value.nbytes for value in each if isinstance(value, torch.Tensor))
+        return sum(map(nbytes_of, each))
 
     @property
     def can_defer_updates(self) -> bool:
         """Whether updates may wait for the next use of their chunks. Where ranks make them together, each
         would come to them at a time of its own."""
         manager = self.model.manager
-        return manager.can_defer_updates and not (self.rule.whole and manager.is_sharded)
+        ordered = self.rule.shares or (self.rule.whole and manager.is_sharded)
+        return manager.can_defer_updates and not ordered
 
     def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
         """Return what is kept of the parameters of a group."""
@@ -82,6 +83,8 @@ class ManagedGroups(WrappedOptimizer):
         self.take_driven_groups(optim)
         if isinstance(optim, SelfManaged):
             optim.give_to(self)
+        if isinstance(optim.state, ManagedStates):  # of a wrapper before this one
+            optim.state = defaultdict(dict)
         refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
 
     def take_driven_groups(self, optim: torch.optim.Optimizer) -> None:
@@ -100,6 +103,16 @@ class ManagedGroups(WrappedOptimizer):
                 f"{type(self).__name__} took over, and these are the ones it updates; change its own, with "
                 "add_param_group() or in param_groups, and leave the other's as they were"
             )
+
+    def hypers(self) -> dict[ManagedSlot, Any]:
+        """Return the settings of each parameter. Raises ConfigError as :meth:`refuse_other_groups`."""
+        self.refuse_other_groups()
+        self.refuse_new_states()
+        found: dict[ManagedSlot, Any] = {}
+        for settings in self.param_groups:
+            hyper = self.rule.hyper(settings)
+            found.update((param._slot, hyper) for param in settings["params"])
+        return found
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
@@ -204,6 +217,13 @@ class ManagedGroups(WrappedOptimizer):
             self.steps.pop(slot, None)
             self.small.pop(slot, None)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what an optimizer of a class that is not known has (``train()``, ``eval()``)."""
+        driven, rule = vars(self).get("_driven_optim"), vars(self).get("rule")
+        if name.startswith("_") or driven is None or rule is None or not rule.shares:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(driven, name)
+
     @property  # type: ignore[override]
     def state(self) -> ManagedStates:
         """The state of each parameter, to be read."""
@@ -247,7 +267,7 @@ class ManagedGroups(WrappedOptimizer):
     def exported_settings(self) -> list[dict[str, Any]]:
         """Return what :attr:`settings` says, as numbers."""
         hypers = (self.rule.hyper(group) for group in self.param_groups)
-        return [dict(h.values) if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
+        return [h.as_numbers() if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
 
     def take_settings(self, settings: list[dict[str, Any]]) -> None:
         """Set what another rank's :meth:`exported_settings` says."""

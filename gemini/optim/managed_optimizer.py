@@ -25,6 +25,11 @@ class ManagedOptimizer(Protocol):
     loss_scale: LossScale | None
 
     @property
+    def state(self) -> Any:
+        """The state of each parameter, to be read."""
+        ...
+
+    @property
     def state_names(self) -> tuple[str, ...]: ...
 
     def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:

@@ -52,6 +52,10 @@ class Part(NamedTuple):
     first: int
 
 
+# Among the small states of a parameter: the names of arrays that chunks have room for, and it does not keep.
+ABSENT = "(absent)"
+
+
 class UpdateRule(Protocol):
     """How one kind of optimizer updates. ``counts_steps``: whether a state dict says of each parameter how
     many steps it has made; ``keeps_small``: whether there are small states, beside chunks; ``whole``: whether
@@ -65,6 +69,16 @@ class UpdateRule(Protocol):
 
     @property
     def whole(self) -> bool: ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether a step may change what parameters share: settings of groups, attributes."""
+
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        """A step of all parameters begins."""
+
+    def end(self, groups: Sequence[dict[str, Any]]) -> None:
+        """A step has updated all parameters, or, where nothing is shared, left that for later."""
 
     @property
     def converts(self) -> bool:
@@ -94,8 +108,20 @@ class UpdateRule(Protocol):
         called. ``processors``: of the CPU, to compute on."""
 
 
+class Independent:
+    """A step changes nothing that parameters share."""
+
+    shares: ClassVar[bool] = False
+
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Nothing to be noted."""
+
+    def end(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Nothing to be changed."""
+
+
 @dataclass(frozen=True)
-class AdamRule:
+class AdamRule(Independent):
     """CPUAdam's and HybridAdam's kernel, one call for all parts. ``format``: how moments are kept."""
 
     format: StateFormat = field(default_factory=StateFormat)
@@ -148,7 +174,7 @@ class AdamRule:
         )
 
 
-class _TorchRule(ABC):
+class _TorchRule(Independent, ABC):
     """Operators of torch on each part. States are of the type of the values, as torch has them."""
 
     counts_steps = False

@@ -9,10 +9,12 @@ from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
+from gemini.optim.lone_rule import LoneRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
+from gemini.optim.shared_step import refuse
 from gemini.optim.shells import step_of
 from gemini.optim.stepped_rule import SteppedRule
-from gemini.optim.wrapped import WrappedOptimizer
+from gemini.optim.wrapped import HOOKS, WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
 _ELEMENT_WISE = (
@@ -40,13 +42,9 @@ _REFUSED = {
     torch_optim.LBFGS: "it evaluates the loss several times in a step and needs all parameters as one vector",
     torch_optim.SparseAdam: "it takes sparse gradients, and those of managed parameters are dense",
 }
-_WAY_OUT = (
-    "GeminiOptimizer drives CPUAdam, HybridAdam, Lion, Lamb, and torch's SGD, Adam, AdamW, Adamax, NAdam, "
-    "RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD, Muon and Adafactor"
-)
 
 
-def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False) -> UpdateRule:
+def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:
     """Return how ``optim`` updates. ``elementwise``: what the step of a class that is not known makes of an
     element depends on that element alone. Raises ConfigError where nothing here does as it does."""
     if isinstance(optim, WrappedOptimizer):
@@ -72,13 +70,9 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False) -> Updat
         return SteppedRule(optim, whole=False)
     if elementwise:
         return SteppedRule(optim, whole=False, is_known=False)
-    name = type(optim).__name__
     for kind, reason in _REFUSED.items():
         if isinstance(optim, kind):
-            raise ConfigError(f"{name} cannot update a managed model: {reason}. {_WAY_OUT}")
-    raise ConfigError(
-        f"nothing is known of the step of {name}, which is run on pieces of parameters: if what it makes of "
-        "an element depends on that element alone, say so with GeminiOptimizer(..., elementwise=True), which "
-        "tries it first; if not (norms, factors, whole matrices), it cannot update a managed model. "
-        f"{_WAY_OUT}"
-    )
+            raise refuse(optim, reason)
+    if not all(hasattr(optim, name) for name in HOOKS):
+        raise refuse(optim, "it is an Optimizer whose __init__ does not call that of torch.optim.Optimizer")
+    return LoneRule(optim, is_said=whole)

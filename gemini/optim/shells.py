@@ -12,16 +12,17 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class GroupSettings:
-    """The settings of a parameter group as they were; one-element tensors are copies."""
+    """The settings of a parameter group as they were; tensors are copies. ``place``: which group it was."""
 
     values: Mapping[str, Any]
     text: str
+    place: int
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> GroupSettings:
         named = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in named.items())
-        return cls({name: copied(value) for name, value in named.items()}, text)
+        return cls({name: copied(value) for name, value in named.items()}, text, id(group))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupSettings) and self.text == other.text
@@ -31,6 +32,10 @@ class GroupSettings:
 
     def __repr__(self) -> str:
         return self.text
+
+    def as_numbers(self) -> dict[str, Any]:
+        """Return the settings that are numbers, words or some of them."""
+        return {name: value for name, value in self.values.items() if _is_plain(value)}
 
     @property
     def switches(self) -> str:
@@ -73,6 +78,12 @@ def equal(one: Any, other: Any) -> bool:
 def _shown(value: Any) -> str:
     """Return text that differs where values do; repr rounds those of tensors."""
     return f"tensor({value.tolist()})" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str) or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,6 +15,7 @@ from gemini.comm.rank import Rank
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.managed_optimizer import ManagedOptimizer
+from gemini.optim.rule import ABSENT
 from gemini.optim.state_format import step_count
 from gemini.optim.state_import import complete_groups, refuse_unsupported, require_complete
 from gemini.optim.wrapped import hooks_set_aside
@@ -117,12 +118,19 @@ def exported_state(
 ) -> dict[str, torch.Tensor]:
     """Return what is kept of a parameter as a state dict has it, steps aside, in ``place``; ``only`` one of
     it, or, where that follows from others, more. Over ranks all call it."""
-    manager, states = optimizer.model.manager, optimizer.states_of(slot.group)
+    manager, states = optimizer.model.manager, present_states(optimizer, slot)
     if not optimizer.rule.converts:
         states = tuple(state for state in states if only in (None, state.name))
         return {state.name: read_state(slot, state, manager, place) for state in states}
     kept = {state.name: read_state(slot, state, manager) for state in states}
     return {name: _placed(value, place) for name, value in optimizer.rule.exported(kept).items()}
+
+
+def present_states(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[StateSpec, ...]:
+    """Return what chunks keep of a parameter that has a state."""
+    small = optimizer.small.get(slot, {})
+    elsewhere = {*small, *small.get(ABSENT, ())}
+    return tuple(state for state in optimizer.states_of(slot.group) if state.name not in elsewhere)
 
 
 def _placed(value: torch.Tensor, place: Place) -> torch.Tensor:
@@ -179,29 +187,34 @@ def checked_state(optimizer: ManagedOptimizer, state_dict: dict[str, Any]) -> Ch
 def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
     """Take over a state that was checked. Over several ranks each writes what it owns."""
     # Where steps are not counted, all but the first one are alike.
-    steps = {slot: int(entry.get("step", 1)) for slot, entry in loaded.states.items()}
+    counted = not optimizer.rule.shares
+    steps = {slot: int(entry.get("step", 1)) if counted else 1 for slot, entry in loaded.states.items()}
     with torch.no_grad():
         take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
             states = optimizer.states_of(slot.group)
             found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
+            if optimizer.rule.keeps_small:
+                small_of = _small_of_form if optimizer.rule.shares else _small
+                optimizer.small[slot] = small_of(entry, states, slot.param_view.shape)
+            small = optimizer.small.get(slot, {})
             for state in states:
                 value = found.get(state.name)  # None: with other settings it keeps nothing of the name
-                write_state(optimizer, slot, state, value if value is not None else _ZERO)
-            if optimizer.rule.keeps_small:
-                optimizer.small[slot] = _small(entry, states)
+                kept = _ZERO if value is None or state.name in small else value
+                write_state(optimizer, slot, state, kept)
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
 def take_over_state(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> None:
     """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
-    if not optim.state:
-        return
-    with hooks_set_aside(optim):
-        earlier = checked_state(optimizer, optim.state_dict())
-    import_state(optimizer, earlier)
-    optim.state.clear()
+    if optim.state:
+        with hooks_set_aside(optim):
+            earlier = checked_state(optimizer, optim.state_dict())
+        import_state(optimizer, earlier)
+        optim.state.clear()
+    if optimizer.rule.shares:
+        optim.state = optimizer.state  # its methods beside step() look there
 
 
 def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Rank) -> None:
@@ -268,21 +281,47 @@ def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, A
     return _small(optimizer.small.get(slot, {}), ())
 
 
-def _small(entry: Mapping[str, Any], arrays: Sequence[StateSpec]) -> dict[str, Any]:
+def _small(
+    entry: Mapping[str, Any], arrays: Sequence[StateSpec], shape: torch.Size | None = None
+) -> dict[str, Any]:
     """Return copies of the small states in an entry of a state dict."""
-    names = {state.name for state in arrays}
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in entry.items()
-        if name not in names
-    }
+    names = {ABSENT, *(state.name for state in arrays)}
+    return {name: _copied(value) for name, value in entry.items() if name not in names}
+
+
+def _small_of_form(
+    entry: Mapping[str, Any], states: Sequence[StateSpec], shape: torch.Size
+) -> dict[str, Any]:
+    """Return the small states in an entry of an optimizer of which nothing is known: what has no place in
+    chunks, or another form than it, and the names of what is not there."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == shape
+
+    small = _small(entry, [state for state in states if fits(entry.get(state.name))])
+    absent = tuple(sorted(state.name for state in states if state.name not in entry))
+    return {**small, ABSENT: absent} if absent else small
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (list, dict, tuple)) else value
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the bytes of the tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    items = value.values() if isinstance(value, Mapping) else value
+    return sum(map(nbytes_of, items)) if isinstance(value, (Mapping, list, tuple)) else 0
 
 
 def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
     """Return the names of all that a state has of a parameter."""
     return (
-        *(("step",) if optimizer.rule.counts_steps else optimizer.small.get(slot, ())),
-        *(state.name for state in optimizer.states_of(slot.group)),
+        *(("step",) if optimizer.rule.counts_steps else _small(optimizer.small.get(slot, {}), ())),
+        *(state.name for state in present_states(optimizer, slot)),
     )
 
 

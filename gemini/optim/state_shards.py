@@ -12,6 +12,7 @@ from gemini.optim.state_exchange import (
     entries,
     export_state,
     exported_state,
+    nbytes_of,
     slots_in_order,
 )
 from gemini.system.config import parse_bytes
@@ -45,7 +46,7 @@ def _shards(optimizer: ManagedOptimizer, most: int, keeps: bool) -> Iterator[tup
     shard: Entries = {}
     held = 0
     for number, entry in _entries(optimizer):
-        nbytes = sum(tensor.nbytes for tensor in entry.values())
+        nbytes = nbytes_of(entry)
         if shard and held + nbytes > most:
             yield shard, held
             shard, held = {}, 0

@@ -11,12 +11,13 @@ from gemini.chunk.chunk import StateSpec
 from gemini.chunk.dense import flat, ordered_like
 from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
+from gemini.optim.shared_step import with_own_attributes, written_by
 from gemini.optim.shells import GroupSettings, copied, equal, shell_of, step_of
 
 # Elements of the largest parameter that is tried as it is; the dimensions of larger ones are halved.
 _MOST_NUMEL = 2**16
 # What the gradients of one step after another are multiplied by, so that both sides of a limit are met.
-MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0)
+MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0, 1e-20, 1e15)
 _STEPS_OF_KNOWN = 2
 
 
@@ -123,7 +124,7 @@ class PieceTrial:
                     for name, value in self._first.items()
                 }
         shell.param_groups = [{**settings.values, "params": params}]
-        before = {**vars(shell)}
+        before = with_own_attributes(shell, self._optim)
         for index in range(1, len(rows[0])):
             for param, row in zip(params, rows, strict=True):
                 param.grad = row[index].clone()
@@ -133,7 +134,7 @@ class PieceTrial:
                 raise ConfigError(
                     f"a trial step of {self._kind} over made-up parameters of shapes "
                     f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
-                    f"{in_words(error)}. It cannot update a managed model in pieces"
+                    f"{in_words(error)}. Leave elementwise out: it may do for whole parameters"
                 ) from error
         self._refuse_shared(settings, before, shell)
         return [{"values": param.detach(), **shell.state[param]} for param in params]
@@ -147,8 +148,8 @@ class PieceTrial:
         if found:
             raise ConfigError(
                 f"{self._kind} was said to be element-wise, and its step runs {found}() on values or "
-                "gradients, which makes something of several elements, or of what is none of theirs. It "
-                "cannot update a managed model in pieces"
+                "gradients, which makes something of several elements, or of what is none of theirs. "
+                "Leave elementwise out: it may do for whole parameters"
             )
 
     def _refuse_shared(
@@ -156,13 +157,13 @@ class PieceTrial:
     ) -> None:
         """Raise ConfigError where a step has written to what one over pieces would write to more than once:
         settings of groups, attributes of the optimizer."""
-        changed = [name for name, value in vars(shell).items() if before.get(name) is not value]
+        changed = written_by(shell, before)
         if GroupSettings.of(shell.param_groups[0]) != settings:
             changed.append("param_groups")
         if changed:
             raise ConfigError(
                 f"{self._kind} was said to be element-wise, and its step writes to {', '.join(changed)}, "
-                "which all parameters share. It cannot update a managed model in pieces"
+                "which all parameters share. Leave elementwise out: it may do for whole parameters"
             )
 
     def _compare(
@@ -184,8 +185,8 @@ class PieceTrial:
                 raise ConfigError(
                     f"{self._kind} was said to be element-wise, and makes something else of {name} of a "
                     f"parameter of shape {form.shape} than of {len(parts)} pieces of it by themselves: what "
-                    "it makes of an element depends on others, or on the shape. It cannot update a managed "
-                    "model in pieces"
+                    "it makes of an element depends on others, or on the shape. Leave "
+                    "elementwise out: it may do for whole parameters"
                 )
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from gemini.chunk.chunk import StateSpec
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import scaled
-from gemini.optim.rule import Part
+from gemini.optim.rule import Independent, Part
+from gemini.optim.shared_step import with_own_attributes, written_by
 from gemini.optim.shells import GroupSettings, copied, shell_of, step_of
 from gemini.optim.step_trial import Form, PieceTrial, forms_of
 
 
-class SteppedRule:
+class SteppedRule(Independent):
     """What an optimizer does in its own ``step``, which is element by element, or ``whole``: it gets all of a
     parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element; otherwise that is
     found out. ``is_known``: whether it is known to be element by element; otherwise that is tried on every
@@ -96,12 +97,28 @@ class SteppedRule:
             shell.state[values] = state
             states.append((part, state))
         shell.param_groups = [{**settings.values, "params": params} for settings, params in groups.items()]
+        before = {} if self._is_known else with_own_attributes(shell, self._optim)
         step_of(type(shell))(shell)
+        if not self._is_known:
+            self._refuse_shared(shell, before, list(groups))
         with torch.no_grad():
             for part, state in states:
                 self._keep(part, state)
                 if part.half_out is not None:
                     part.half_out.copy_(part.values)
+
+    def _refuse_shared(
+        self, shell: torch.optim.Optimizer, before: Mapping[str, Any], settings: Sequence[GroupSettings]
+    ) -> None:
+        """Raise StateError where a step has changed what it did not in the trial, and what pieces share."""
+        changed = written_by(shell, before)
+        if [GroupSettings.of(group) for group in shell.param_groups] != settings:
+            changed.append("param_groups")
+        if changed:
+            raise StateError(
+                f"the step of {type(self._optim).__name__} changes {', '.join(changed)}, as it did not when "
+                "it was tried for elementwise=True; load a checkpoint, and leave elementwise out"
+            )
 
     def _keep(self, part: Part, state: Mapping[str, Any]) -> None:
         for name, kept in part.states.items():

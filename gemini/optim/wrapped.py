@@ -14,7 +14,7 @@ from gemini.errors import ConfigError, StateError
 
 W = TypeVar("W", bound="WrappedOptimizer")
 
-_HOOKS = (
+HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -40,7 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def share_hooks(self, optim: torch.optim.Optimizer) -> None:
         """Have the hooks of the wrapped optimizer, those registered later included, as one's own."""
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(self, name, getattr(optim, name))
         self._driven = weakref.ref(optim)  # whose hooks may lead here
 
@@ -102,9 +102,9 @@ def refuse_states_of(optim: torch.optim.Optimizer, wrapper: W, in_charge: Callab
 @contextmanager
 def hooks_set_aside(optim: torch.optim.Optimizer) -> Iterator[None]:
     """Let no hook of ``optim`` run within the block, in which a wrapper uses it for a part of its work."""
-    kept = {name: getattr(optim, name) for name in _HOOKS}
+    kept = {name: getattr(optim, name) for name in HOOKS}
     try:
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(optim, name, OrderedDict())
         yield
     finally:

@@ -13,7 +13,7 @@ from test_layers import identify
 # Torch's own, which are there to be assigned.
 TORCHS = {"grad", "data", "__class__"}
 # The context of an autograd function, what belongs to one thread; exceptions, modules, optimizers of torch.
-BAGS = {"ctx", "self._threads", "error", "module", "mirror", "shell"}
+BAGS = {"ctx", "self._threads", "error", "module", "mirror", "shell", "optim"}
 
 
 def targets_of(node: ast.AST) -> Iterator[ast.expr]:

@@ -35,7 +35,25 @@ def _muon(params: Any) -> torch_optim.Optimizer:
     return torch_optim.Muon([p for p in params if p.dim() == 2], lr=0.02)
 
 
+class Counted(torch_optim.Optimizer):
+    """Of a class that nobody knows: counts in its group and in itself, scales by the norm of a parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "count": 0})
+        self.total = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.total += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.3)
+                param.sub_(mean / (0.1 + mean.norm()), alpha=group["lr"] / group["count"])
+
+
 MAKE: dict[str, Callable[[Any], torch_optim.Optimizer]] = {
+    "unknown": Counted,
     "muon": _muon,
     "adafactor": lambda params: torch_optim.Adafactor(params, lr=0.05, weight_decay=0.1),
     "lamb": lambda params: Lamb(params, lr=0.05, weight_decay=0.1, bias_correction=True),

@@ -242,17 +242,22 @@ def test_an_optimizer_begins_with_states_of_its_own(first: str, second: str, tmp
         assert_same(model.state_dict(), want)
 
 
-def test_what_cannot_be_cut_or_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_needs_all_parameters_is_refused_and_a_step_of_its_own_is_run(tmp_path: Path) -> None:
     class MySgd(torch.optim.SGD):
+        @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            """Do something else."""
+            for param in self.param_groups[0]["params"]:
+                param.fill_(0.5)
 
     net = mlp()
-    with GeminiDDP(net, **tight(tmp_path, num_bytes(net))) as model:
-        for make in (torch.optim.LBFGS, MySgd):
-            with pytest.raises(ConfigError, match=make.__name__):
-                GeminiOptimizer(make(net.parameters()), model)
+    with GeminiDDP(net, **tight(tmp_path, 2 * num_bytes(net))) as model:
+        with pytest.raises(ConfigError, match="LBFGS"):
+            GeminiOptimizer(torch.optim.LBFGS(net.parameters()), model)
         assert {chunk.spec.label for chunk in model.manager.chunks.chunks} == {"param", "grad"}
+        optimizer = GeminiOptimizer(MySgd(net.parameters(), lr=0.1), model)
+        optimizer.backward(square(model, 0))
+        optimizer.step()
+        assert all(bool((value == 0.5).all()) for value in model.state_dict().values())
 
 
 def test_one_state_takes_what_it_says(tmp_path: Path) -> None:

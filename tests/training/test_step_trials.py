@@ -10,12 +10,12 @@ import pytest
 import torch
 from pairs import pairs
 from same_bits import assert_same
-from test_rules import RULES, Make, square, tight
+from test_rules import RULES, Make, mlp, square, tight
 from test_stepped_rules import ELEMENT_WISE, train, train_plain
 from torch import Tensor, nn
 from training_harness import seeded
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, Lamb
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, Lamb, StateError
 from gemini.optim.step_trial import Form
 
 WIDTH = 32
@@ -130,6 +130,38 @@ def test_a_step_that_depends_on_the_shape_is_not_taken_for_element_wise(other: s
         with pytest.raises(ConfigError, match="ByShape was said to be element-wise, and"):
             GeminiOptimizer(ByShape(net.parameters(), *OTHER_RULES[other]), model, elementwise=True)
         assert {chunk.spec.label for chunk in model.manager.chunks.chunks} == {"param", "grad"}
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a list that it keeps, from some step on."""
+
+    def __init__(self, params: Any, first: int) -> None:
+        self.counts, self.first = [0], first
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            if state["step"] >= self.first:
+                self.counts[0] += 1
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_a_list_that_pieces_would_share_is_seen_and_no_trial_writes_to_it(tmp_path: Path) -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net, **tight(tmp_path, 200_000)) as model:
+        inner = Counting(net.parameters(), first=2)
+        with pytest.raises(ConfigError, match="its step writes to counts"):
+            GeminiOptimizer(inner, model, elementwise=True)
+        assert inner.counts == [0]
+        inner = Counting(net.parameters(), first=20)
+        managed = GeminiOptimizer(inner, model, elementwise=True, overlap=False)
+        train(model, [managed], square, range(19))
+        with pytest.raises(StateError, match="changes counts, as it did not when it was tried"):
+            train(model, [managed], square, range(19, 20))
+        assert inner.counts == [0]
 
 
 def test_an_element_wise_step_passes_with_every_shape(tmp_path: Path) -> None:

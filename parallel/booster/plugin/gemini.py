@@ -42,7 +42,7 @@ class GeminiPlugin(Plugin):
         device, placement_policy: see GeminiDDP.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
-            ``overlap``, ``elementwise``).
+            ``overlap``, ``elementwise``, ``whole``).
 
     Raises:
         TypeError: a keyword that neither has.
@@ -73,9 +73,8 @@ class GeminiPlugin(Plugin):
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
         )
         if optimizer is not None:
-            rule_of(
-                optimizer, elementwise=optimizer_options.get("elementwise", False)
-            )  # refuses before anything
+            said = {name: optimizer_options.get(name, False) for name in ("elementwise", "whole")}
+            rule_of(optimizer, **said)  # refuses before anything
         if optimizer is not None and model_options.get("config") is None:
             # What cannot train is refused at once: where the rule is known before chunks are, by wrapping.
             is_adam = isinstance(optimizer, CPUAdam) and optimizer.state_format == StateFormat()

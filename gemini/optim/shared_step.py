@@ -1,0 +1,174 @@
+"""SharedStep: one step of an optimizer, taken over one parameter after another."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.optim.shells import GroupSettings, equal, shell_of, step_of
+
+_OWN = frozenset(("state", "param_groups", "step", "_own", "_given_to"))  # and what torch keeps: hooks
+_SHARED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_DICTS = (dict, OrderedDict, defaultdict)
+_LISTS = (list, tuple, set, frozenset, deque)
+
+
+class Inseparable(Exception):
+    """Why steps cannot be taken over one parameter after another: the end of a sentence."""
+
+
+class SharedStep:
+    """What all parameters share, groups' settings and attributes, as it was before a step and as each part of
+    the step leaves it. Every part begins with a copy of it; :meth:`commit` takes over once what they left.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises Inseparable where an attribute cannot be copied."""
+        self._optim = optim
+        self._groups = [GroupSettings.of(group).values for group in groups]
+        self._attributes = attributes_of(optim)
+        self._changed: dict[int, dict[str, Any]] = {}  # by group, of parts with its parameters
+        self._aside: dict[int, dict[str, Any]] = {}  # the same of other parts
+        self._written: dict[str, Any] = {}  # attributes
+        self.is_begun = False
+
+    def run(self, params: Mapping[int, Sequence[torch.Tensor]], states: Mapping[torch.Tensor, Any]) -> None:
+        """Step over parameters with gradients, by the number of their group. ``states``: of each, changed in
+        place. Raises Inseparable where the parts before have left something else."""
+        shell = shell_of(self._optim)
+        vars(shell).update(deep_copied(self._attributes, self._optim, shell))
+        shell.param_groups = [
+            {**deep_copied(values, self._optim, shell), "params": list(params.get(index, ()))}
+            for index, values in enumerate(self._groups)
+        ]
+        shell.state.update(states)
+        with torch.enable_grad():
+            step_of(type(shell))(shell)
+        others = [key for key in shell.state if key not in states]
+        others = [key for key in others if shell.state[key] or not isinstance(key, torch.Tensor)]
+        if others:
+            raise Inseparable("its state has entries that are no parameter's")
+        self.is_begun = True
+        for index, group in enumerate(shell.param_groups):
+            after = {name: value for name, value in group.items() if name != "params"}
+            kept = self._changed if params.get(index) else self._aside
+            _merge(kept.setdefault(index, {}), _difference(self._groups[index], after), "a group's setting")
+        _merge(self._written, _difference(self._attributes, attributes_of(shell)), "the attribute")
+
+    def commit(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what the parts have left. Raises Inseparable where they disagree."""
+        for index, group in enumerate(groups):
+            found, aside = self._changed.get(index), self._aside.get(index, {})
+            if found is None:
+                found = aside
+            _merge(dict(found), aside, "a group's setting")
+            if not found.keys() >= aside.keys():
+                raise Inseparable("its step changes settings of a group for parameters of others")
+            for name, value in found.items():
+                held = group.get(name)
+                if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+                    held.copy_(value)  # a scheduler holds it
+                else:
+                    group[name] = value
+        vars(self._optim).update(deep_copied(self._written, None, self._optim))
+
+
+def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has beside groups, states and hooks."""
+    return {
+        name: value
+        for name, value in vars(optim).items()
+        if name not in _OWN and not name.startswith(("_optimizer_", "_patched", "_zero_grad"))
+    }
+
+
+def with_own_attributes(shell: torch.optim.Optimizer, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Give ``shell`` copies of the attributes of ``optim``, so that a step does not write to those; return
+    what they are. Raises ConfigError where one cannot be copied."""
+    before = attributes_of(optim)
+    try:
+        vars(shell).update(deep_copied(before, optim, shell))
+    except Inseparable as reason:
+        raise refuse(optim, reason) from reason
+    return before
+
+
+def written_by(shell: torch.optim.Optimizer, before: Mapping[str, Any]) -> list[str]:
+    """Return the names of attributes that a step has changed, which were ``before``."""
+    return sorted(_difference(before, attributes_of(shell)))
+
+
+def deep_copied(value: Any, old: Any = None, new: Any = None) -> Any:
+    """Return a copy of a value that shares nothing that could be written to; methods of ``old`` become those
+    of ``new``. Raises Inseparable for what cannot be copied: parameters, optimizers, modules, generators."""
+    kind = type(value)
+    if isinstance(value, (*_SHARED, *_FUNCTIONS)):
+        return value
+    if isinstance(value, (nn.Parameter, torch.optim.Optimizer, nn.Module, torch.Generator)):
+        raise Inseparable(f"it keeps a {kind.__name__} among its attributes or states")
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, new) if value.__self__ is old and new is not None else value
+    if kind in _DICTS:
+        made: dict[Any, Any] = (
+            defaultdict(value.default_factory) if isinstance(value, defaultdict) else kind()
+        )
+        made.update((key, deep_copied(item, old, new)) for key, item in value.items())
+        return made
+    if kind in _LISTS:
+        return kind(deep_copied(item, old, new) for item in value)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # of any class
+        raise Inseparable(f"it keeps a {kind.__name__} that cannot be copied ({error})") from error
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two values, perhaps nested, are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return equal(one, other)
+    if type(one) is not type(other):
+        return _is_number(one) and _is_number(other) and bool(one == other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, types.MethodType):
+        return one.__func__ is other.__func__
+    if hasattr(one, "__dict__") and not isinstance(one, (type, types.FunctionType)):
+        return same(vars(one), vars(other))
+    return equal(one, other)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is new or other afterwards."""
+    return {name: v for name, v in after.items() if name not in before or not same(before[name], v)}
+
+
+def _merge(found: dict[str, Any], more: Mapping[str, Any], what: str) -> None:
+    for name, value in more.items():
+        if name in found and not same(found[name], value):
+            raise Inseparable(f"what its step makes of {what} {name!r} depends on the parameter")
+        found[name] = value
+
+
+def refuse(optim: torch.optim.Optimizer, reason: object) -> ConfigError:
+    """Return the error of an optimizer that cannot update chunks, with the way that works."""
+    return ConfigError(
+        f"{type(optim).__name__} cannot update a managed model through GeminiOptimizer: {reason}. It works "
+        "by itself, without GeminiOptimizer: loss.backward(), optimizer.step(), optimizer.zero_grad() over "
+        "managed parameters, without mixed_precision, in one process; its states are beside the budgets"
+    )
