@@ -97,13 +97,15 @@ class PieceTrial:
         if forms:
             self._refuse_gathering(settings, rows)
         whole = self._run(settings, rows)
-        arrays = _arrays(whole[0])
-        for form, draw, state in zip(tried, draws, whole, strict=True):
+        arrays = _arrays(whole[-1][0])
+        for index, (form, draw) in enumerate(zip(tried, draws, strict=True)):
             numel = form.numel
             cut = [numel * 5 // 12, numel - numel * 5 // 12] if numel > 1 else [numel]
             pieces = zip(*(row.split(cut) for row in draw), strict=True)
-            parts = [self._run(settings, [list(rows)])[0] for rows in pieces]
-            self._compare(form, state, parts, arrays)
+            parts = [self._run(settings, [list(rows)]) for rows in pieces]
+            # After each step: later ones may make values so large that what came before is rounded away.
+            for step, states in enumerate(whole):
+                self._compare(form, states[index], [part[step][0] for part in parts], arrays)
         odd = [name for name, array in arrays.items() if not array.dtype.is_floating_point]
         if odd:
             raise ConfigError(
@@ -112,9 +114,11 @@ class PieceTrial:
             )
         return tuple(StateSpec(name, array.dtype) for name, array in arrays.items())
 
-    def _run(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> list[dict[str, Any]]:
-        """Return values and states after a step for each of the gradients of parameters. ``rows``: of each
-        its values, then its gradients."""
+    def _run(
+        self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[dict[str, Any]]]:
+        """Return values and states of parameters after each step. ``rows``: of each parameter its values, then
+        its gradients."""
         shell = shell_of(self._optim)
         params = [values.clone().requires_grad_() for values, *_ in rows]
         for param in params:
@@ -125,6 +129,7 @@ class PieceTrial:
                 }
         shell.param_groups = [{**settings.values, "params": params}]
         before = with_own_attributes(shell, self._optim)
+        after: list[list[dict[str, Any]]] = []
         for index in range(1, len(rows[0])):
             for param, row in zip(params, rows, strict=True):
                 param.grad = row[index].clone()
@@ -136,8 +141,10 @@ class PieceTrial:
                     f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
                     f"{in_words(error)}. Leave elementwise out: it may do for whole parameters"
                 ) from error
+            entries = [{"values": param.detach(), **shell.state[param]} for param in params]
+            after.append([{name: copied(value) for name, value in entry.items()} for entry in entries])
         self._refuse_shared(settings, before, shell)
-        return [{"values": param.detach(), **shell.state[param]} for param in params]
+        return after
 
     def _refuse_gathering(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> None:
         """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.

@@ -87,24 +87,32 @@ class ByShape(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    change = self.act(param.grad) if self.chosen(param) else param.grad
+                    change = self.act(param) if self.chosen(param) else param.grad
                     param.sub_(change, alpha=group["lr"])
 
 
-def decayed(grad: Tensor) -> Tensor:
-    return grad * 1.5
+def longer(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad * 1.5
 
 
-def centred(grad: Tensor) -> Tensor:
-    return grad - grad.mean(0, keepdim=True)
+def decayed(param: Tensor) -> Tensor:
+    """As is usual for matrices; beside a large gradient nothing of it is left."""
+    assert param.grad is not None
+    return param.grad + 0.1 * param
+
+
+def centred(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad - param.grad.mean(0, keepdim=True)
 
 
 OTHER_RULES: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]] = {
     "matrices": (lambda param: param.dim() > 1, decayed),
-    "kernels": (lambda param: param.dim() == 3, decayed),
+    "kernels": (lambda param: param.dim() == 3, longer),
     "no dimensions": (lambda param: param.dim() == 0, decayed),
     "vectors": (lambda param: param.dim() == 1, decayed),
-    "large ones": (lambda param: param.numel() > 500, decayed),
+    "large ones": (lambda param: param.numel() > 500, longer),
     "wide ones": (lambda param: param.dim() > 1 and param.shape[-1] >= 32, decayed),
     "square ones": (lambda param: param.dim() == 2 and param.shape[0] == param.shape[1], decayed),
     "columns": (lambda param: param.dim() > 1, centred),
