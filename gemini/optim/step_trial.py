@@ -117,8 +117,8 @@ class PieceTrial:
     def _run(
         self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[dict[str, Any]]]:
-        """Return values and states of parameters after each step. ``rows``: of each parameter its values, then
-        its gradients."""
+        """Return values and states of parameters after each step. ``rows``: of each its values, then its
+        gradients."""
         shell = shell_of(self._optim)
         params = [values.clone().requires_grad_() for values, *_ in rows]
         for param in params:

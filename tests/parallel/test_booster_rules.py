@@ -15,11 +15,36 @@ from gemini.parallel import Booster, GeminiPlugin
 from gemini.runtime import ManagedParameter
 
 STEPS = 5
+
+
+class Unknown(torch.optim.Optimizer):
+    """Counts in its group; keeps a list of factors of matrices, and of vectors an array instead."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                state, grad = self.state[param], param.grad
+                if param.dim() == 1:
+                    change = state.setdefault("mean", torch.zeros_like(param)).lerp_(grad, 0.3)
+                else:
+                    rows, columns = state.setdefault("factors", [grad.new_zeros(64, 1), grad.new_zeros(64)])
+                    rows.lerp_(grad.square().mean(1, keepdim=True), 0.1)
+                    columns.lerp_(grad.square().mean(0), 0.1)
+                    change = grad / (rows.sqrt() + columns.sqrt() + 1e-3)
+                param.sub_(change, alpha=group["lr"] / group["count"])
+
+
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "lion": Lion,
     "nadam": torch.optim.NAdam,
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
+    "unknown": Unknown,
     "int8": lambda params: HybridAdam(params, state_dtype="int8"),
 }
 

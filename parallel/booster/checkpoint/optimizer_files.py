@@ -18,7 +18,7 @@ from gemini.checkpoint import contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import counted_steps, exported_state
+from gemini.optim.state_exchange import counted_steps, exported_state, present_states
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
@@ -165,7 +165,7 @@ def managed_settings(optimizer: GeminiOptimizer) -> tuple[list[dict[str, Any]], 
 def managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[TensorSource]:
     """Return sources of what is kept of a parameter, as its state dict has it."""
     numel, shape = slot.param_view.numel(), tuple(slot.param_view.shape)
-    states = optimizer.states_of(slot.group)
+    states = present_states(optimizer, slot)
     moments = optimizer.rule.required(states) if optimizer.rule.converts else ()
 
     def read(name: str) -> torch.Tensor:
