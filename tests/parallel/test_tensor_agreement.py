@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.parallel import Layout, Mesh, parallelize
-from gemini.parallel.tensor import Column, PartialGradient
+from gemini.parallel.tensor import Column, Head, PartialGradient
 
 PLAN: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
 
@@ -62,6 +62,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "fused, cut in sections": (
         lambda: Between(of_three, 12 * WIDTH),
         {"up": Column(sections=3), "down": "rowwise"},
+        "",
+    ),
+    "parts of the output": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 37)),
+        {"0": Head(gathers=False)},
         "",
     ),
     "elements": (lambda: Between(lambda _, x: torch.tanh(x)), PLAN, ""),
