@@ -22,7 +22,7 @@ _RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
 
 def sync(path: Path) -> None:
     """Return once a file's content, or a directory's entries, are on disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a directory may be a link
     try:
         os.fsync(descriptor)
     finally:

@@ -13,7 +13,7 @@ from booster_models import TINY, assert_same, every_layout, mlp
 from gemini import IoError
 from gemini.checkpoint.sealed_file import SealedFile
 from gemini.parallel import Booster
-from gemini.parallel.booster.checkpoint import writing
+from gemini.system import durable
 
 
 def fail_write_after(num_bytes: int) -> Callable[[SealedFile, Any, int], None]:
@@ -93,7 +93,7 @@ def test_kill_at_any_change_of_the_directory_leaves_one_whole_checkpoint(
     for deaths in range(1, 40):
         dying.left = deaths
         with monkeypatch.context() as patch:
-            for owner, name in ((Path, "replace"), (writing, "_sync"), (SealedFile, "write")):
+            for owner, name in ((Path, "replace"), (durable, "sync"), (SealedFile, "write")):
                 patch.setattr(owner, name, dying(getattr(owner, name)))
             try:
                 booster.save_model(mlp(deaths), tmp_path / "model", **arguments)
