@@ -259,7 +259,13 @@ class GeminiDDP(LoadsAsPart):
         Raises:
             StateError: a failed load or update left weights a mixture, or a parameter is no longer managed.
         """
+        self._ask_before(keep_vars=bool(kwargs.get("keep_vars")))
         return export_weights(self._gemini, *args, **kwargs)
+
+    def _ask_before(self, *, keep_vars: bool) -> None:
+        """Run the hooks that torch runs before a state dict is made."""
+        for hook in self._state_dict_pre_hooks.values():
+            hook(self, "", keep_vars)
 
     def state_dict_shard(
         self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
@@ -273,6 +279,7 @@ class GeminiDDP(LoadsAsPart):
             ConfigError: ``max_shard_size`` is none; StateError: as :meth:`state_dict`, or there was a step
                 between two shards.
         """
+        self._ask_before(keep_vars=False)
         return export_shards(self._gemini, max_shard_size, only_rank_0)
 
     @in_one_thread("load_state_dict")

@@ -40,7 +40,7 @@ def save_checkpoint(
     """
     _refuse_stages("save_checkpoint", model)
     parts = _parts_of(model)
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=parts is not None)  # then the parts, which are put together
     content: dict[str, Any] = {"epoch": epoch, "model": state if parts is None else parts.gather_state(state)}
     if optimizer is not None:
         content["optimizer"] = optimizer.state_dict()

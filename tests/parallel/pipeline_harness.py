@@ -100,7 +100,9 @@ def train_staged(
         found.losses.append(float(out["loss"]))
         found.norms.append(optimizer.get_grad_norm())
     partition = plugin.parts[id(model)].partition
-    found.weights = {k: v.clone() for k, v in partition.gather_state(model.state_dict()).items()}
+    found.weights = {
+        k: v.clone() for k, v in partition.gather_state(model.state_dict(keep_vars=True)).items()
+    }
     stats = model.stats()
     found.moved, found.peak = stats["d2h"]["bytes"], stats["device"]["peak_bytes"]
     if model.peers is not None:

@@ -54,7 +54,7 @@ def run(config: dict[str, Any], steps: int = 4, spike: bool = False) -> tuple[li
         engine.zero_grad()
         losses.append(float(engine.execute_schedule(source)[2]))
         engine.step()
-    state = engine.model.state_dict()
+    state = engine.model.state_dict(keep_vars=True)
     whole = state if parts is None else parts.gather_state(state)
     shutdown()
     return losses, [value.float() for value in whole.values()], norms[-1] if norms else 0.0

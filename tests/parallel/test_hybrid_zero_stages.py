@@ -34,7 +34,10 @@ def boosted(stage: int, optimizer: Any = CPUAdam, **options: Any) -> tuple[Boost
 
 def whole_weights(booster: Booster, model: Any) -> dict[str, torch.Tensor]:
     partition = booster.plugin.parts[id(model)].partition
-    return {name: value.clone() for name, value in partition.gather_state(model.state_dict()).items()}
+    return {
+        name: value.clone()
+        for name, value in partition.gather_state(model.state_dict(keep_vars=True)).items()
+    }
 
 
 def _train(stage: int, batches: int, waits: bool, options: dict[str, Any]) -> dict[str, Any]:

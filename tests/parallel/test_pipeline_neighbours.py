@@ -126,7 +126,7 @@ def _train(change: str, style: str, options: dict[str, Any]) -> tuple[list[float
         out = booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
         optimizer.step()
         losses.append(float(out["loss"]))
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
 
 
 @pytest.mark.parametrize("style", STYLES)
