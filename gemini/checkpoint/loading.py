@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def load(
     optimizer: GeminiOptimizer,
     *,
     scheduler: Scheduler | None = None,
+    leave: Collection[str] = (),
 ) -> dict[str, Any]:
     """Resume from the newest whole checkpoint in ``directory``; return its ``extra``.
 
@@ -51,7 +52,7 @@ def load(
     have see all names; what they make of buffers and extra states is taken over, of weights it is not.
     ``directory`` may also be one checkpoint. Where parts of a model have their own directories, the newest
     save of which all parts are whole is loaded. Extra memory: 16 MiB, or one parameter where its memory is
-    not in the order of rows.
+    not in the order of rows. ``leave`` names weights and buffers that stay as they are.
 
     Raises:
         CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
@@ -71,7 +72,7 @@ def load(
         while True:
             found = _newest_left(Path(directory), damaged, rank)
             try:
-                return _load_once(found, model, optimizer, scheduler, rank)
+                return _load_once(found, model, optimizer, scheduler, rank, frozenset(leave))
             except DamagedError as error:  # or a save in another process has removed it
                 damaged[found] = str(error)
                 logger.warning("%s; looking for another checkpoint", damaged[found])
@@ -164,8 +165,9 @@ def _load_once(
     optimizer: GeminiOptimizer,
     scheduler: Scheduler | None,
     rank: Rank,
+    leave: frozenset[str],
 ) -> dict[str, Any]:
-    """Load one checkpoint. Raises DamagedError, on all ranks."""
+    """Load one checkpoint, but for what it is to ``leave``. Raises DamagedError, on all ranks."""
     with ExitStack() as stack:
         opened: list[tuple[CheckpointReader, dict[str, Any], rng.States]] = []
 
@@ -197,7 +199,7 @@ def _load_once(
             rng.restore(generators)
 
         with optimizer.loading():
-            _load_values(reader, model, optimizer, objects["extra_states"], rank)
+            _load_values(reader, model, optimizer, objects["extra_states"], rank, leave)
             _agree(rank, restore)
             _load_small(objects, optimizer)
     optimizer.mark_complete()
@@ -324,19 +326,19 @@ def _load_values(
     optimizer: GeminiOptimizer,
     extra_states: Mapping[str, Any],
     rank: Rank,
+    leave: frozenset[str],
 ) -> None:
     """Take over weights, buffers, extra states and moments. Raises DamagedError, on all ranks."""
-    others = dict(extra_states)
+    others = {name: value for name, value in extra_states.items() if name not in leave}
 
     def load_weights() -> None:
-        _load_weights(reader, model)
-        others.update(
-            (name, reader.weight(name)) for name in reader.weights if name not in model.storage.slots
-        )
+        _load_weights(reader, model, leave)
+        known = {*model.storage.slots, *leave}
+        others.update((name, reader.weight(name)) for name in reader.weights if name not in known)
 
     def load_rest() -> None:
         if import_others(model, others):
-            _load_weights(reader, model)
+            _load_weights(reader, model, leave)
         _load_moments(reader, model, optimizer)
 
     # Each rank writes what it owns and needs no other for it, so that one may fail alone; the others hear of
@@ -346,10 +348,13 @@ def _load_values(
 
 
 @torch.no_grad()
-def _load_weights(reader: CheckpointReader, model: ManagedModel) -> None:
-    """Copy weights into their chunks."""
+def _load_weights(reader: CheckpointReader, model: ManagedModel, leave: frozenset[str]) -> None:
+    """Copy weights into their chunks. A tied one stays where all its names are to be left."""
+    names: dict[str, set[str]] = {name: {name} for name in model.storage.slots}
+    for alias, stored in contents.aliases(model).items():
+        names[stored].add(alias)
     # In their order in the files, if it was saved with this layout.
-    for slot in model.storage.slots.values():
+    for slot in (each for each in model.storage.slots.values() if not names[each.name] <= leave):
         pieces = reader.weight_pieces(slot.name)
         if slot.param_view.is_contiguous():
             for first, values in pieces:

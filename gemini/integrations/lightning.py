@@ -18,20 +18,31 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gemini.checkpoint import CheckpointReader, load, save
 from gemini.errors import ConfigError
+from gemini.integrations.lightning_files import (
+    FOLDER,
+    REST,
+    Streamed,
+    holds,
+    packed,
+    replaced,
+    saved_with,
+    unpacked,
+)
+from gemini.integrations.whole_files import partial_of, written_whole
 from gemini.model.in_place import manage
+from gemini.model.lazy_state import LazyState, Peeking
 from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.weights import lazy_weights
 from gemini.optim import GeminiOptimizer
 from gemini.runtime.config import GeminiConfig
-
-_FOLDER = "gemini"
-_REST = "lightning.ckpt"
-_NAME = "gemini_checkpoint"  # the one in the folder that belongs to the rest
+from gemini.system.durable import rename, restore
+from gemini.system.files import io_errors
 
 
 class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
@@ -74,6 +85,7 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         self._options = options
         self._optimizer_options = dict(gemini_optimizer or {})
         self._saved: Path | None = None
+        self._reader: CheckpointReader | None = None  # of it: hooks may ask for weights until the end
 
     @property
     def handle(self) -> ManagedModel:
@@ -191,6 +203,7 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     def teardown(self) -> None:
         """Return what is Lightning's. The module stays managed; so it can be tested, or trained further."""
+        self._forget_saved()
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()
@@ -203,13 +216,14 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: :meth:`save_checkpoint` writes weights."""
-        return {}
+        """Return the weights, each read when somebody asks for it; over ranks by all of them."""
+        return lazy_weights(self.handle)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing where :meth:`save_checkpoint` streams states: those of the only optimizer."""
+        """Return the states of one of several optimizers. Those of the only one are streamed, and are in no
+        dict."""
         if len(self.optimizers) == 1:
-            return {}
+            return Streamed()
         states: dict[str, Any] = optimizer.state_dict()
         return states
 
@@ -217,52 +231,106 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write a directory; or a file of Lightning's, where ``checkpoint`` is of weights only or there are
-        several optimizers. All ranks call it.
+        several optimizers. What was there before stays until the new one is whole. All ranks call it.
 
         Raises:
             ConfigError: the path is not of a file system that is mounted.
         """
         path = _local(filepath)
-        if len(self.optimizers) != 1 or "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
-            if self.is_global_zero and (path / _REST).is_file():
-                shutil.rmtree(path)
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        if self.is_global_zero and path.is_file():
-            path.unlink()
-        self.barrier()
-        # The one before stays until the file names this one: there is one that is whole at any time.
-        saved = save(path / _FOLDER, self.handle, self._only_optimizer(), keep=2)
-        super().save_checkpoint({**checkpoint, _NAME: saved.name}, path / _REST, storage_options)
+        streams = len(self.optimizers) == 1 and holds(checkpoint.get("optimizer_states"), Streamed)
+        content = checkpoint if streams else self._with_weights(checkpoint)
+        with written_whole(path, self.handle.rank()) as made:
+            target = made
+            if streams:
+                saved = save(made / FOLDER, self.handle, self._only_optimizer(), keep=1)
+                content, target = packed(checkpoint, saved), made / REST
+            with self._writing_at_once():
+                super().save_checkpoint(content, target, storage_options)
+
+    def _with_weights(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return ``checkpoint`` with ordinary dicts of weights, as hooks have left them, on rank 0."""
+        if not holds(checkpoint, LazyState):
+            return checkpoint
+        values: dict[str, Any] = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
+
+        def plain(state: LazyState) -> dict[str, Any]:
+            if state.is_as_read or not values:
+                return values
+            changed = state.changed
+            return {name: changed[name] if name in changed else values[name] for name in state}
+
+        found: dict[str, Any] = replaced(checkpoint, LazyState, plain)
+        return found
+
+    @contextmanager
+    def _writing_at_once(self) -> Iterator[None]:
+        """Have a plugin that writes in a thread of its own write here: the file gets its name right after."""
+        plugin = inner = self.checkpoint_io
+        while isinstance(inner, AsyncCheckpointIO) and inner.checkpoint_io is not None:
+            inner = inner.checkpoint_io
+        self.checkpoint_io = inner
+        try:
+            yield
+        finally:
+            self.checkpoint_io = plugin
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; no part of it is ever left under its name."""
+        path = Path(filepath)
+        if not (path / REST).is_file():
+            super().remove_checkpoint(os.fspath(filepath))
+        elif self.is_global_zero:
+            partial = partial_of(path)
+            shutil.rmtree(partial, ignore_errors=True)
+            rename(path, partial)
+            shutil.rmtree(partial, ignore_errors=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what Lightning keeps; :meth:`load_model_state_dict` streams the rest of a directory."""
-        self._saved = None
+        """Read what Lightning keeps; :meth:`load_model_state_dict` streams the rest of a directory.
+
+        Raises:
+            CheckpointError: files of several saves lie together in it.
+        """
+        self._forget_saved()
         path = Path(checkpoint_path)
-        if not (path / _REST).is_file():
+        if self.is_global_zero:
+            with io_errors("look for the checkpoint", path):
+                restore(path)
+        self.barrier()
+        if not (path / REST).is_file():
             return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
-        checkpoint = super().load_checkpoint(path / _REST, weights_only)
-        self._saved = path / _FOLDER / checkpoint.pop(_NAME)
-        return checkpoint
+        checkpoint = super().load_checkpoint(path / REST, weights_only)
+        saved = saved_with(checkpoint, path)
+        self._saved, self._reader = saved, CheckpointReader(saved)
+        return unpacked(checkpoint, self._reader, self._module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into chunks; from a directory states, too, where there is an optimizer."""
+        """Load weights into chunks, as hooks have left them; from a directory states, too, where there is an
+        optimizer."""
+        state = checkpoint["state_dict"]
         if self._saved is None:
             super().load_model_state_dict(checkpoint, strict)
-        elif self.optimizers:
-            load(self._saved, self.handle, self._only_optimizer())
-        else:
-            with CheckpointReader(self._saved) as reader:
-                self._module.load_state_dict(_Weights(reader), strict=strict)
+            return
+        lazy = isinstance(state, LazyState)
+        if self.optimizers:
+            there = self._module.state_dict(keep_vars=True).keys()
+            load(self._saved, self.handle, self._only_optimizer(), leave=there - state.keys())
+            if lazy and state.is_as_read and there <= state.keys():
+                return
+        self._module.load_state_dict(Peeking(state) if lazy else state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load states into chunks, those of a file of Lightning's."""
         if self._saved is None:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
+
+    def _forget_saved(self) -> None:
+        reader, self._saved, self._reader = self._reader, None, None
+        if reader is not None:
+            reader.close()
 
     def _only_optimizer(self) -> GeminiOptimizer:
         if len(self.optimizers) != 1:
@@ -273,22 +341,6 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         found = unwrapped(self.optimizers[0])
         assert found is not None
         return found
-
-
-class _Weights(Mapping[str, torch.Tensor]):
-    """The weights and buffers of a checkpoint, each read when it is asked for."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._reader.weight(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reader.weights)
-
-    def __len__(self) -> int:
-        return len(self._reader.weights)
 
 
 class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]

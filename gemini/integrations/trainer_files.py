@@ -12,16 +12,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gemini.checkpoint import latest
 from gemini.checkpoint.directory import identity_of
-from gemini.comm.rank import Rank
 from gemini.errors import CheckpointError, in_words
-from gemini.system.durable import rename, replace_directory, restore_directory, set_aside_in, write_text
+from gemini.integrations.whole_files import partial_of
+from gemini.system.durable import rename, restore, set_aside_in, write_text
 from gemini.system.files import io_errors, parse_json, read_regular
 
 logger = logging.getLogger(__name__)
@@ -37,46 +35,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
 
 
-@contextmanager
-def new_checkpoint(target: Path, rank: Rank, seal: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield the directory to which all ranks write what is to be ``target``; then rank 0 calls ``seal`` with
-    it and gives it its name. Where one of them raises all do, and what was there before is there.
-
-    Raises IoError, CheckpointError.
-    """
-    made = target.with_name(f".{target.name}.partial") / target.name
-
-    def begin() -> None:
-        with io_errors("save a checkpoint", target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _clear(target.parent)
-            made.mkdir(parents=True)
-
-    def end() -> None:
-        with io_errors("save a checkpoint", target):
-            seal(made)
-            replace_directory(made, target)
-
-    try:
-        _lead(rank, begin)
-        try:
-            yield made
-        except BaseException as error:
-            rank.tell_failure(error)
-            raise
-        rank.agree(lambda: "")  # all have written their files
-        _lead(rank, end)
-    finally:
-        if rank.index == 0:
-            shutil.rmtree(made.parent, ignore_errors=True)
-
-
-def _lead(rank: Rank, action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0, whoever has come; return on all ranks once it has succeeded."""
-    rank.together(lambda: None if rank.index else action())
-
-
-def _clear(run: Path) -> None:
+def clear(run: Path) -> None:
     """Remove what killed saves have left in ``run``."""
     for path in run.iterdir():
         if _PARTIAL.fullmatch(path.name):
@@ -87,7 +46,7 @@ def _clear(run: Path) -> None:
 def _restore(run: Path) -> None:
     for target in set_aside_in(run):
         if _NAME.fullmatch(target.name):
-            restore_directory(target)
+            restore(target)
 
 
 def seal(made: Path, step: int) -> None:
@@ -106,7 +65,7 @@ def remove_older(run: Path, keep: int, kept: set[Path]) -> None:
     found = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _step(path)))
     others = [path for path in found if path not in kept]
     for path in others[: max(0, len(found) - max(keep, len(kept)))]:
-        partial = path.with_name(f".{path.name}.partial")
+        partial = partial_of(path)
         shutil.rmtree(partial, ignore_errors=True)
         rename(path, partial)
         shutil.rmtree(partial, ignore_errors=True)

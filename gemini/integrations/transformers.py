@@ -18,7 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from gemini import checkpoint
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.integrations import trainer_files
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
+from gemini.integrations.whole_files import written_whole
 from gemini.model.in_place import manage
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.model.retry import retry_step
@@ -219,14 +220,15 @@ class GeminiTrainerMixin:
         run, step = Path(self._get_output_dir(trial)), int(self.state.global_step)
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-        def seal(made: Path) -> None:
+        def seal() -> None:
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if self.state.best_global_step and (best == target or best.exists()):
                 self.state.best_model_checkpoint = str(best)
                 self.state.save_to_json(str(made / TRAINER_STATE_NAME))
             trainer_files.seal(made, step)
 
-        with trainer_files.new_checkpoint(target, self.handle.rank(), seal) as made:
+        clear = partial(trainer_files.clear, run)
+        with written_whole(target, self.handle.rank(), begin=clear, end=seal) as made:
             self._staging, self._to_push = made.parent, False
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
+from gemini.model.lazy_state import LazyState
 from gemini.model.managed_model import ManagedModel
 from gemini.model.state_loading import StateLoad
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
@@ -45,6 +46,19 @@ def export_weights(
     if not keeps:
         state.clear()
     return state
+
+
+def lazy_weights(model: ManagedModel) -> LazyState:
+    """Return what :func:`export_weights` does, each value read when it is asked for, by all ranks."""
+    state = _state(model, "state_dict")
+
+    def read(name: str) -> Any:
+        value = state[name]
+        if isinstance(value, ManagedParameter):
+            return _full_value(model, value, IN_MEMORY)
+        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+    return LazyState(state, read, getattr(state, "_metadata", None))
 
 
 def export_shards(
@@ -147,7 +161,9 @@ def import_others(model: ManagedModel, others: Mapping[str, Any]) -> bool:
     then no more what it was.
     """
     written = model.manager.written.times()
-    state = model.module.state_dict()
+    state = model.module.state_dict(keep_vars=True)
+    for name, value in list(state.items()):
+        state[name] = value.detach() if isinstance(value, torch.Tensor) else value
     state.update(others)
 
     def write(target: torch.Tensor, value: torch.Tensor) -> None:

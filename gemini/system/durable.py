@@ -102,30 +102,42 @@ def scratch_directory(target: Path) -> Iterator[Path]:
         lock.release()
 
 
-def replace_directory(made: Path, target: Path) -> None:
-    """Give a directory that was written the name ``target``, once all of it is on disk; one that is there is
-    removed. A kill in between leaves that beside it, for :func:`restore_directory`. Raises OSError."""
+def put_in_place(made: Path, target: Path) -> None:
+    """Give a file or directory that was written the name ``target``, once all of it is on disk; what is
+    there, a file or a directory, is removed. A kill in between leaves that beside it, for :func:`restore`.
+    Raises OSError."""
     sync_tree(made)
+    restore(target)
     older = _set_aside(target)
-    restore_directory(target)
-    if target.exists():
+    if _is_there(target) and (made.is_dir() or target.is_dir()):
         target.rename(older)
     rename(made, target)
-    shutil.rmtree(older, ignore_errors=True)
+    _remove(older)
 
 
-def restore_directory(target: Path) -> None:
-    """End what a kill has interrupted in :func:`replace_directory`: the older directory has its name again,
-    or goes, where the newer one has it. Raises OSError."""
+def restore(target: Path) -> None:
+    """End what a kill has interrupted in :func:`put_in_place`: the older one has its name again, or goes,
+    where the newer one has it. Raises OSError."""
     older = _set_aside(target)
-    if target.exists():
-        shutil.rmtree(older, ignore_errors=True)
-    elif older.exists():
+    if _is_there(target):
+        _remove(older)
+    elif _is_there(older):
         rename(older, target)
 
 
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def set_aside_in(directory: Path) -> list[Path]:
-    """Return the targets of which an older directory is set aside in ``directory``. Raises OSError."""
+    """Return the targets of which an older one is set aside in ``directory``. Raises OSError."""
     found = (re.fullmatch(r"\.(.+)\.replaced", path.name) for path in directory.iterdir())
     return [directory / match[1] for match in found if match]
 

@@ -18,7 +18,7 @@ from gemini.jobs.finetune.samples import Batch, num_learned
 from gemini.jobs.run.managed import ManagedTraining
 from gemini.jobs.run.memory import make_disk_directory
 from gemini.model.in_place import InPlace
-from gemini.system.durable import replace_directory, temporary_of
+from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
 
 _SHARD = "2GB"  # of what is exported, and so of what is in memory at once
@@ -98,7 +98,7 @@ class PretrainedEngine(ManagedTraining):
             shutil.rmtree(made, ignore_errors=True)
             model.save_pretrained(made, max_shard_size=_SHARD)
             tokenizer.save_pretrained(made)
-            replace_directory(made, target)
+            put_in_place(made, target)
 
 
 def _loaded(config: FineTuneConfig) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import CheckpointError, ConfigError
-from gemini.system.durable import replacing, restore_directory, temporary_of
+from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
 
 _RUN = "run.json"
@@ -131,7 +131,7 @@ class RunDirectory:
             self._remove_checkpoint()
             self._remove_temporaries()
             if self._exports:
-                restore_directory(self.model)  # what a kill has set aside goes with it
+                restore(self.model)  # what a kill has set aside goes with it
                 if self.model.exists():
                     shutil.rmtree(self.model)
             for file in (self.metrics, self.summary, self.picture):
