@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from torch import nn
 from gemini import checkpoint
 from gemini.errors import ConfigError
 from gemini.model.in_place import manage
+from gemini.model.lazy_state import LazyState
 from gemini.model.managed_model import ManagedModel
+from gemini.model.weights import lazy_weights
 from gemini.optim import GeminiOptimizer
 from gemini.system import rng
 
@@ -38,6 +40,8 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     _optimizers: list[Any]
     _manage_options: dict[str, Any] | None = None
     _optimizer_options: dict[str, Any] | None = None
+
+    _saves_lazily = False  # hooks of save_state() are given dicts that read weights
 
     def __init__(
         self,
@@ -142,9 +146,31 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Save everything; managed models and their optimizers as gemini.checkpoint does, by all ranks."""
-        with self._others_only():
-            directory = super().save_state(output_dir, safe_serialization, **options)
+        """Save everything; managed models and their optimizers as gemini.checkpoint does, by all ranks. Hooks
+        are given all models, and of each its weights, which are read when they ask for them; of a managed
+        one they may take them out as a whole, and read them again when they are given the model to load.
+
+        Raises:
+            ConfigError: a hook has changed weights of a managed model, which are not in that dict.
+        """
+        others = len([model for model in self._models if managed(model) is None])
+
+        def take_out(_models: Any, weights: list[Any], _directory: str) -> None:
+            changed = any(isinstance(state, LazyState) and not state.is_as_read for state in weights)
+            weights[:] = [state for state in weights if not isinstance(state, LazyState)]
+            if changed or len(weights) > others:
+                raise ConfigError(
+                    "a hook of save_state() has changed the weights of a managed model, which are streamed "
+                    "from chunks, not from the dict that it was given; take them out as a whole "
+                    "(weights.pop()) and write what is to be saved, or change the model before saving"
+                )
+
+        self._saves_lazily = True
+        try:
+            with self._other_optimizers_only(), _last(self.register_save_state_pre_hook(take_out)):
+                directory = super().save_state(output_dir, safe_serialization, **options)
+        finally:
+            self._saves_lazily = False
         for number, (model, optimizer) in enumerate(self._pairs()):
             checkpoint.save(_folder(directory, number), model, optimizer, keep=1)
         return directory
@@ -168,10 +194,20 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
                 "managed model, or make a directory of them for gemini.from_pretrained(); the optimizer "
                 "starts anew"
             )
-        for number, (model, optimizer) in enumerate(pairs):
-            load_keeping_random(_folder(input_dir, number), model, optimizer)
-        with self._others_only():
+        for number in range(len(pairs)):
+            checkpoint.latest(_folder(input_dir, number))  # before anything is loaded
+        given: set[int] = set()
+
+        def take_out(models: list[Any], _directory: str) -> None:
+            given.update(id(managed(model)) for model in models)
+            models[:] = [model for model in models if managed(model) is None]
+
+        with self._other_optimizers_only(), _last(self.register_load_state_pre_hook(take_out)):
             super().load_state(input_dir, load_kwargs, **options)
+        for number, (model, optimizer) in enumerate(pairs):
+            # What a hook took out has the weights that the hook gave it.
+            own = () if id(model) in given else model.module.state_dict(keep_vars=True).keys()
+            load_keeping_random(_folder(input_dir, number), model, optimizer, leave=own)
 
     def optimizer_of(self, params: Iterable[Any]) -> GeminiOptimizer | None:
         """Return the optimizer that updates managed ``params``; None where they are not managed.
@@ -206,16 +242,32 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         finally:
             self.state.dynamo_plugin = asked
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return a model's weights; to hooks of :meth:`save_state` those of a managed one are read when they
+        ask for them."""
+        handle = managed(model)
+        if self._saves_lazily and handle is not None:
+            return lazy_weights(handle)
+        return super().get_state_dict(model, unwrap)
+
     @contextmanager
-    def _others_only(self) -> Iterator[None]:
-        """Have Accelerate know of nothing that is managed, for the block."""
-        models, optimizers = self._models, self._optimizers
-        self._models = [model for model in models if managed(model) is None]
+    def _other_optimizers_only(self) -> Iterator[None]:
+        """Have Accelerate know of no optimizer of managed models, for the block."""
+        optimizers = self._optimizers
         self._optimizers = [o for o in optimizers if not isinstance(unwrapped(o), GeminiOptimizer)]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._optimizers = optimizers
+
+
+@contextmanager
+def _last(hook: Any) -> Iterator[None]:
+    """Have a hook, which runs after all others, for the block."""
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def managed(model: Any) -> ManagedModel | None:
@@ -232,12 +284,15 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def load_keeping_random(
-    directory: str | os.PathLike[str], model: ManagedModel, optimizer: GeminiOptimizer
+    directory: str | os.PathLike[str],
+    model: ManagedModel,
+    optimizer: GeminiOptimizer,
+    leave: Collection[str] = (),
 ) -> None:
     """Load a checkpoint without the random generators' state, which Accelerate restores by itself."""
     state = rng.capture()
     try:
-        checkpoint.load(directory, model, optimizer)
+        checkpoint.load(directory, model, optimizer, leave=leave)
     finally:
         rng.restore(rng.parse(state))
 

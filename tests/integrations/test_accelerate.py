@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,63 @@ def test_other_models_are_as_with_accelerate_itself(tmp_path: Path) -> None:
     got = run(GeminiAccelerator, managed=False, save=str(tmp_path))
     assert got[0] == want[0]
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_hooks_of_saving_see_all_models_with_their_weights(tmp_path: Path) -> None:
+    """They may take one out and save it themselves, and then load it themselves."""
+    found = []
+    for kind in (accelerate.Accelerator, GeminiAccelerator):
+        reset_state()
+        options = {} if kind is accelerate.Accelerator else {"gemini": TIGHT}
+        accelerator = kind(cpu=True, **options)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        seen: list[Any] = []
+
+        def save(models: Any, weights: list[Any], directory: str, seen: list[Any] = seen) -> None:
+            seen.append([type(each).__name__ for each in models if isinstance(each, torch.nn.Sequential)])
+            state = weights.pop()
+            seen.append({name: value.clone() for name, value in state.items()})
+            torch.save({"4.bias": state["4.bias"] + 1}, Path(directory, "own.pt"))
+
+        def load(models: list[Any], directory: str) -> None:
+            models.pop().load_state_dict(torch.load(Path(directory, "own.pt")), strict=False)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        accelerator.save_state(str(tmp_path / kind.__name__))
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(2, 32)).sum())
+        optimizer.step()
+        trained = model[0].weight.detach().clone()
+        accelerator.load_state(str(tmp_path / kind.__name__))
+        assert not torch.equal(before, trained)
+        assert torch.equal(model[0].weight.detach().clone(), trained)  # nobody loads it
+        found.append((len(seen), seen[1], model[4].bias.detach().clone()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].keys() == found[1][1].keys()
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    assert torch.equal(found[0][2], found[1][2])
+
+
+def test_weights_that_a_hook_changes_in_the_dict_are_refused(tmp_path: Path) -> None:
+    reset_state()
+    accelerator = GeminiAccelerator(cpu=True, gemini=TIGHT)
+    model = net()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hook = accelerator.register_save_state_pre_hook(
+        lambda models, weights, directory: weights[0].pop("0.bias")
+    )
+    with pytest.raises(ConfigError, match=r"weights\.pop"):
+        accelerator.save_state(str(tmp_path / "run"))
+    hook.remove()
+    accelerator.save_state(str(tmp_path / "run"))
+    accelerator.load_state(str(tmp_path / "run"))
+
+
+def reset_state() -> None:
+    """Let the next accelerator be another one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
