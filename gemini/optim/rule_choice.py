@@ -12,7 +12,8 @@ from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
 from gemini.optim.shared_step import refuse
-from gemini.optim.shells import step_of
+from gemini.optim.shells import GroupSettings, step_of
+from gemini.optim.step_trial import PieceTrial, forms_of
 from gemini.optim.stepped_rule import SteppedRule
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer
 
@@ -42,6 +43,17 @@ _REFUSED = {
     torch_optim.LBFGS: "it evaluates the loss several times in a step and needs all parameters as one vector",
     torch_optim.SparseAdam: "it takes sparse gradients, and those of managed parameters are dense",
 }
+
+
+def refuse_gathering(optim: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where ``optim``, whose parameters are to be cut, is of a class of which nothing is
+    known, and trial steps show that its updates are not element by element."""
+    known = (*_ELEMENT_WISE, KernelAdam, Lion)
+    if any(isinstance(optim, kind) and step_of(type(optim)) is step_of(kind) for kind in known):
+        return
+    trial = PieceTrial(optim, at_once=True)
+    for group in optim.param_groups:
+        trial.states(GroupSettings.of(group), torch.float32, forms_of(group["params"]))
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:

@@ -80,8 +80,17 @@ class PieceTrial:
     """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
     each element, and ConfigError where values or states differ."""
 
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, optim: torch.optim.Optimizer, *, at_once: bool = False) -> None:
+        """``at_once``: whether one step updates a piece of each parameter, so that it may also change what
+        they share."""
         self._optim = optim
+        self._at_once = at_once
+        self._claim = "is to update parts of parameters" if at_once else "was said to be element-wise"
+        self._way_out = (
+            "Use stage=0, which cuts nothing, or GeminiOptimizer over a GeminiDDP"
+            if at_once
+            else "Leave elementwise out: it may do for whole parameters"
+        )
         self._kind = type(optim).__name__
         self._first, self._first_arrays = first_state(optim)
 
@@ -107,7 +116,7 @@ class PieceTrial:
             for step, states in enumerate(whole):
                 self._compare(form, states[index], [part[step][0] for part in parts], arrays)
         odd = [name for name, array in arrays.items() if not array.dtype.is_floating_point]
-        if odd:
+        if odd and not self._at_once:
             raise ConfigError(
                 f"{self._kind} keeps {odd[0]} of {arrays[odd[0]].dtype} for each element; chunks hold "
                 "floats. It cannot update a managed model"
@@ -139,11 +148,12 @@ class PieceTrial:
                 raise ConfigError(
                     f"a trial step of {self._kind} over made-up parameters of shapes "
                     f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
-                    f"{in_words(error)}. Leave elementwise out: it may do for whole parameters"
+                    f"{in_words(error)}. {self._way_out}"
                 ) from error
             entries = [{"values": param.detach(), **shell.state[param]} for param in params]
             after.append([{name: copied(value) for name, value in entry.items()} for entry in entries])
-        self._refuse_shared(settings, before, shell)
+        if not self._at_once:
+            self._refuse_shared(settings, before, shell)
         return after
 
     def _refuse_gathering(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -154,9 +164,9 @@ class PieceTrial:
         found = flow.mixed or flow.gathered or flow.read or flow.drawn
         if found:
             raise ConfigError(
-                f"{self._kind} was said to be element-wise, and its step runs {found}() on values or "
+                f"{self._kind} {self._claim}, and its step runs {found}() on values or "
                 "gradients, which makes something of several elements, or of what is none of theirs. "
-                "Leave elementwise out: it may do for whole parameters"
+                f"{self._way_out}"
             )
 
     def _refuse_shared(
@@ -169,8 +179,8 @@ class PieceTrial:
             changed.append("param_groups")
         if changed:
             raise ConfigError(
-                f"{self._kind} was said to be element-wise, and its step writes to {', '.join(changed)}, "
-                "which all parameters share. Leave elementwise out: it may do for whole parameters"
+                f"{self._kind} {self._claim}, and its step writes to {', '.join(changed)}, "
+                f"which all parameters share. {self._way_out}"
             )
 
     def _compare(
@@ -190,10 +200,10 @@ class PieceTrial:
                 same = all(equal(value, whole.get(name)) for value in each)
             if not same:
                 raise ConfigError(
-                    f"{self._kind} was said to be element-wise, and makes something else of {name} of a "
+                    f"{self._kind} {self._claim}, and makes something else of {name} of a "
                     f"parameter of shape {form.shape} than of {len(parts)} pieces of it by themselves: what "
-                    "it makes of an element depends on others, or on the shape. Leave "
-                    "elementwise out: it may do for whole parameters"
+                    "it makes of an element depends on others, or on the shape. "
+                    f"{self._way_out}"
                 )
 
 

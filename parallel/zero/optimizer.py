@@ -113,7 +113,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         check_wire(communication_dtype, parse_precision(precision), optimizer)
         if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, cuts=stage > 0)
         self.stage = stage
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type

@@ -8,6 +8,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
+from gemini.optim.rule_choice import refuse_gathering
 from gemini.optim.state_format import StateFormat
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,8 +61,9 @@ def check_norm(max_norm: float, norm_type: float) -> None:
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; both must be above 0")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot update parts of parameters."""
+def check_optimizer(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
+    """Raise ConfigError for an optimizer that cannot update parts of parameters. ``cuts``: whether they are
+    cut, so that a class of which nothing is known is tried."""
     name = type(optimizer).__name__
     if name in _NOT_ELEMENTWISE:
         raise ConfigError(
@@ -73,6 +75,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "compact states are scaled by blocks of a whole parameter; pass state_dtype='fp32' and no "
             "master_remainders to the optimizer"
         )
+    if cuts:
+        refuse_gathering(optimizer)
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:

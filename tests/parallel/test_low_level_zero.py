@@ -257,3 +257,29 @@ def test_unknown_keyword_is_refused_and_so_is_a_late_group() -> None:
 def test_optimizer_that_is_not_elementwise_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="element"):
         LowLevelZeroOptimizer(getattr(torch.optim, name)(odd_net().parameters()))
+
+
+class OfMatrices(torch.optim.Optimizer):
+    """Of a class that nobody knows: decays matrices alone, or everything; counts in its group."""
+
+    def __init__(self, params: Any, alone: bool) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        self.alone = alone
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.dim() > 1 or not self.alone:
+                    param.mul_(1 - 1e-3)
+                param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+def test_a_class_that_is_not_known_is_tried_before_its_parameters_are_cut() -> None:
+    with pytest.raises(ConfigError, match=r"OfMatrices is to update parts of parameters.*Use stage=0"):
+        LowLevelZeroOptimizer(OfMatrices(odd_net().parameters(), alone=True))
+    LowLevelZeroOptimizer(OfMatrices(odd_net().parameters(), alone=True), stage=0)
+    optimizer = OfMatrices(odd_net().parameters(), alone=False)
+    LowLevelZeroOptimizer(optimizer)
+    assert optimizer.param_groups[0]["count"] == 0
