@@ -64,6 +64,8 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
             f"it is a {type(optim).__name__} already, which updates the model by itself: use that one, or "
             "make another of the optimizer that it drives"
         )
+    if elementwise and whole:
+        raise ConfigError("elementwise=True and whole=True contradict: over pieces, or a parameter at a time")
     if isinstance(optim, KernelAdam):
         return AdamRule(optim.state_format)
     step = step_of(type(optim))

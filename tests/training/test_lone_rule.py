@@ -361,6 +361,8 @@ def test_what_a_trial_does_not_see_can_be_said(kind: type[Unknown], tmp_path: Pa
     with GeminiDDP(net, **tight(tmp_path, 2 * num_bytes(net))) as model:
         with pytest.raises(ConfigError, match=r"stack\(\)|not one of mine"):
             GeminiOptimizer(kind(net.parameters()), model)
+        with pytest.raises(ConfigError, match="contradict"):
+            GeminiOptimizer(kind(net.parameters()), model, whole=True, elementwise=True)
         with pytest.raises(ConfigError, match="'norm' depends on the parameter"):
             GeminiOptimizer(Clipped(net.parameters()), model, whole=True)
         train(model, [GeminiOptimizer(kind(net.parameters()), model, whole=True)], square, range(4))
