@@ -69,6 +69,7 @@ def find_units(
         raise ConfigError(f"the model has no {missing[0]!r}; name modules as model.named_modules() does")
     if len(set(chosen)) != len(chosen) or not chosen:
         raise ConfigError(f"blocks are {list(chosen)}; name one or more, each once")
+    _refuse_repeated(model, chosen)
     around = {_parent(name, depth) for name in chosen for depth in range(name.count(".") + 1)}
     places: dict[str, int] = {}
     for name in sorted(around, key=lambda name: (name.count("."), name)):
@@ -83,6 +84,20 @@ def find_units(
     rear = tuple(name for name, count in places.items() if count == len(chosen))
     between = tuple((name, count) for name, count in places.items() if 0 < count < len(chosen))
     return Units(chosen, front, rear, between)
+
+
+def _refuse_repeated(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise ConfigError where a block is also another member of its list: it runs more than once."""
+    for name in blocks:
+        owner, _, key = name.rpartition(".")
+        row = model.get_submodule(owner)._modules
+        others = [each for each, module in row.items() if module is row.get(key) and each != key]
+        if others and row.get(key) is not None:
+            raise ConfigError(
+                f"the block {name!r} is {f'{owner}.{others[0]}'.lstrip('.')!r} as well, so it runs more than "
+                "once, and stages run each of their blocks once: make modules of their own that share "
+                "weights, or train without pp"
+            )
 
 
 def _parent(name: str, depth: int) -> str:
@@ -188,12 +203,24 @@ def _of(owner: str, node: ast.AST) -> str | None:
 
 def _rows_of(model: nn.Module) -> tuple[str, ...]:
     """Return the blocks of ``model``: its longest list or, where transformers says that it has an encoder and
-    a decoder, the longest of each."""
+    a decoder, and the model has both, the longest of each."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return _longest_list(model)
-    halves = (model.get_encoder(), model.get_decoder())  # type: ignore[operator]
-    names = {id(module): name for name, module in reversed([*model.named_modules()])}
-    return tuple(f"{names[id(half)]}.{block}" for half in halves for block in _longest_list(half))
+    halves = [_half_of(model, way) for way in ("get_encoder", "get_decoder")]
+    if "" in halves or halves[0] == halves[1]:  # one of the two alone, which has the configuration of both
+        return _longest_list(model)
+    lists = [(half, _longest_list(model.get_submodule(half))) for half in halves]
+    return tuple(f"{half}.{block}" for half, blocks in lists for block in blocks)
+
+
+def _half_of(model: nn.Module, way: str) -> str:
+    """Return the name of the module that a method of ``model`` returns; '': there is none, or it is the
+    model."""
+    try:
+        half = getattr(model, way)()
+    except (AttributeError, NotImplementedError):
+        return ""
+    return next((name for name, module in model.named_modules() if module is half), "")
 
 
 def _longest_list(model: nn.Module) -> tuple[str, ...]:
@@ -204,6 +231,9 @@ def _longest_list(model: nn.Module) -> tuple[str, ...]:
     """
     lists = list(_lists(model, ""))
     if not lists:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+                _refuse_repeated(model, [f"{name}.{key}".lstrip(".") for key in module._modules])
         raise ConfigError(
             f"{type(model).__name__} has no ModuleList or Sequential of two layers with weights to be cut "
             f"between: {_WAY_OUT}"

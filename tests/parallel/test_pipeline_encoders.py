@@ -191,6 +191,20 @@ def test_what_runs_before_blocks_follows_from_the_source_or_is_named(monkeypatch
         find_units(build("bart"), before=["model.encoder.layers.0"])
 
 
+def test_an_encoder_alone_has_the_layers_that_it_has() -> None:
+    import transformers as t
+
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "num_mel_bins": 8, "vocab_size": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0}
+    config = t.WhisperConfig(**sizes, **heads, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    blocks = find_units(t.WhisperForAudioClassification(config)).blocks
+    assert blocks == ("encoder.layers.0", "encoder.layers.1")
+    t5 = t.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_decoder_layers=3, num_heads=2
+    )
+    assert find_units(t.T5EncoderModel(t5)).blocks == ("encoder.block.0", "encoder.block.1")
+
+
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
     model = build("marian")
     model.get_decoder().layerdrop = 0.05  # type: ignore[operator, union-attr]
