@@ -20,6 +20,7 @@ from gemini.parallel.booster.mixed_precision import MixedPrecision, choose_preci
 from gemini.parallel.booster.plugin import Plugin, TorchDDPPlugin
 from gemini.parallel.booster.plugin.base import Criterion
 from gemini.parallel.booster.ranks import join_launched_group
+from gemini.parallel.pipeline.batches import ENDED
 
 logger = logging.getLogger(__name__)
 Path = str | os.PathLike[str]
@@ -155,6 +156,7 @@ class Booster:
         Raises:
             ConfigError: the batch cannot be cut, or the plugin has no stages.
             StateError: another rank has failed; the message says where and why.
+            StopIteration: ``data_iter`` has ended, on all ranks.
         """
         if model not in self._models:
             raise ConfigError("execute_pipeline() takes a model that boost() of this booster has returned")
@@ -162,7 +164,7 @@ class Booster:
             self._require_boosted(optimizer)
         with torch.set_grad_enabled(optimizer is not None):
             done = self.plugin.execute_pipeline(
-                next(data_iter),
+                next(data_iter, ENDED),
                 model,
                 criterion,
                 count=count,
@@ -290,13 +292,21 @@ class Booster:
             _check_parameters(model, optimizer)
 
     def _check_dataloader(self, dataloader: DataLoader[Any]) -> None:
-        if self.plugin.ranks.size > 1 and not isinstance(
-            getattr(dataloader, "sampler", None), DistributedSampler
-        ):
+        ranks, sampler = self.plugin.data_ranks, getattr(dataloader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.number):
+                logger.warning(
+                    "the dataloader's sampler gives part %d of %d to this rank, which is to take part %d of "
+                    "%d: ranks that share a model take the same batches; make the loader with "
+                    "plugin.prepare_dataloader(...), or its sampler with "
+                    "num_replicas=plugin.data_ranks.size, rank=plugin.data_ranks.number",
+                    *(sampler.rank, sampler.num_replicas, ranks.number, ranks.size),
+                )
+        elif ranks.size > 1:
             logger.warning(
-                "the dataloader does not divide its data over the %d ranks: make it with "
+                "the dataloader does not divide its data over the %d ranks along dp: make it with "
                 "plugin.prepare_dataloader(...) unless its dataset does",
-                self.plugin.ranks.size,
+                ranks.size,
             )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError
+
+ENDED = object()  # in the place of a batch: the iterator has no more
+_SAMPLED_NUMEL = 4096  # of a tensor of floating-point numbers
 
 
 def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> list[Any]:
@@ -85,3 +90,40 @@ def _kind(value: Any, exact: bool) -> object:
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     return (value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor))
+
+
+def contents_of(batch: Any) -> int:
+    """Return a digest of what is in a batch, which ranks that share a model compare: integers whole, of other
+    numbers some in regular distances."""
+    return digest_of(str([_content(value) for value in tree_flatten(_plain(batch))[0]]))
+
+
+def _content(value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+    if value.is_meta or value.layout is not torch.strided:
+        return tuple(value.shape)
+    flat = value.detach().reshape(-1)
+    if value.is_floating_point() or value.is_complex():
+        flat = flat[:: max(1, len(flat) // _SAMPLED_NUMEL)]
+    content = flat.contiguous().cpu().view(torch.uint8) if len(flat) else flat
+    return (tuple(value.shape), str(value.dtype), zlib.crc32(content.numpy().data) if len(flat) else 0)
+
+
+def refuse_different(content: Sequence[int], what: str) -> None:
+    """Raise ConfigError where ranks that share a model were given other batches; ``content`` is that of each
+    rank, ``what`` they are along."""
+    others = [rank for rank, each in enumerate(content) if each != content[0]]
+    if others:
+        raise different_batches([0], others, what)
+
+
+def different_batches(some: Sequence[int], others: Sequence[int], what: str) -> ConfigError:
+    """Return what to raise where ranks ``others`` were given other batches than ``some``."""
+    return ConfigError(
+        f"ranks {list(some)} and {list(others)} ({what}) have parts of one model and were given batches of "
+        "different contents: ranks along pp, sp and tp take the same batches, in the same order; divide the "
+        "data over dp alone, by plugin.prepare_dataloader(dataset, batch_size) or by "
+        "DistributedSampler(dataset, num_replicas=plugin.data_ranks.size, rank=plugin.data_ranks.number), "
+        "and draw augmentations from one seed"
+    )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.mesh import Mesh
-from gemini.parallel.pipeline.batches import cut_batch, form_of
+from gemini.parallel.pipeline.batches import ENDED, contents_of, cut_batch, different_batches, form_of
 from gemini.parallel.pipeline.engine import Engine, Trained
 from gemini.parallel.pipeline.losses import Criterion
 from gemini.parallel.pipeline.numbers import draw_seed
@@ -25,6 +25,8 @@ from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.tied import SharedTrainability
 
 logger = logging.getLogger(__name__)
+
+_REFUSED, _ENDED = -1, -2  # in the place of the number of micro-batches
 
 Count = Callable[[Any], float]
 # How many there have been, by the group of all ranks.
@@ -106,6 +108,8 @@ class Pipeline:
         """
         with self._told():
             refusal, batches, order, seed = self._agree(batch, lacks_loss=criterion is None)
+        if batch is ENDED and (refusal is None or self._everyone is None):
+            raise StopIteration
         if refusal is not None:
             raise refusal  # on all ranks, before anything was done: they may go on with another batch
         assert order is not None
@@ -137,13 +141,16 @@ class Pipeline:
         """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages,
         and what seed these have in common; all ranks of the mesh together."""
         self._engine.begin("the beginning of a pass through the pipeline")
-        plan, batches = self._schedule, []
+        plan, batches, content = self._schedule, [], 0
         order: Order | None = None
         refusal: GeminiError | None = None
         seed: int | None = None
         try:
+            if batch is ENDED:
+                raise ConfigError("the data iterator has ended on this rank, and not on all others")
             if lacks_loss and torch.is_grad_enabled():
                 raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
+            content = contents_of(batch) if self._everyone is not None else 0
             if self._own_part is not None:
                 batch = self._own_part(batch)
             batches = cut_batch(batch, plan.num_microbatches, plan.microbatch_size)
@@ -154,7 +161,9 @@ class Pipeline:
             place = self._data.rank if self._data is not None else 0
             digest = digest_of(str([form_of(each) for each in batches]))
             trained = digest_of(str(self._engine.trainable()))
-            said = [place, -1 if refusal is not None else len(batches), digest, trained, self._sequence_place]
+            number = len(batches) if refusal is None else _ENDED if batch is ENDED else _REFUSED
+            said = [place, number, digest, trained, self._sequence_place]
+            said.append(content)
             changes = self._shared.changes()
             said += changes
             if self._axis is not None:
@@ -162,8 +171,8 @@ class Pipeline:
             mine = torch.tensor(said, dtype=torch.int64, device="cpu")
             every = [each.tolist() for each in self._everyone.all_gather(mine)]
             self._engine.follow(str([each[3] for each in every]))
-            self._shared.take_over([each[5 : 5 + len(changes)] for each in every])
-            refusal = refusal or _different([each[:3] for each in every])
+            self._shared.take_over([each[6 : 6 + len(changes)] for each in every])
+            refusal = _different([(*each[:3], each[5]) for each in every], refusal)
             if self._axis is not None:  # ranks along dp, and along sp, draw for themselves
                 seed = next(each[-1] for each in every if (each[0], each[4]) == (place, self._sequence_place))
         return refusal, batches, order, seed
@@ -214,11 +223,21 @@ class Pipeline:
         self._engine.leave(why)
 
 
-def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
-    """Return what to raise where ranks were given batches that do not go together; each said its place along
-    dp, how many micro-batches it has (-1: it refuses its batch) and what their shapes are."""
-    counts = [count for _, count, _ in every]
-    if -1 in counts:
+def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> GeminiError | None:
+    """Return what to raise where ranks were given batches that do not go together, or this one refuses its
+    ``own``; each said its place along dp, how many micro-batches it has, and digests of their shapes and
+    contents."""
+    counts = [said[1] for said in every]
+    if ended := [rank for rank, count in enumerate(counts) if count == _ENDED]:
+        if len(ended) == len(counts):
+            return None
+        return ConfigError(
+            f"the data iterators of ranks {ended} (of the mesh) have ended, and those of other ranks have "
+            "not: give all of them as many batches (prepare_dataloader(drop_last=True))"
+        )
+    if own is not None:
+        return own
+    if _REFUSED in counts:
         return ConfigError(
             f"ranks {[rank for rank, count in enumerate(counts) if count < 0]} (of the mesh) refuse their "
             "batches: see what they raised"
@@ -228,7 +247,7 @@ def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
             f"ranks have other numbers of micro-batches, by rank: {counts}; give all of them batches of one "
             "size (prepare_dataloader(drop_last=True))"
         )
-    for rank, (place, _, digest) in enumerate(every):
+    for rank, (place, _, digest, _) in enumerate(every):
         first = next(other for other, said in enumerate(every) if said[0] == place)
         if every[first][2] != digest:
             return ConfigError(
@@ -236,6 +255,11 @@ def _different(every: Sequence[Sequence[int]]) -> ConfigError | None:
                 "different shapes: ranks along pp, sp and tp take the same batches; "
                 "plugin.prepare_dataloader() divides the data over dp alone"
             )
+    for place, _, _, content in every:
+        sharing = [rank for rank, said in enumerate(every) if said[0] == place]
+        if others := [rank for rank in sharing if every[rank][3] != content]:
+            alike = [rank for rank in sharing if rank not in others]
+            return different_batches(alike, others, "of the mesh")
     return None
 
 

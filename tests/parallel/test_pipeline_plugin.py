@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from processes import run_on_ranks
 from tensor_harness import LANGUAGE_PLAN
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gemini import ConfigError, CPUAdam, HybridAdam
 from gemini.parallel import Booster, GeminiPlugin, HybridParallelPlugin
@@ -161,6 +162,9 @@ def test_the_data_is_divided_over_dp_alone() -> None:
 
 BAD = {
     "other shapes": "take the same batches",
+    "other contents": r"ranks \[0\] and \[1\] .* different contents",
+    "other labels": r"ranks \[0\] and \[1\] .* different contents",
+    "one ended": r"iterators of ranks \[1\] .* have ended",
     "another number": "cannot be cut",
     "one bad": "refuse their batches|cannot be cut",
     "no criterion": "needs a criterion",
@@ -172,14 +176,19 @@ def _bad_batch(bad: str) -> tuple[str, float]:
     rank, criterion, ids = dist.get_rank(), loss_of, batch_of(0)
     if bad == "other shapes":
         ids = ids[:, : 6 - rank]
+    elif bad == "other contents":
+        ids = ids.flip(0) if rank else ids
+    elif bad == "other labels":
+        ids = (ids, torch.full((len(ids), 5), 1.0 + rank / 2**20))
     elif bad == "another number":
         ids = ids[:7]
     elif bad == "one bad":
         ids = ids[: 7 + rank]
     else:
         criterion = None
+    batches = [] if bad == "one ended" and rank else [ids]
     with pytest.raises(ConfigError) as caught:
-        booster.execute_pipeline(iter([ids]), model, criterion, optimizer)
+        booster.execute_pipeline(iter(batches), model, criterion, optimizer)
     out = booster.execute_pipeline(iter([batch_of(0)]), model, loss_of, optimizer)  # it goes on
     optimizer.step()
     return str(caught.value), float(out["loss"])
@@ -191,6 +200,47 @@ def test_a_bad_batch_is_refused_on_all_ranks_which_go_on(bad: str) -> None:
     for message, loss in run_on_ranks(_bad_batch, 2, bad):
         assert re.search(BAD[bad], message)
         assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def _call_otherwise(contents: str) -> str:
+    plugin = HybridParallelPlugin(tp_size=2, tp_plan=LANGUAGE_PLAN, **CHUNKS)
+    model = Booster(plugin=plugin).boost(language(), None)[0]
+    ids = batch_of(0)
+    try:
+        model(ids.flip(0) if dist.get_rank() and contents == "other" else ids)
+    except ConfigError as error:
+        return str(error)
+    return "called"
+
+
+def test_ranks_along_tp_that_call_a_model_with_other_batches_are_told() -> None:
+    assert run_on_ranks(_call_otherwise, 2, "the same") == ["called"] * 2
+    assert all("different contents" in said for said in run_on_ranks(_call_otherwise, 2, "other"))
+
+
+def _boost_with(number: str) -> list[str]:
+    plugin = HybridParallelPlugin(pp_size=2, **CHUNKS)
+    data, said = TensorDataset(torch.arange(16)), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    ranks = dist if number == "of the world" else None
+    count, rank = (ranks.get_world_size(), ranks.get_rank()) if ranks else (1, 0)
+    sampler: Any = DistributedSampler(data, num_replicas=count, rank=rank)
+    logger = logging.getLogger("gemini.parallel.booster.booster")
+    logger.addHandler(handler)
+    try:
+        Booster(plugin=plugin).boost(language(), None, dataloader=DataLoader(data, sampler=sampler))
+        Booster(plugin=plugin).boost(language(), None, dataloader=DataLoader(data))
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_samplers_are_judged_by_dp() -> None:
+    assert run_on_ranks(_boost_with, 2, "of dp") == [[], []]
+    for rank, said in enumerate(run_on_ranks(_boost_with, 2, "of the world")):
+        assert len(said) == 1
+        assert f"part {rank} of 2 to this rank, which is to take part 0 of 1" in said[0]
 
 
 # -- calls -------------------------------------------------------------------------------------------

@@ -30,10 +30,11 @@ from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
-from gemini.parallel.mesh import Mesh
+from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.absent import outline_of
+from gemini.parallel.pipeline.batches import contents_of, refuse_different
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
@@ -197,6 +198,8 @@ class HybridParallelPlugin(Plugin):
         self._pipelines[id(boosted)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if sequence is not None:
             self._sequences[id(boosted)] = sequence
+        if mesh is not None and (shared := mesh.axis("tp")) is not None:
+            boosted.register_forward_pre_hook(partial(_compare_batches, shared), with_kwargs=True)
         return Boosted(boosted, updating, criterion)
 
     def _take_part(
@@ -383,6 +386,12 @@ class HybridParallelPlugin(Plugin):
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
+
+
+def _compare_batches(axis: Axis, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError where ranks along ``axis`` call a model with other inputs."""
+    mine = torch.tensor([contents_of((args, kwargs))], dtype=torch.int64, device="cpu")
+    refuse_different([int(each) for each in axis.all_gather(mine)], "along tp")
 
 
 def _forget_absent(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
