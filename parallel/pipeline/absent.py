@@ -6,13 +6,15 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gemini.errors import ConfigError
+from gemini.parallel.pipeline.containers import SharedContents, collections_in, replace_tensors
 from gemini.parallel.pipeline.numbers import drawn
 from gemini.parallel.pipeline.passage import ARRIVED, EndOfStage, Passage, device_of
 
@@ -45,12 +47,17 @@ def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None)
 
 
 class Absent(_OfKind, nn.Module):
-    """Stands in for ``outline``, a module on ``meta``, whose attributes it has: it returns tensors of the
-    right shapes, in which every number is NaN and takes no memory. Nothing that counts may come of them.
+    """Stands in for ``outline``, a module on ``meta``, whose attributes it has: it returns placeholders of
+    the right shapes, and leaves placeholders in the lists and dicts into which the module puts tensors.
+
+    ``pairs``: such lists and dicts, each with that of the outline.
     """
 
-    def __init__(self, name: str, outline: nn.Module, passage: Passage) -> None:
+    def __init__(
+        self, name: str, outline: nn.Module, passage: Passage, pairs: Sequence[tuple[Any, Any]] = ()
+    ) -> None:
         super().__init__()
+        self._pairs = tuple(pairs)
         self._held = (outline,)  # in a tuple: it is no submodule
         self._name, self._passage, self._taken_for = name, passage, type(outline)
         self._answers: dict[str, Any] = {}
@@ -69,6 +76,12 @@ class Absent(_OfKind, nn.Module):
             return self._inside(name, value)
         if self._passage.runs and inspect.ismethod(value) and value.__self__ is self._held[0]:
             return lambda *args, **kwargs: self._answer(args, kwargs, name)
+        shared = next((here for here, there in self._pairs if there is value), None)
+        if shared is not None:
+            return shared
+        return tree_map(self._placeholder, value) if _holds_tensors(value) else value
+
+    def _placeholder(self, value: Any) -> Any:
         return self._passage.stands_for(value) if isinstance(value, torch.Tensor) else value
 
     def __getitem__(self, key: Any) -> Any:
@@ -93,7 +106,7 @@ class Absent(_OfKind, nn.Module):
 
     def _inside(self, name: str, module: nn.Module) -> Absent:
         if name not in self._inner:
-            self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage),)
+            self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage, self._pairs),)
         return self._inner[name][0]
 
     def named_parameters(
@@ -123,40 +136,51 @@ class Absent(_OfKind, nn.Module):
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         """Return what has the shapes of the module's output, or of what a ``method`` of it returns."""
-        key = f"{method} {_shapes(args, kwargs)}"
-        device = device_of((args, kwargs)) or self._passage.device
-        if key not in self._answers:
-            if len(self._answers) >= _KEPT_ANSWERS:
-                self._answers.clear()
-            self._answers[key] = self._run_outline(args, kwargs, method, device)
-        return tree_map(self._anew, self._answers[key])
-
-    def _anew(self, value: Any) -> Any:
-        """Return a tensor of its own for each call: what was received is put in by which of them it stands
-        for."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        nothing = self._passage.nothing
-        if nothing.is_random:
-            return nothing.like(value, value.device)
-        return value.clone() if nothing.is_written else value.detach()
+        passage, outline = self._passage, self._held[0]
+        if outline.training != passage.is_training:
+            for module in outline.modules():
+                module.training = passage.is_training
+        key = f"{method} {outline.training} {_shapes(args, kwargs)}"
+        device = device_of((args, kwargs)) or passage.device
+        answer = self._answers.get(key)
+        if answer is None:
+            answer, is_same_each_time = self._run_outline(args, kwargs, method, device)
+            if is_same_each_time:
+                if len(self._answers) >= _KEPT_ANSWERS:
+                    self._answers.clear()
+                self._answers[key] = answer
+        return tree_map(lambda value: _of(passage, value, device), answer)
 
     @torch.no_grad()
     def _run_outline(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
-    ) -> Any:
+    ) -> tuple[Any, bool]:
+        """Return the output on ``meta``, and whether that is all that the module does: it may put tensors
+        into lists and dicts as well, and placeholders are there then."""
+        for value in tree_leaves((args, kwargs)):
+            if is_dataclass(value) and not isinstance(value, type):
+                kind = type(value).__name__
+                raise ConfigError(
+                    f"{self._name!r} is called with a {kind}, in which stages do not see tensors: have "
+                    "blocks take and return tensors, or lists, tuples and dicts of them, or call "
+                    f"torch.utils._pytree.register_dataclass({kind}) before the model is boosted"
+                )
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
+        given = zip(collections_in((args, kwargs)), collections_in((there_args, there_kwargs)), strict=True)
+        shared = SharedContents([*self._pairs, *given], _on_meta)
+        shared.note(tree_leaves((args, kwargs)), tree_leaves((there_args, there_kwargs)))
         call = getattr(self._held[0], method) if method else self._held[0]
         try:
-            output = self._run(call, there_args, there_kwargs)
+            output = self._run(call, there_args, there_kwargs, shared)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
-        return tree_map(lambda value: self._nothing(value, device), output)
+        placeholders = self._passage.placeholders
+        has_written = shared.take_over(lambda value: _of(self._passage, value, device), placeholders.mark)
+        return tree_map(_on_meta, output), not has_written
 
-    def _nothing(self, value: Any, device: torch.device) -> Any:
-        return self._passage.nothing.like(value, device) if isinstance(value, torch.Tensor) else value
-
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
+    ) -> Any:
         """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
         try:
             return call(*args, **kwargs)
@@ -164,7 +188,8 @@ class Absent(_OfKind, nn.Module):
             dtype = next((p.dtype for p in self._held[0].parameters() if p.is_floating_point()), None)
             if dtype is None:
                 raise
-            args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            shared.begin_again()
+            args, kwargs = replace_tensors((args, kwargs), lambda value: _cast(value, dtype))
             return call(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -199,7 +224,6 @@ class Present(_OfKind, nn.Module):
         super().__init__()
         self.block = block
         self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
-        self._seen: set[tuple[bool, ...]] = set()
         self._arrived: dict[int, int] = {}  # in how many places of so many values something is put in
 
     def __getattr__(self, name: str) -> Any:
@@ -221,11 +245,12 @@ class Present(_OfKind, nn.Module):
         if not self._passage.runs:
             return self._run_again(args, kwargs)
         before = tree_flatten((args, kwargs))[0]
-        args, kwargs = _really(self._name, self._passage, self._seen, args, kwargs)
+        args, kwargs = _really(self._name, self._passage, args, kwargs)
         values = tree_flatten((args, kwargs))[0]
         self._arrived[len(values)] = sum(new is not old for new, old in zip(values, before, strict=True))
         self._refuse_without_gradients(values)
-        output = self.block(*args, **kwargs)
+        with self._passage.placeholders.unwatched():
+            output = self.block(*args, **kwargs)
         if self._is_last:
             self._passage.leave_blocks()
         return output
@@ -264,44 +289,35 @@ class Present(_OfKind, nn.Module):
 class Exit(Absent):
     """Stands in for the block behind a stage: the forward pass ends where it would be called."""
 
-    def __init__(self, name: str, outline: nn.Module, passage: Passage) -> None:
-        super().__init__(name, outline, passage)
-        self._seen: set[tuple[bool, ...]] = set()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
-        values = tree_flatten(_really(self._name, self._passage, self._seen, args, kwargs))[0]
+        values = tree_leaves(_really(self._name, self._passage, args, kwargs))
         raise EndOfStage(self._passage.given(self._name, values))
 
 
 def _really(
-    name: str, passage: Passage, seen: set[tuple[bool, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, passage: Passage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what a block is called with, received tensors in their places.
 
     Raises:
-        ConfigError: the first time that it is called with tensors in such places: there is NaN in another
-            one, so it was computed of what another stage has, and is not what that stage calls blocks with.
+        ConfigError: there is a placeholder in another place: it is not what that stage calls blocks with.
     """
-    values, form = tree_flatten((args, kwargs))
+    values = tree_leaves((args, kwargs))
     replaced = passage.replaced(name, values)
-    # Else as they are: blocks may write to a list that they share.
     if any(new is not value for new, value in zip(replaced, values, strict=True)):
-        args, kwargs = tree_unflatten(replaced, form)
-    tensors = tuple(isinstance(value, torch.Tensor) for value in values)
-    if tensors not in seen:
-        seen.add(tensors)
+        args, kwargs = replace_tensors((args, kwargs), passage.arrived_for)
+    if any(map(passage.placeholders.stands_for, replaced)):
         named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-        for label, value in named.items():
-            if any(is_nothing(each) for each in tree_flatten(value)[0]):
-                raise ConfigError(
-                    f"{name!r} is called with {label!r} in which there is NaN: what comes between the blocks "
-                    "makes it of something that another stage has (only what one block after another is "
-                    "called with goes from stage to stage, as it is); cut the model elsewhere (split=), have "
-                    "the blocks do that themselves or, where it is a weight that is used before the blocks "
-                    "of its module, name that in before="
-                )
+        absent = passage.placeholders.stands_for
+        label = next(key for key, value in named.items() if any(map(absent, tree_leaves(value))))
+        raise ConfigError(
+            f"{name!r} is called with {label!r}, which what comes between the blocks makes of something that "
+            "another stage has (only what one block after another is called with goes from stage to stage, "
+            "as it is); cut the model elsewhere (split=), have the blocks do that themselves or, where it is "
+            "a weight that is used before the blocks of its module, name that in before="
+        )
     return args, kwargs
 
 
@@ -315,18 +331,24 @@ def _first_name(forward: Callable[..., Any]) -> str:
 
 
 def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or (value.is_meta and type(value) is torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _of(passage: Passage, value: Any, device: torch.device) -> Any:
+    return passage.placeholders.like(value, device) if isinstance(value, torch.Tensor) else value
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, dict, tuple))
+        and any(isinstance(v, torch.Tensor) for v in tree_leaves(value))
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def is_nothing(value: Any) -> bool:
-    """Say whether a tensor was computed of what is absent, or is a weight of it."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return False
-    return value.is_meta or bool(value.isnan().any())
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

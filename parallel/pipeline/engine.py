@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.batches import call_arguments, form_of, kind_of
@@ -24,7 +23,7 @@ from gemini.parallel.pipeline.stage import Stage
 
 T = TypeVar("T")
 
-_MOST = 16  # tensors that go from one stage to the next
+_MOST = 64  # tensors that go from one stage to the next
 _MOST_KINDS = 8  # of batches that differ in texts and numbers: a task has few names, and steps have many
 _AHEAD = 2  # actions whose inputs may be on their way
 _WORDS = {
@@ -87,8 +86,6 @@ class Engine:
         self.takes: dict[tuple[int, str], Taken] = {}
         self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
         self._learned: set[str] = set()  # forms of batches of which that is known
-        # Stages, how they were run, and kinds and forms of batches whose first results were looked at.
-        self.checked: set[tuple[int, bool, str]] = set()
         self._kinds: set[str] = set()
         self._trainable = ""
         self._place = ""  # what is being done, for an error
@@ -142,8 +139,8 @@ class Engine:
         }
         for said in say(json.dumps(own)):
             for index, taken in json.loads(said).items():
-                for form, (places, among) in zip(fresh, taken, strict=False):
-                    self.takes[int(index), form] = Taken(tuple(places), among)
+                for form, (places, among, held) in zip(fresh, taken, strict=False):
+                    self.takes[int(index), form] = Taken(tuple(places), among, tuple(map(tuple, held)))
         self._learned.update(fresh)
 
     def run(
@@ -193,7 +190,6 @@ class _Run:
         self.done = Done([], [])
         self._engine, self._order = engine, order
         self._batches, self._forms = batches, [engine.form_of(batch) for batch in batches]
-        self._kinds = [engine.kind_of(batch) for batch in batches]
         self._criterion, self._weights, self._keeps = criterion, weights, keep_outputs
         self._seed = seed
         self._held: dict[tuple[int, int], _Held] = {}
@@ -260,7 +256,7 @@ class _Run:
                 rank, taken = self._order.rank_of[source], self._takes(action.stage, action.micro_batch)
                 self._engine.forms[self._key(action)] = tuple(
                     passing.receive_form(rank, self._tag(action, index, of_form=True), doing)
-                    for index in range(len(taken.places))
+                    for index in range(taken.num_tensors)
                 )
             self.expect([action])
         found = self._coming.pop(key)
@@ -329,8 +325,6 @@ class _Run:
         training = torch.is_grad_enabled()
         returns = [each.returns and training for each in self._expected(action) or ()]
         takes, gives = self._takes(action.stage, number), self._takes(action.stage + 1, number)
-        is_new = not self._seen(stage, number) <= self._engine.checked
-        copies = [tensor.clone() for tensor in received] if is_new else []  # blocks may write to them
         entered = [_entered(*each) for each in zip(received, returns, strict=True)]
         draws = Draws.of(self._seed, number, action.stage) if self._seed is not None else None
         call = ([inside for _, inside in entered], takes, gives, args, kwargs, draws)
@@ -340,11 +334,7 @@ class _Run:
                 self.done.outputs.append(_detached(outputs))
             if self._criterion is None:
                 return
-            outputs = (self._loss(outputs, number),)
-        if is_new:
-            is_last = action.stage == self._order.num_stages - 1
-            results = self.done.losses[-1:] if is_last else outputs
-            self._refuse_nothing(stage, results, (copies, *call[1:]), number)
+            outputs = (self._loss(stage, outputs, number),)
         if action.stage < self._order.num_stages - 1:
             following = Action(Kind.FORWARD, action.stage + 1, number)
             self._give(following, outputs)
@@ -354,46 +344,11 @@ class _Run:
             kept = tuple(outside for outside, _ in entered if outside is not None)
             self._held[action.stage, number] = _Held(kept, outputs)
 
-    def _refuse_nothing(
-        self, stage: Stage, results: Sequence[torch.Tensor], call: tuple[Any, ...], number: int
-    ) -> None:
-        """Raise ConfigError where what a stage hands on, or the loss, is made of what another stage has and
-        has not sent; ``call`` is that of the stage. Looked at in the first forward passes in training and
-        evaluation and of each kind of batch, and where a batch of other shapes comes to NaN."""
-        checked = self._engine.checked
-        is_first = (stage.index, stage.is_training, self._kinds[number]) not in checked
-        checked |= self._seen(stage, number)
-        if not is_first and not any(each.isnan().any() for each in results if not each.is_meta):
-            return
-        is_last = stage.index == self._order.num_stages - 1
-
-        def again() -> Sequence[torch.Tensor]:
-            received = [tensor.clone() for tensor in call[0]]
-            found: Sequence[torch.Tensor] = self._engine.trained.forward(stage.run, (received, *call[1:]), {})
-            if not is_last:
-                return found
-            assert self._criterion is not None
-            return (loss_of(self._criterion, found, self._batches[number]),)
-
-        beside = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
-        if stage.depends_on_nothing(results, again, beside):
-            what = "the loss" if is_last else f"what stage {stage.index} hands on"
-            raise ConfigError(
-                f"{what} is made of something that another stage has: what runs in front of the blocks, or "
-                "a weight there, is used behind a block, or decides how the model goes on (only what one "
-                "block after another is called with goes from stage to stage); have the blocks pass it on, "
-                "or train without pp"
-            )
-
-    def _seen(self, stage: Stage, number: int) -> set[tuple[int, bool, str]]:
-        """Return what of a forward pass says whether such a one was looked at."""
-        mode = (stage.index, stage.is_training)
-        return {(*mode, self._kinds[number]), (*mode, self._forms[number])}
-
-    def _loss(self, output: Any, number: int) -> torch.Tensor:
+    def _loss(self, stage: Stage, output: Any, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, of what the model has returned, and keep it."""
-        assert self._criterion is not None
-        loss = loss_of(self._criterion, output, self._batches[number])
+        criterion, batch = self._criterion, self._batches[number]
+        assert criterion is not None
+        loss = stage.judge(lambda: loss_of(criterion, output, batch))
         self.done.losses.append(loss.detach())
         return loss if self._weights[number] else without_weight(output, loss)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from gemini.errors import ConfigError
@@ -31,7 +32,8 @@ def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
 def without_weight(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """Return a loss whose gradients are zero in the place of one that counts nothing: that of no tokens is
     NaN, and so is nothing times it."""
-    leaves = [each for each in _tensors(output) if each.dim() and each.is_floating_point()]
+    tensors = (each for each in _tensors(output) if not isinstance(each, FakeTensor))
+    leaves = [each for each in tensors if each.dim() and each.is_floating_point()]
     found = [each.float().sum() for each in leaves if each.requires_grad]
     return torch.stack(found).sum() * 0 if found else loss
 

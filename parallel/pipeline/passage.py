@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from gemini.errors import ConfigError
+from gemini.parallel.pipeline.containers import Path, look_up, put, tensors_in, worded
 from gemini.parallel.pipeline.numbers import Draws, drawn
+from gemini.parallel.pipeline.placeholders import Placeholders
 
-_ZERO = 0.5  # of rows
 ARRIVED = "_gemini_arrived"  # an attribute of tensors
 
 
@@ -25,90 +27,31 @@ class EndOfStage(BaseException):  # a model that catches exceptions around its b
 
 
 class FirstBlock(BaseException):
-    """Leaves the forward pass at the first block of a stage, with the values that it is called with."""
+    """Leaves the forward pass at the first block of a stage, with the values that it is called with, and with
+    what the model's attributes hold then."""
 
-    def __init__(self, name: str, values: Sequence[Any]) -> None:
+    def __init__(self, name: str, values: Sequence[Any], held: Mapping[Path, torch.Tensor]) -> None:
         super().__init__("the stage begins here")
-        self.name, self.values = name, values
+        self.name, self.values, self.held = name, values, held
 
 
 class Taken(NamedTuple):
     """What a stage is sent: ``places`` of the values that its first block is called with, and how many those
-    are."""
+    are; and tensors in attributes of the model, which blocks leave there (``held``)."""
 
     places: tuple[int, ...] = ()
     among: int = 0
-
-
-class Nothing:
-    """What stands for tensors that another stage has: NaN, or zeros of a type without NaN, in one element of
-    memory by type and device, or in whole tensors where the model writes to them (``is_written``). Within
-    :meth:`at_random` it is other numbers: what changes with them is made of what is not there, although NaN
-    may not show in it (masks, indices, branches)."""
-
-    def __init__(self) -> None:
-        self.is_written = False
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._generator: torch.Generator | None = None
-        self._has_zeros = False
-
-    def __bool__(self) -> bool:
-        return bool(self._elements)
-
-    def expect_writes(self) -> None:
-        """From now on give out whole tensors."""
-        self.is_written = True
+    held: tuple[Path, ...] = ()
 
     @property
-    def is_random(self) -> bool:
-        """Whether it is random numbers now."""
-        return self._generator is not None
-
-    def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return what stands for ``tensor``, on ``device``."""
-        if self._generator is not None:
-            numbers = _numbers(tensor.shape, tensor.dtype, self._generator)
-            if self._has_zeros and tensor.dim():
-                rows = torch.rand(
-                    tensor.shape[:-1], generator=self._generator, dtype=torch.float32, device="cpu"
-                )
-                numbers[rows < _ZERO] = 0
-            return numbers.to(device)
-        element = self._elements.get((tensor.dtype, device))
-        if element is None:
-            fill = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-            element = torch.full((), fill, dtype=tensor.dtype, device=device)
-            self._elements[tensor.dtype, device] = element
-        whole = element.expand(tensor.shape)
-        return whole.clone() if self.is_written else whole
-
-    @contextmanager
-    def at_random(self, seed: int, *, has_zeros: bool = False) -> Iterator[None]:
-        """Have all of it be random numbers within the block, unseen by autograd; ``has_zeros``: some rows of
-        zeros among them, as padding has."""
-        self._generator, self._has_zeros = torch.Generator().manual_seed(seed), has_zeros
-        before = [(element, element.clone()) for element in self._elements.values()]
-        for element, _ in before:
-            element.data.copy_(_numbers(element.shape, element.dtype, self._generator))
-        try:
-            yield
-        finally:
-            self._generator = None
-            for element, values in before:
-                element.data.copy_(values)
-
-
-def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers on the CPU; whole ones are 0 and 1, which are in reach of most tables."""
-    if dtype.is_floating_point or dtype.is_complex:
-        numbers = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
-        return numbers.to(dtype)
-    return torch.randint(2, tuple(shape), generator=generator, dtype=torch.int64, device="cpu").to(dtype)
+    def num_tensors(self) -> int:
+        """How many tensors these are."""
+        return len(self.places) + len(self.held)
 
 
 class Arrived(NamedTuple):
-    """What arrived for a tensor of nothing, noted on that for as long as it lives: checkpoint() calls a block
-    with it again. ``inside``: the seed of random numbers in the blocks, of which ``first`` is the first."""
+    """What arrived for a placeholder, noted on that for as long as it lives: checkpoint() calls a block with
+    it again. ``inside``: the seed of random numbers in the blocks, of which ``first`` is the first."""
 
     tensor: torch.Tensor
     first: str
@@ -120,39 +63,51 @@ class Passage:
 
     Places count the values that a block is called with, arguments and keywords flattened. Both stages at a
     cut call the same block with as many: the one before sends what is at some places, and the one behind,
-    where nothing is there but NaN, puts it in.
+    where placeholders are, puts it in.
     """
 
-    def __init__(self, nothing: Nothing | None = None) -> None:
-        """``nothing``: of what stand-ins are made, where stages share it."""
-        self.nothing = Nothing() if nothing is None else nothing
-        self.runs, self.has_entered, self.trains = False, False, False
+    def __init__(self, placeholders: Placeholders | None = None) -> None:
+        """``placeholders``: of which stand-ins are made, where stages share them."""
+        self.placeholders = Placeholders() if placeholders is None else placeholders
+        self.runs, self.has_entered, self.trains, self.is_training = False, False, False, True
         self.device = torch.device("cpu")  # of the batch
-        self._takes: Sequence[int] | None = None
+        # Modules around the blocks, and lists and the like in any module, by names: tensors in them travel.
+        self.holders: dict[str, nn.Module] = {}
+        self.containers: dict[tuple[str, str], Any] = {}
+        self._takes: Taken | None = None
         self._gives = Taken()
         self._received: Sequence[torch.Tensor] = ()
         self._draws: Draws | None = None
         self._in_blocks = ExitStack()
-        # By the id of a tensor of NaN, which is kept for that: what was received in its place.
+        # By the id of a placeholder, which is kept for that: what was received in its place.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def set_training(self, is_training: bool) -> None:
+        """Say whether the model trains: modules of other stages are run on ``meta`` as it does."""
+        self.is_training = is_training
 
     @contextmanager
     def begun(
         self,
-        takes: Sequence[int] | None,
+        takes: Taken | None,
         batch: object,
         received: Sequence[torch.Tensor] = (),
         gives: Taken = Taken(),  # noqa: B008  # a tuple
         draws: Draws | None = None,
     ) -> Iterator[None]:
-        """Run the stage on ``batch`` within the block: ``received`` comes in at the places ``takes`` of its
-        first block, and what the next stage is to be given, ``gives``, goes out. ``takes`` None: it gets to
-        its first block, and raises FirstBlock. ``draws`` None: random numbers are those of one process."""
+        """Run the stage on ``batch`` within the block: ``received`` comes in as its first block ``takes`` it,
+        and what the next stage is to be given, ``gives``, goes out. ``takes`` None: it gets to its first
+        block, and raises FirstBlock. ``draws`` None: random numbers are those of one process."""
+        self.placeholders.forget_writes()
         self._takes, self._received, self._gives = takes, received, gives
         self.has_entered, self.runs, self.trains = False, True, torch.is_grad_enabled()
         self.device, self._draws = device_of(batch) or self.device, draws
         try:
-            with nullcontext() if draws is None else drawn(draws.around, self.device), ExitStack() as blocks:
+            with (
+                nullcontext() if draws is None else drawn(draws.around, self.device),
+                self.placeholders.watched(),
+                ExitStack() as blocks,
+            ):
                 self._in_blocks = blocks
                 yield
         finally:
@@ -164,33 +119,79 @@ class Passage:
         it."""
         if not self.has_entered:
             self._enter(name, values)
-        return [self._known[id(value)][1] if id(value) in self._known else value for value in values]
+        return [self.arrived_for(value) for value in values]
+
+    def arrived_for(self, value: Any) -> Any:
+        """Return what was received in the place of ``value``, else that itself."""
+        return self._known[id(value)][1] if id(value) in self._known else value
 
     def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return what of the ``values`` that ``name``, the next stage's first block, is called with goes
-        there.
+        there, and what of the model's attributes does.
 
         Raises:
-            ConfigError: there it is called with more or fewer.
+            ConfigError: there it is called with more or fewer, or what goes there is not here.
         """
         if len(values) != self._gives.among:
             raise ConfigError(
                 f"{name!r} is called with {len(values)} values behind the blocks before it, and with "
-                f"{self._gives.among} on the stage that has it: blocks put tensors into a list or dict, "
-                "which stays behind where the model is cut; have them return those tensors and take them as "
+                f"{self._gives.among} on the stage that has it: have blocks return tensors and take them as "
                 "arguments, or cut the model elsewhere (split=)"
             )
-        return tuple(values[place] for place in self._gives.places)
+        given = [values[place] for place in self._gives.places]
+        given += [self.arrived_for(self._held(name, path)) for path in self._gives.held]
+        if any(map(self.placeholders.stands_for, given)):
+            raise ConfigError(
+                f"what {name!r} of the next stage is called with is made of something that a stage before "
+                "this one has, and has not sent: what runs in front of the blocks, or a weight there, is "
+                "used behind a block (only what one block after another is called with goes from stage to "
+                "stage); have the blocks pass it on, or train without pp"
+            )
+        return tuple(given)
+
+    def _held(self, name: str, path: Path) -> torch.Tensor:
+        value = look_up(self._holder(path), path)
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"{worded(path)} holds a tensor where the stage of {name!r} begins, and not so behind the "
+                "blocks before it: stages have to find as much there as one process; empty it at the "
+                "beginning of the model's forward(), or have blocks return the tensors"
+            )
+        return value
+
+    def _holder(self, path: Path) -> Any:
+        owner, key = str(path[0]), str(path[1])
+        if owner in self.holders:
+            return self.holders[owner].__dict__
+        return {key: self.containers.get((owner, key))}
+
+    def held(self) -> dict[Path, torch.Tensor]:
+        """Return the placeholders in attributes of the model, by where they are."""
+        seen: set[int] = set()
+        found: dict[Path, torch.Tensor] = {}
+        roots = [(name, here.__dict__) for name, here in self.holders.items()]
+        roots += [(owner, {key: value}) for (owner, key), value in self.containers.items()]
+        for owner, attributes in roots:
+            for path, value in tensors_in(attributes, (owner,), seen):
+                if self.placeholders.stands_for(value):
+                    found[path] = value
+        return found
 
     def _enter(self, name: str, values: Sequence[Any]) -> None:
         self.has_entered = True
         if self._takes is None:
-            raise FirstBlock(name, values)
+            raise FirstBlock(name, values, self.held())
         inside = self._draws.inside if self._draws is not None else None
-        for place, tensor in zip(self._takes, self._received, strict=True):
-            self._known[id(values[place])] = (values[place], tensor)
+        count = len(self._takes.places)
+        stands = [values[place] for place in self._takes.places]
+        stands += [self._held(name, path) for path in self._takes.held]
+        for index, (value, tensor) in enumerate(zip(stands, self._received, strict=True)):
+            self._known[id(value)] = (value, tensor)
             if self.trains:
-                setattr(values[place], ARRIVED, Arrived(tensor, name, inside))
+                setattr(value, ARRIVED, Arrived(tensor, name, inside))
+            if index >= count:
+                path = self._takes.held[index - count]
+                put(self._holder(path), path, tensor)
         if self._draws is not None:
             self._in_blocks.enter_context(drawn(self._draws.inside, self.device))
 
@@ -200,7 +201,7 @@ class Passage:
 
     def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for a tensor that another stage has."""
-        return self.nothing.like(tensor, self.device)
+        return self.placeholders.like(tensor, self.device)
 
     def refuse_others(self, name: str) -> None:
         """Raise ConfigError where the model is called, and not one of its stages."""

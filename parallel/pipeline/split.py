@@ -13,8 +13,10 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, outline_of
+from gemini.parallel.pipeline.containers import containers_in, containers_named_in, pairs_of
 from gemini.parallel.pipeline.partition import partition_balanced
-from gemini.parallel.pipeline.passage import Nothing, Passage
+from gemini.parallel.pipeline.passage import Passage
+from gemini.parallel.pipeline.placeholders import Placeholders
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialize import Initialization, children_first
@@ -124,20 +126,45 @@ def split(
     _give_first_values(model, every - kept)
     stages: list[Stage] = []
     around = {name for name, _ in model.named_modules() if _holds_units(name, every)}
-    nothing, writers = Nothing(), {}  # type: ignore[var-annotated]
+    containers = containers_in(model) | containers_named_in(model)
+    beside = _Beside(outline, containers, _pairs_by_unit(model, outline, every))
+    placeholders, writers = Placeholders(), {}  # type: ignore[var-annotated]
     for index in own:
-        passage, mirrored = Passage(nothing), []  # type: ignore[var-annotated]
-        tree = _mirror(model, "", around, mirrored)
-        _replace_absent(tree, units, ranges[index], outline, passage)
+        passage, mirrored = Passage(placeholders), []  # type: ignore[var-annotated]
+        tree = _mirror(model, "", around, mirrored, passage)
+        passage.containers = beside.containers
+        _replace_absent(tree, units, ranges[index], beside, passage)
         _put_before(tree, units.blocks[slice(*ranges[index])], passage)
         _show_absent([here for here, _ in mirrored], passage)
         stages.append(Stage(index, tree, passage, mirrored, writers, stages))
     for name in every - kept:
-        _put(model, name, outline, Passage(nothing), Absent)
+        _put(model, name, beside, Passage(placeholders), Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
     return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What stand-ins are made of: the ``outline`` of the whole model, the lists and dicts in attributes of
+    its modules, and those of each unit with their copies in the outline (``pairs``)."""
+
+    outline: nn.Module
+    containers: dict[tuple[str, str], Any]
+    pairs: dict[str, list[tuple[Any, Any]]]
+
+
+def _pairs_by_unit(
+    model: nn.Module, outline: nn.Module, units: Collection[str]
+) -> dict[str, list[tuple[Any, Any]]]:
+    modules, copies = dict(model.named_modules()), dict(outline.named_modules())
+    return {
+        name: pairs_of(modules[name], copies[name])
+        + [(value, value) for value in containers_named_in(modules[name]).values()]
+        for name in units
+        if name in modules
+    }
 
 
 def _refuse_random_depth(model: nn.Module, units: Units) -> None:
@@ -180,22 +207,27 @@ def _is_within(name: str, units: Collection[str]) -> bool:
 
 
 def _mirror(
-    module: nn.Module, name: str, around: Collection[str], mirrored: list[tuple[nn.Module, nn.Module]]
+    module: nn.Module,
+    name: str,
+    around: Collection[str],
+    mirrored: list[tuple[nn.Module, nn.Module]],
+    passage: Passage,
 ) -> nn.Module:
     """Return a copy of the modules around units, which has the same units and everything else."""
     mirror = copy.copy(module)
     mirror._modules = dict(module._modules)
     mirror._parameters = dict(module._parameters)
     mirrored.append((mirror, module))
+    passage.holders[name] = mirror
     for key, child in module._modules.items():
         full = f"{name}.{key}".lstrip(".")
         if child is not None and full in around:
-            mirror._modules[key] = _mirror(child, full, around, mirrored)
+            mirror._modules[key] = _mirror(child, full, around, mirrored, passage)
     return mirror
 
 
 def _replace_absent(
-    tree: nn.Module, units: Units, blocks: tuple[int, int], outline: nn.Module, passage: Passage
+    tree: nn.Module, units: Units, blocks: tuple[int, int], beside: _Beside, passage: Passage
 ) -> None:
     start, stop = blocks
     have = units.of_stage(start, stop)
@@ -205,7 +237,7 @@ def _replace_absent(
         kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
         if stop < len(units.blocks) and name == units.blocks[stop]:
             kind = Exit
-        _put(tree, name, outline, passage, kind)
+        _put(tree, name, beside, passage, kind)
 
 
 def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage) -> None:
@@ -218,16 +250,17 @@ def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage) -> Non
         owner._modules[key] = Present(name, block, passage, is_last=name == blocks[-1])
 
 
-def _put(tree: nn.Module, name: str, outline: nn.Module, passage: Passage, kind: type[Absent]) -> None:
+def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: type[Absent]) -> None:
     """Put a stand-in in the place of a module, or of a parameter that a module around blocks holds."""
     around, _, key = name.rpartition(".")
     owner = tree.get_submodule(around)
     if key in owner._modules:
-        owner._modules[key] = kind(name, outline.get_submodule(name), passage)
+        outline = beside.outline.get_submodule(name)
+        owner._modules[key] = kind(name, outline, passage, beside.pairs.get(name, ()))
         return
     param = owner._parameters.pop(key)
     assert param is not None
-    owner.__dict__[key] = passage.nothing.like(param, torch.device("cpu"))  # no buffer: in no state dict
+    owner.__dict__[key] = passage.placeholders.like(param, torch.device("cpu"))  # no buffer: in no state dict
 
 
 def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import ConfigError, GeminiError
-from gemini.parallel.pipeline.absent import Absent, Present, is_nothing
+from gemini.errors import ConfigError
+from gemini.parallel.pipeline.absent import Absent, Present
+from gemini.parallel.pipeline.containers import Path
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.passage import EndOfStage, FirstBlock, Passage, Taken
 from gemini.parallel.pipeline.unchanged import unchanged
 from gemini.system.device import current_device
 
-# And whether some rows are zeros. A mask of two tokens is the same by chance, hardly so three times; one of
-# padding is, wherever there is none.
-_SEEDS = {1: False, 2: False, 3: True}
-_SAME = 1e-5  # of a number
-_SHARED_ELEMENT = "single memory location"  # what torch says where an operator writes to an expanded tensor
-_NUMBERS = (bool, int, float, complex, str)
+# What torch says of a tensor without memory.
+_SIGNS_OF_PLACEHOLDERS = ("tensor subclasses", "FakeTensor", "doesn't have storage", "data is not allocated")
+_OWN = ("_modules", "_parameters", "_buffers", "_compiled_call_impl", "named_parameters")  # of a copy
 
 
 @dataclass
@@ -49,44 +47,33 @@ class Stage:
         """Return what the stage is sent. ``args`` and ``kwargs`` are those of the whole model.
 
         Raises:
-            ConfigError: the block takes a number, or the like, that another stage computes.
+            ConfigError: the model decides on what another stage has before it gets to its first block.
         """
-        begin = self._first_block(args, kwargs)
-        others: list[Sequence[Any]] = []
-        if self.passage.nothing:
-            for seed, has_zeros in _SEEDS.items():
-                with self.passage.nothing.at_random(seed, has_zeros=has_zeros), _numbers_may_fail():
-                    others.append(self._first_block(args, kwargs).values)
-        first: dict[int, int] = {}
+        begin, before = self._reach_first_block(args, kwargs)
+        places: dict[int, int] = {}
         for place, value in reversed([*enumerate(begin.values)]):
-            if is_nothing(value) or not all(_are_alike(value, other[place]) for other in others):
-                if not isinstance(value, torch.Tensor):
-                    raise ConfigError(
-                        f"{begin.name!r} is called with {value!r}, which is made of something that another "
-                        "stage has: tensors alone go from stage to stage; cut the model elsewhere (split=), "
-                        "or have the block take a tensor"
-                    )
-                first[id(value)] = place
-        return Taken(tuple(sorted(first.values())), len(begin.values))
+            if self.passage.placeholders.stands_for(value):
+                places[id(value)] = place
+        held = (
+            path
+            for path, value in begin.held.items()
+            if id(value) not in places and before.get(path) is not value
+        )
+        return Taken(tuple(sorted(places.values())), len(begin.values), tuple(held))
 
-    def _first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
-        """Return what the stage begins with; find out whether the model writes to what is not there."""
-        nothing = self.passage.nothing
-        try:
-            return self._reach_first_block(args, kwargs)
-        except RuntimeError as error:
-            if nothing.is_written or nothing.is_random or _SHARED_ELEMENT not in str(error):
-                raise
-        nothing.expect_writes()
-        return self._reach_first_block(args, kwargs)
-
-    def _reach_first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstBlock:
-        with self._without_a_trace(self._own_modules()), self.passage.begun(None, (args, kwargs)):
+    def _reach_first_block(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[FirstBlock, dict[Path, torch.Tensor]]:
+        """Return what the first block is called with, and which placeholders there were before the pass."""
+        with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
             self._follow()
+            self.passage.set_training(self.is_training)
+            before = self.passage.held()
             try:
-                self.tree(*args, **kwargs)
+                with _named():
+                    self.tree(*args, **kwargs)
             except FirstBlock as begin:
-                return begin
+                return begin, before
         raise ConfigError(
             f"stage {self.index} gets to the end of the model and to none of its blocks: blocks are called "
             "one after another, once each; say which with blocks=['layer1', 'layer2', ...]"
@@ -105,10 +92,12 @@ class Stage:
         of what it ``gives`` the next stage, or to what the model returns. ``args`` and ``kwargs`` are those
         of the whole model; ``draws`` says of what random numbers come."""
         self._follow()
+        self.passage.set_training(self.is_training)
         before = self._versions_around()
-        with self.passage.begun(takes.places, (args, kwargs), received, gives, draws):
+        with self.passage.begun(takes, (args, kwargs), received, gives, draws):
             try:
-                outputs = self.tree(*args, **kwargs)
+                with _named():
+                    outputs = self.tree(*args, **kwargs)
             except EndOfStage as end:
                 outputs = end.outputs
         self._note_writes(before)
@@ -125,7 +114,16 @@ class Stage:
         }
 
     def _note_writes(self, before: dict[str, tuple[int, int]]) -> None:
-        """Raise ConfigError where two stages of this rank write to one buffer around the blocks."""
+        """Raise ConfigError where two stages of this rank write to one buffer around the blocks, or one to
+        what another rank's stage writes of it."""
+        stands_for = self.passage.placeholders.stands_for
+        for here, _ in self.mirrored:
+            for name, buffer in here._buffers.items():
+                if stands_for(buffer):
+                    raise ConfigError(
+                        f"the model writes to the buffer {name!r} what it makes of something that another "
+                        "stage has; have a block write to it, or train without pp"
+                    )
         for name, version in self._versions_around().items():
             if before.get(name) != version and self.writers.setdefault(name, self.index) != self.index:
                 raise ConfigError(
@@ -134,43 +132,35 @@ class Stage:
                     "a pp_style with one stage on a rank ('1f1b'), or have a block write to it"
                 )
 
-    def depends_on_nothing(
-        self,
-        values: Sequence[torch.Tensor],
-        again: Callable[[], Sequence[torch.Tensor]],
-        beside: Iterable[nn.Module] = (),
-    ) -> bool:
-        """Say whether ``values``, which came of a run of this stage, are made of what another stage has: with
-        other numbers in the place of that, and :meth:`run` within it, ``again`` returns other ones. Neither
-        this stage nor the modules ``beside`` it are left changed."""
-        every = [*self._own_modules(), *beside]
-        if any(value.is_meta for value in values):  # an attribute of what another stage has
-            return True
-        if not self.passage.nothing:
-            return False
-        for seed, has_zeros in _SEEDS.items():
-            others: Sequence[torch.Tensor] = ()
-            at_random = self.passage.nothing.at_random(seed, has_zeros=has_zeros)
-            with self._without_a_trace(every), at_random, _numbers_may_fail():
-                others = again()
-            if not all(map(_are_alike, values, others)):
-                with self._without_a_trace(every):  # from the same state: a model may count its passes
-                    values = again()
-                if not all(map(_are_alike, values, others)):
-                    return True
-        return False
+    def judge(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the loss, which ``call`` makes of what :meth:`run` has returned.
+
+        Raises:
+            ConfigError: it is made of what another stage has.
+        """
+        with self.passage.placeholders.watched(), _named():
+            loss = call()
+        if loss.is_meta or self.passage.placeholders.stands_for(loss):
+            raise ConfigError(
+                "the loss is made of something that another stage has: what runs in front of the blocks, or "
+                "a weight there, is used behind a block, or what a block leaves behind (only what one block "
+                "after another is called with goes from stage to stage, and lists and dicts of the model); "
+                "have the blocks pass it on, or train without pp"
+            )
+        return loss
 
     def _own_modules(self) -> list[nn.Module]:
         return [module for module in self.tree.modules() if not isinstance(module, (Absent, Present))]
 
     @contextmanager
-    def _without_a_trace(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def _without_a_trace(self) -> Iterator[None]:
         """Undo what a run within the block changes: random numbers, and statistics, counters and the like in
-        buffers and attributes of ``modules``. Raises ConfigError as :func:`unchanged`."""
+        buffers and attributes of the stage's modules. Raises ConfigError as :func:`unchanged`."""
         devices = [device] if (device := current_device()).type == "cuda" else []
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         self._is_looked_at = True
-        with torch.no_grad(), torch.random.fork_rng(devices), unchanged(modules):
+        modules, held = self._own_modules(), list(self.passage.containers.values())
+        with torch.no_grad(), torch.random.fork_rng(devices), unchanged(modules, held):
             try:
                 yield
             finally:
@@ -179,49 +169,38 @@ class Stage:
     def _follow(self) -> None:
         """Have copies be as what they are copies of: trained or evaluated, and whatever was set there since
         the last time. What a copy's own forward pass sets stays, and is told by the rank's last stage."""
-        own = ("_modules", "_parameters", "_compiled_call_impl")
         for place, (here, there) in enumerate(self.mirrored):
             seen = self._followed.setdefault(place, {})
             for key, value in there.__dict__.items():
-                if key in own or (key in seen and seen[key] is value):
+                if key in _OWN or (key in seen and seen[key] is value):
                     continue
                 seen[key] = value
                 is_method = inspect.ismethod(value) and value.__self__ is there
                 here.__dict__[key] = value.__func__.__get__(here) if is_method else value
 
     def _count_on(self) -> None:
-        """Have the model know the numbers that the forward pass of the rank's last stage has set: a program
-        may read them, and set them anew."""
+        """Have the model know the attributes that the forward pass of the rank's last stage has set: a
+        program and its criterion may read them, and set them anew."""
         if self._is_looked_at or not self.of_rank or self.of_rank[-1] is not self:
             return
         for place, (here, there) in enumerate(self.mirrored):
+            seen = self._followed[place]
             for key, value in here.__dict__.items():
-                if isinstance(value, _NUMBERS) and there.__dict__.get(key) is not value:
+                if key not in _OWN and seen.get(key, seen) is not value and not inspect.ismethod(value):
                     there.__dict__[key] = value
                     for stage in self.of_rank:
                         stage._followed.setdefault(place, {})[key] = value
 
 
 @contextmanager
-def _numbers_may_fail() -> Iterator[None]:
-    """Let what models raise for numbers that they do not expect pass in silence."""
+def _named() -> Iterator[None]:
+    """Say where the model looks into the memory of a placeholder, as numpy() and extensions do."""
     try:
         yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, GeminiError):
+    except (RuntimeError, TypeError) as error:
+        if not any(sign in str(error) for sign in _SIGNS_OF_PLACEHOLDERS):
             raise
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Say whether two values are the same, tensors but for the last digits."""
-    if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other)
-    if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    first, second = one.detach().double(), other.detach().double()
-    finite = first[first.isfinite()]
-    scale = float(finite.abs().mean()) if finite.numel() else 0.0
-    near = max(_SAME, 4 * torch.finfo(one.dtype).eps)  # operators may add up in another order each time
-    return torch.allclose(first, second, rtol=near, atol=near * scale, equal_nan=True)
+        raise ConfigError(
+            f"the model reads the memory of a value that another stage has ({error}): only torch's operators "
+            "can be run without it; have a block do that, or train without pp"
+        ) from error

@@ -16,15 +16,16 @@ _COLLECTIONS = (list, dict, set)
 
 
 @contextmanager
-def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> Iterator[None]:
     """Undo what happens within the block to the buffers and attributes of ``modules``: new ones in their
-    places, writes into tensors of up to 8 MiB, lists, dicts and sets. Parameters are not looked at.
+    places, writes into tensors of up to 8 MiB, lists, dicts and sets, also those ``beside`` them. Parameters
+    are not looked at.
 
     Raises:
         ConfigError: a larger tensor was written to.
     """
     states = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
-    values = [value for _, *both in states for each in both for value in each.values()]
+    values = [*beside, *(value for _, *both in states for each in both for value in each.values())]
     collections = {id(value): (value, value.copy()) for value in values if type(value) in _COLLECTIONS}
     tensors = {id(value): value for value in values if _is_state(value)}
     small = [(each, each.detach().clone()) for each in tensors.values() if each.nbytes <= _LARGEST_BYTES]

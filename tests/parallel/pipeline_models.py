@@ -139,7 +139,7 @@ class WithoutNaN(Model):
 
 
 class PaddingOfTheFront(Model):
-    """Looks for rows of zeros, which random numbers have not."""
+    """Looks for rows of zeros."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -281,15 +281,16 @@ SENT = (
     Checkpointed,
     OfTwoKinds,
 )
-REFUSED = (
-    MaskBehind,
-    Branching,
-    NumberOfTheFront,
-    WithoutNaN,
-    PaddingOfTheFront,
-    LossesOfBlocks,
-    AllWeightsBehind,
-)
+_OF_LOSS, _DECIDES = "the loss is made of something", "the model decides on a value"
+REFUSED = {
+    MaskBehind: _OF_LOSS,
+    Branching: _DECIDES,
+    NumberOfTheFront: _DECIDES,
+    WithoutNaN: _OF_LOSS,
+    PaddingOfTheFront: _OF_LOSS,
+    LossesOfBlocks: _OF_LOSS,
+    AllWeightsBehind: _OF_LOSS,
+}
 
 
 def batch_of(step: int) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,10 +62,11 @@ def test_stages_are_sent_masks_and_indices_and_may_count_and_write(kind: type[Mo
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_shows_no_nan_and_is_made_of_what_another_stage_has_is_refused(kind: type[Model]) -> None:
+def test_a_loss_or_a_decision_of_what_another_stage_has_is_refused(kind: type[Model]) -> None:
+    what = REFUSED[kind]
     first, last = run_on_ranks(_train, 2, kind, "1f1b", "16MiB")
-    assert last.startswith("ConfigError: the loss is made of something that another stage has")
-    assert "the loss is made of something that another stage has" in first
+    assert last.startswith(f"ConfigError: {what} that another stage has")
+    assert f"{what} that another stage has" in first
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ class Remembering(nn.Module):
         return x + earlier[0]
 
 
-class ListOfBlocks(Model):
+class ListGivenToBlocks(Model):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Remembering() for _ in range(4))
@@ -98,11 +101,68 @@ class ListOfBlocks(Model):
         return x
 
 
-def test_what_blocks_put_into_a_list_is_refused_where_it_would_stay_behind() -> None:
-    first, last = run_on_ranks(_train, 2, ListOfBlocks, "1f1b", "16MiB")
-    wanted = "'blocks.2' is called with 3 values behind the blocks before it, and with 1 on the stage"
-    assert first.startswith(f"ConfigError: {wanted}")
-    assert wanted in last
+class Leaving(Block):
+    """A block that leaves a loss in a list of the model, and adds it up in a dict and in an object."""
+
+    def __init__(self, found: list[Tensor], sums: dict[str, Any], beside: SimpleNamespace) -> None:
+        super().__init__()
+        self.found, self.sums, self.beside = found, sums, beside
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x, mask)
+        loss = x.square().mean()
+        self.found.append(loss)
+        self.sums["squares"] = self.sums["squares"] + loss
+        self.beside.largest = torch.maximum(self.beside.largest, x.abs().amax())
+        return x
+
+
+class LossesInContainers(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        found: list[Tensor] = []
+        sums: dict[str, Any] = {}
+        self.sums, self.beside = sums, SimpleNamespace()
+        self.blocks = nn.ModuleList(Leaving(found, sums, self.beside) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.blocks[0].found.clear()  # type: ignore[operator, union-attr]
+        self.sums["squares"] = torch.zeros(())
+        self.beside.largest = torch.zeros(())
+        output = super().forward(ids)
+        losses: Any = self.blocks[-1].found
+        return output + (torch.stack(losses).prod() + self.sums["squares"] + self.beside.largest) * output
+
+
+class LossesOfTheModel(Model):
+    """Gathers losses in an attribute that each pass makes anew."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.losses: list[Tensor] = []
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            self.losses.append(x.square().mean())
+        return self.head(x) * (1 + sum(self.losses))
+
+
+class WrittenOver(Model):
+    """Writes what the front returns into zeros, and scales it by a mask that large values decide."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.zeros(*ids.shape, WIDTH)
+        x[:, 1:] = self.embed(ids)[:, :-1]
+        mask = x.abs().amax(-1) > 1.5
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", [ListGivenToBlocks, LossesInContainers, LossesOfTheModel, WrittenOver])
+def test_what_blocks_leave_in_lists_and_dicts_travels(kind: type[Model], style: str) -> None:
+    for losses in run_on_ranks(_train, 2, kind, style, "16MiB"):
+        assert losses == pytest.approx(whole(kind), rel=1e-5)
 
 
 class MaskInEvaluation(Model):
@@ -133,7 +193,7 @@ def test_a_model_is_looked_at_anew_where_it_is_evaluated_or_called_otherwise(oth
 
 
 def test_batches_with_other_texts_or_numbers_are_of_one_kind() -> None:
-    """Each new kind is looked at, which takes four passes in the place of one."""
+    """Each new kind takes a dry run of its own."""
     first, second = ({"ids": batch_of(step), "texts": ["a"] * step, "index": step} for step in (1, 2))
     assert kind_of(first) == kind_of(second)
     assert kind_of({**first, "mask": True}) != kind_of({**first, "mask": False}) != kind_of(first)
@@ -199,7 +259,7 @@ def test_a_large_buffer_that_forward_writes_to_is_refused_by_name() -> None:
 
 
 class Noisy(Model):
-    """Noise that is added in front of the blocks and used behind them, and dropout within them."""
+    """Noise that is added in front of the blocks and used behind them, and dropout there and within them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,9 +267,11 @@ class Noisy(Model):
         self.drawn: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
-        noise = torch.rand(*ids.shape, WIDTH)
+        x = nn.functional.dropout(self.embed(ids), 0.5)
+        x = x + torch.bernoulli(x.detach().sigmoid())
+        noise = torch.rand(*ids.shape, WIDTH)  # behind what a stage draws for what it has not
         self.drawn.append(noise)
-        return self.head(self.through(self.embed(ids) + noise) - noise)
+        return self.head(self.through(x + noise) - noise)
 
 
 def _draw(layout: dict[str, Any], seeds: list[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -300,6 +362,21 @@ def _mean_without_tokens() -> float:
         iter([(ids, labels)]), model, criterion, optimizer, count=lambda batch: float((batch[1] >= 0).sum())
     )
     return float(run["loss"])
+
+
+def _train_to_the_end() -> int:
+    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **CHUNKS)), build(Model)
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    batches, steps = iter([batch_of(0), batch_of(1)]), 0
+    with suppress(StopIteration):
+        while True:
+            booster.execute_pipeline(batches, model, loss_of, optimizer)
+            steps += 1
+    return steps
+
+
+def test_iterators_that_end_on_all_ranks_end_there() -> None:
+    assert run_on_ranks(_train_to_the_end, 2) == [2, 2]
 
 
 def test_a_micro_batch_in_which_no_token_counts_leaves_the_loss_alone() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -223,7 +225,7 @@ def test_what_runs_behind_and_is_registered_before_is_found_or_named(monkeypatch
 @pytest.mark.parametrize("outside", ["changed", "added"])
 def test_what_is_made_between_blocks_of_another_stage_is_refused(outside: str) -> None:
     build = lambda: Biased(outside=outside)  # noqa: E731
-    with pytest.raises(ConfigError, match=r"blocks\.[12]' is called with 'argument \d'.* NaN"):
+    with pytest.raises(ConfigError, match=r"blocks\.[12]' is called with 'argument \d', which"):
         run_all([staged(build, own) for own in ((0,), (1,))], IDS)
 
 
@@ -247,15 +249,15 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize(("what", "refused"), [("output", True), ("weight", True), ("NaN", False)])
-def test_nan_of_what_another_stage_has_is_told_from_the_models_own(what: str, refused: bool) -> None:
+def test_what_another_stage_has_is_told_from_nan_of_the_models_own(what: str, refused: bool) -> None:
     *before, last = (staged(lambda: Skipping(what), (i,)).stages[0] for i in range(4))
     takes = [Taken(), *(stage.takes((IDS,), {}) for stage in [*before[1:], last])]
     received: tuple[Tensor, ...] = ()
     for stage, own, following in zip(before, takes, takes[1:], strict=False):
         received = stage.run(received, own, following, (IDS,), {})
-    run = lambda: (last.run(received, takes[-1], Taken(), (IDS,), {}).sum(),)  # noqa: E731
-    assert last.depends_on_nothing(run(), run) == refused
-    assert bool(run()[0].isnan())  # what stands for it is as before
+    output = last.run(received, takes[-1], Taken(), (IDS,), {})
+    with pytest.raises(ConfigError, match="the loss is made of") if refused else nullcontext():
+        assert bool(last.judge(output.sum).isnan())
 
 
 def test_what_no_block_is_called_with_on_the_way_is_refused() -> None:
@@ -269,6 +271,98 @@ def test_a_dry_run_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     assert stage.takes((IDS,), {}) == Taken((0,), 2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_block_that_runs_twice_is_refused_by_its_names() -> None:
+    block = nn.Linear(3, 3)
+    for row in ([block, nn.Linear(3, 3), block], [block] * 3):
+        with pytest.raises(ConfigError, match=r"the block '0' is '[12]' as well"):
+            find_units(nn.Sequential(*row))
+
+
+@dataclass
+class Hidden:
+    x: Tensor
+
+
+class InDataclasses(nn.Module):
+    """Blocks that hand dataclasses on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Opening() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Hidden(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.x
+
+
+class Opening(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, hidden: Hidden) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(hidden.x))
+
+
+def test_dataclasses_between_blocks_are_refused_by_name() -> None:
+    stage = staged(InDataclasses, (2,)).stages[0]
+    with pytest.raises(ConfigError, match=r"'blocks\.0' is called with a Hidden.*register_dataclass"):
+        stage.takes((torch.ones(2, 3),), {})
+
+
+class Reading(nn.Module):
+    """Looks at what the front returns, in each of some ways, or writes it into what is there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.how == "numpy":
+            x = x * float(x.detach().numpy().max())
+        elif self.how == "list":
+            x = x * max(x.detach().amax((1, 2)).tolist())
+        elif self.how == "count":
+            x = x * len((x > 0).nonzero())
+        elif self.how == "buffer":
+            self.mean.mul_(0.9).add_(x.detach().mean())
+        elif self.how == "chosen":
+            y = torch.zeros(*ids.shape, WIDTH)
+            y[ids > 3] = x[ids > 3]
+            x = y + x.masked_select((ids > 5).unsqueeze(-1)).view(-1, WIDTH).mean(0)
+        elif self.how == "ones":
+            x = x * 2 if bool(torch.ones_like(x).all()) else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("numpy", "reads the memory of a value that another stage has"),
+        ("list", r"decides on a value that another stage has .*test_pipeline_split\.py: x = x \* max"),
+        ("count", "decides on a value that another stage has .*nonzero"),
+        ("buffer", "writes to the buffer 'mean' what it makes of something that another stage"),
+        ("chosen", ""),
+        ("ones", ""),
+    ],
+)
+def test_looks_at_what_another_stage_has_are_refused_and_masks_of_the_batch_are_known(
+    how: str, said: str
+) -> None:
+    build = lambda: Reading(how)  # noqa: E731
+    torch.manual_seed(4)
+    wanted = build()(IDS)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        assert torch.equal(run_all([staged(build, (i,)) for i in range(4)], IDS), wanted)
 
 
 def test_every_weight_beside_blocks_has_its_stage() -> None:

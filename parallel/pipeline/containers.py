@@ -1,0 +1,250 @@
+"""Lists, dicts and objects of a model into which its modules put tensors, beside what they return."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+# (name of a module, attribute, then keys; of a list (index, length), of an attribute of an object its name)
+Path = tuple[Any, ...]
+_OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
+_NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
+
+
+def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
+    """Return the members of a dict, or of an object that a program has made, which may be set there."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, _NO_OBJECTS) or type(value).__module__ in ("builtins", "torch"):
+        return None
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
+
+
+def tensors_in(value: Any, path: Path, seen: set[int], depth: int = 5) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the tensors in the attributes of a module, and in lists and dicts there, each once."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield path, value
+        return
+    if depth == 0 or (len(path) > 1 and id(value) in seen):
+        return
+    members: list[tuple[Any, Any]] = []
+    if isinstance(value, (list, deque)):
+        members = [((index, len(value)), member) for index, member in enumerate(value)]
+    elif (attributes := attributes_of(value)) is not None:
+        own = _OF_MODULES if len(path) == 1 else frozenset()
+        members = [(k, v) for k, v in attributes.items() if isinstance(k, (str, int)) and k not in own]
+    if members:
+        seen.add(id(value))
+    for key, member in members:
+        yield from tensors_in(member, (*path, key), seen, depth - 1)
+
+
+def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
+    """Return what is at ``path``, of which ``attributes`` are the module's; None: nothing, or a list there
+    has another length."""
+    value: Any = attributes
+    for key in path[1:]:
+        if isinstance(key, (tuple, list)):
+            index, length = key
+            if not isinstance(value, (list, deque)) or len(value) != length:
+                return None
+            value = value[index]
+        else:
+            members = attributes_of(value)
+            if members is None or key not in members:
+                return None
+            value = members[key]
+    return value
+
+
+def put(attributes: MutableMapping[str, Any], path: Path, tensor: torch.Tensor) -> None:
+    """Put ``tensor`` where :func:`look_up` finds it."""
+    owner, last = look_up(attributes, path[:-1]), path[-1]
+    if isinstance(last, (tuple, list)):
+        owner[last[0]] = tensor
+    else:
+        members = attributes_of(owner)
+        assert members is not None
+        members[last] = tensor
+
+
+def worded(path: Path) -> str:
+    """Return a path as a program would write it."""
+    owner, key, *others = path
+    inner = "".join(f"[{k[0]}]" if isinstance(k, (tuple, list)) else f"[{k!r}]" for k in others)
+    return f"the attribute {key!r}{inner} of {owner or 'the model'!r}"
+
+
+# -- the same ones in the outline of a model -------------------------------------------------------------
+
+
+def containers_in(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the lists, dicts and objects in attributes of the modules of ``model``, by their names."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in _OF_MODULES and (isinstance(value, (list, deque)) or attributes_of(value) is not None)
+    }
+
+
+def containers_named_in(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the lists and dicts that ``forward`` of the modules in ``module`` finds outside of them: globals
+    of their files, and what a function around their class has."""
+    found: dict[tuple[str, str], Any] = {}
+    for inner in module.modules():
+        forward = type(inner).forward
+        code = getattr(forward, "__code__", None)
+        if code is None or type(inner).__module__.startswith("torch."):
+            continue
+        named = {name: forward.__globals__.get(name) for name in code.co_names}
+        cells = zip(code.co_freevars, forward.__closure__ or (), strict=True)
+        named |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        where = f"{type(inner).__module__}.{type(inner).__qualname__}"
+        found |= {(where, k): value for k, value in named.items() if type(value) in (list, dict, deque)}
+    return found
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def pairs_of(here: nn.Module, there: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the lists, dicts and objects in attributes of the modules in ``here``, each with that of the
+    copy ``there``."""
+    copies = dict(there.named_modules())
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    for name, module in here.named_modules():
+        other = copies.get(name)
+        for key, value in module.__dict__.items() if other is not None else ():
+            if key not in _OF_MODULES:
+                _pair(value, other.__dict__.get(key), found, seen)
+    return found
+
+
+def _pair(value: Any, other: Any, found: list[tuple[Any, Any]], seen: set[int], depth: int = 4) -> None:
+    is_list = isinstance(value, (list, deque))
+    members = None if is_list else attributes_of(value)
+    if (not is_list and members is None) or value is other or type(value) is not type(other):
+        return
+    if id(value) in seen or depth == 0:
+        return
+    seen.add(id(value))
+    found.append((value, other))
+    if members is not None:
+        others = attributes_of(other) or {}
+        for key, member in members.items():
+            if key in others:
+                _pair(member, others[key], found, seen, depth - 1)
+    elif len(value) == len(other):
+        for index, member in enumerate(value):
+            _pair(member, other[index], found, seen, depth - 1)
+
+
+def collections_in(value: Any) -> Iterator[Any]:
+    """Yield the lists and dicts among the arguments of a call."""
+    if isinstance(value, (list, tuple, dict)):
+        if not isinstance(value, tuple):
+            yield value
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from collections_in(member)
+
+
+def replace_tensors(value: Any, new: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with other tensors in it; lists and dicts are the same ones: others may have them."""
+    if type(value) is list:
+        value[:] = [replace_tensors(member, new) for member in value]
+        return value
+    if type(value) is dict:
+        for key, member in value.items():
+            value[key] = replace_tensors(member, new)
+        return value
+    if type(value) is tuple:
+        return tuple(replace_tensors(member, new) for member in value)
+    return tree_map(new, value)
+
+
+class SharedContents:
+    """Lists, dicts and objects, each with its copy in an outline, which has tensors on ``meta``: a run of the
+    outline begins with what is in the former, and what it changes is taken over. A global is its own copy."""
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]], on_meta: Callable[[Any], Any]) -> None:
+        self._pairs = list({id(here): (here, there) for here, there in pairs}.values())
+        self._there = {id(here): there for here, there in self._pairs}
+        self._here = {id(there): here for here, there in self._pairs}
+        # By the id of a tensor on meta: that, its version, and what it is there for.
+        self._originals: dict[int, tuple[torch.Tensor, int, Any]] = {}
+        self._on_meta = on_meta
+        for here, there in self._pairs:
+            _fill(there, {key: self._in(value) for key, value in _members(here).items()})
+        self._before = [_members(there) for _, there in self._pairs]
+
+    def _in(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._there.get(id(value), value)
+        copy = self._on_meta(value)
+        self._originals[id(copy)] = (copy, copy._version, value)
+        return copy
+
+    def note(self, values: Iterable[Any], copies: Iterable[Any]) -> None:
+        """Follow writes to ``copies`` of other ``values`` as well."""
+        for value, copy in zip(values, copies, strict=True):
+            if isinstance(value, torch.Tensor):
+                self._originals.setdefault(id(copy), (copy, copy._version, value))
+
+    def begin_again(self) -> None:
+        """Undo what a run did that failed."""
+        for (_, there), before in zip(self._pairs, self._before, strict=True):
+            _fill(there, before)
+
+    def take_over(self, new: Callable[[torch.Tensor], Any], mark: Callable[[Any], None]) -> bool:
+        """Do what the run of the outline did: put what is ``new`` for its tensors, and ``mark`` tensors
+        that it wrote to. Return whether it did anything."""
+        has_changed = False
+        for copy, version, value in self._originals.values():
+            if copy._version != version:
+                mark(value)
+                has_changed = True
+        for (here, there), before in zip(self._pairs, self._before, strict=True):
+            now = _members(there)
+            is_same = now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+            if is_same and here is not there:
+                continue
+            has_changed = has_changed or not is_same
+            _fill(here, {key: self._out(value, new) for key, value in now.items()})
+        return has_changed
+
+    def _out(self, value: Any, new: Callable[[torch.Tensor], Any]) -> Any:
+        if id(value) in self._originals:
+            return self._originals[id(value)][2]
+        if id(value) in self._here:
+            return self._here[id(value)]
+        return tree_map(lambda each: new(each) if isinstance(each, torch.Tensor) else each, value)
+
+
+def _members(value: Any) -> dict[Any, Any]:
+    if isinstance(value, (list, deque)):
+        return dict(enumerate(value))
+    return dict(attributes_of(value) or {})
+
+
+def _fill(value: Any, members: Mapping[Any, Any]) -> None:
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(members.values())
+    elif (attributes := attributes_of(value)) is not None:
+        attributes.clear()
+        attributes.update(members)

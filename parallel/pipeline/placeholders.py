@@ -1,0 +1,244 @@
+"""Placeholders: FakeTensors that stand for what another stage has.
+
+A FakeTensor has a shape, a type and a device, and no numbers. What an operator computes of one is one too;
+what it computes of real tensors alone stays real. So whether a value depends on another stage is a fact about
+the value's class, whatever its numbers would be. Three things need more than torch's own mode:
+
+- A write of a placeholder into a real tensor (``out[:, 1:] = embed(ids)``) leaves the numbers of ``out`` as
+  they were. From then on its storage counts as a placeholder, until the pass ends.
+- An operator that draws random numbers for a placeholder draws as many as for the tensor, so that what is
+  drawn behind it is the same on all stages.
+- A decision on a placeholder raises a ConfigError that says where the model makes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gemini.errors import ConfigError
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = (str(Path(inspect.getfile(ConfigError)).parent), str(Path(__file__).parents[1]))
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# They read the shape, the type and the device of their tensor, and none of its numbers.
+_LIKE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    )
+)
+# How many numbers they draw depends on the values that they are given.
+_DRAWS_BY_VALUE = frozenset(
+    getattr(torch.ops.aten, name) for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+)
+
+
+class Placeholders(FakeTensorMode):
+    """The FakeTensors of the stages of a rank; :meth:`like` makes them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._watch = _Watch(self)
+        # Real tensors that a placeholder was written to, by their storage; kept, so that it is theirs.
+        self._written: dict[int, torch.Tensor] = {}
+
+    def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a placeholder for ``tensor``, on ``device``."""
+        return _fake(self, tensor, device)
+
+    def stands_for(self, value: Any) -> bool:
+        """Say whether ``value`` is a placeholder, or has one written to it."""
+        if isinstance(value, FakeTensor):
+            return True
+        return bool(self._written) and isinstance(value, torch.Tensor) and _storage(value) in self._written
+
+    def watched(self) -> TorchDispatchMode:
+        """Return a context in which writes of placeholders into real tensors are followed."""
+        return self._watch
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Note that a placeholder was written to ``tensor``."""
+        if not isinstance(tensor, FakeTensor):
+            self._written[_storage(tensor)] = tensor
+
+    def forget_writes(self) -> None:
+        """Begin a pass, in which what was written to before is not used."""
+        self._written.clear()
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Run a block of the stage, which has no placeholders, at its usual speed."""
+        if _get_current_dispatch_mode() is not self._watch:  # the program has a mode of its own around it
+            yield
+            return
+        self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
+    ) -> object:
+        """Run an operator that is given a placeholder.
+
+        Raises:
+            ConfigError: its result decides how the model goes on, or a block writes it into a real tensor.
+        """
+        if not all(map(self.stands_for, _written_by(func, tuple(args), kwargs or {}))):
+            raise ConfigError(
+                f"a block of this stage, or the criterion, writes to a tensor what another stage has "
+                f"({_name(func)} in {_place()}); have it return that, or train without pp"
+            )
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        except _UNKNOWN as error:
+            raise ConfigError(
+                f"the model decides on a value that another stage has ({_name(func)} in {_place()}): what "
+                "runs in front of the blocks, or a weight there, decides how the model goes on; have a block "
+                "decide it, or train without pp"
+            ) from error
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of which an argument is a placeholder, or has one written to it."""
+        if func.overloadpacket in _LIKE and isinstance(args[0], FakeTensor):
+            return func(_real(args[0]), *args[1:], **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw(func, args, kwargs)
+        func, args = self._by_numbers(func, args)
+        written = [value for value in _written_by(func, args, kwargs) if not isinstance(value, FakeTensor)]
+        values, form = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([self._faked(value) for value in values], form)
+        with self:
+            found = func(*args, **kwargs)
+        if not written:
+            return found
+        for tensor in written:
+            self.mark(tensor)
+        returns = func._schema.returns
+        if not returns:
+            return None
+        return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
+
+    def _by_numbers(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return a call in which real masks are indices: how many elements they choose is known."""
+        aten = torch.ops.aten
+        if func is aten.masked_select.default and not self.stands_for(args[1]):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            func, args = aten.index.Tensor, (args[0].expand(shape), [args[1].expand(shape)])
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            indices: list[Any] = []
+            for each in args[1]:
+                is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+                known = is_mask and not self.stands_for(each)
+                indices += each.nonzero(as_tuple=True) if known else [each]
+            args = (args[0], indices, *args[2:])
+        return func, args
+
+    def _faked(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        return _fake(self, value, value.device)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw the random numbers that ``func`` draws of the tensor itself."""
+        if func.overloadpacket in _DRAWS_BY_VALUE:
+            raise ConfigError(
+                f"{_name(func)} in {_place()} draws numbers by a value that another stage has, so stages "
+                "would draw other ones behind it; have a block draw them, or train without pp"
+            )
+        values, form = tree_flatten((args, kwargs))
+        real = [_real(value).fill_(1) if self.stands_for(value) else value for value in values]
+        written = [id(value) for value in _written_by(func, args, kwargs)]
+        real = [
+            each.clone() if id(value) in written and each is value else each
+            for each, value in zip(real, values, strict=True)
+        ]
+        args, kwargs = tree_unflatten(real, form)
+        func(*args, **kwargs)
+
+
+class _Watch(TorchDispatchMode):
+    """Hands operators on placeholders, and on what one was written to, to their owner."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, owner: Placeholders) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
+            owner = self._owner
+            if any(map(owner.stands_for, tree_flatten((args, kwargs))[0])):
+                return owner.compute(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _fake(mode: Placeholders, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, shape, device)
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    """Return memory for a placeholder."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to, in the order of its schema."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for index, known in enumerate(func._schema.arguments):
+        if known.alias_info is not None and known.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(known.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "overloadpacket", func)).replace("aten.", "torch.")
+
+
+def _place() -> str:
+    """Return the line of the model's own code that is being run."""
+    frames = [
+        each for each in traceback.extract_stack() if not each.filename.startswith((_TORCH, *_OURS, "<"))
+    ]
+    if not frames:
+        return "its forward()"
+    return f"line {frames[-1].lineno} of {frames[-1].filename}: {(frames[-1].line or '').strip()}"
