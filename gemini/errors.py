@@ -72,6 +72,14 @@ class CheckpointError(GeminiError):
     """A checkpoint that is missing, incomplete or made for another model."""
 
 
+class InputError(CheckpointError, ConfigError):
+    """A file or a directory of somebody else's that cannot be read: damaged, of another kind, or one that
+    leads elsewhere. Its message is one line that any terminal takes, whatever names are in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
 class StateError(GeminiError, RuntimeError):
     """An illegal tensor state transition, or an object used after it was closed."""
 
@@ -95,3 +103,9 @@ def in_words(error: BaseException) -> str:
     elif isinstance(error, IndexError):
         said = f"a list is shorter than it should be ({said})"
     return (said or type(error).__name__)[:300]
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with what a terminal would not print as a character (escapes, ends of lines, halves of
+    surrogate pairs) written out."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

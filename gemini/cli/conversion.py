@@ -125,12 +125,6 @@ class Keys:
         return list(self._left)
 
 
-def printable(text: str) -> str:
-    """Return ``text`` with what a terminal would not print as a character (escapes, halves of surrogate
-    pairs) written out."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
 def _call(name: str, first: list[str], options: dict[str, str]) -> list[str]:
     given = [*first, *(f"{key}={value}" for key, value in options.items())]
     line = f"{name}({', '.join(given)})"

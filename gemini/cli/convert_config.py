@@ -11,11 +11,9 @@ from rich.text import Text
 
 from gemini.cli import accelerate_config, deepspeed_config
 from gemini.cli.console import Console, print_json
-from gemini.cli.conversion import NONE, Conversion, printable
-from gemini.errors import ConfigError
-from gemini.system.files import parse_json, read_regular
-
-_LARGEST_BYTES = 2**20
+from gemini.cli.conversion import NONE, Conversion
+from gemini.errors import ConfigError, InputError, printable
+from gemini.system.input_files import read_document
 
 HELP = """\
 FILE is ds_config.json, or the YAML that accelerate config writes (FSDP or DeepSpeed). It is only read:
@@ -80,28 +78,10 @@ def convert(path: Path) -> Conversion:
 
 
 def _read(path: Path) -> Any:
+    kind = path.suffix if path.suffix in (".yaml", ".yml") else ".json"
     try:
-        text = read_regular(path, _LARGEST_BYTES).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
-    if path.suffix in (".yaml", ".yml"):
-        return _yaml(path, text)
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is no JSON: {error}; name a YAML file .yaml, and save a Python dict as JSON"
-        ) from error
-
-
-def _yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(f"reading {path} needs pip install pyyaml; or save it as JSON") from error
-    try:
-        if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split()):.300}") from error
-    raise ConfigError(f"{path} has aliases (*name), which may grow without bound; write them out")
+        return read_document(path, "the configuration", kind=kind)
+    except InputError as error:
+        if kind != ".json" or " is no JSON: " not in str(error):
+            raise
+        raise InputError(f"{error}; name a YAML file .yaml, and save a Python dict as JSON") from error

@@ -33,6 +33,7 @@ examples:
 data:
   .jsonl   one document per line: {"text": "..."}, or {"messages": [{"role": "user", "content": "..."}, ...]},
            which the tokenizer's chat template makes a text of
+  .json    the same records in a list
   others   each file is one document, in UTF-8; a directory is read with all below it
 
 in the --output directory:
@@ -133,7 +134,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _add_data_options(group: argparse._ArgumentGroup) -> None:
     _option(group, "--model", metavar="DIR", help="the checkpoint to start from: config.json, safetensors")
-    _option(group, "--data", metavar="PATH", help="a .jsonl or text file, or a directory of them: see below")
+    _option(
+        group,
+        "--data",
+        metavar="PATH",
+        help="a .jsonl, .json or text file, or a directory: see below",
+    )
     _option(group, "--tokenizer", metavar="DIR", help="directory of the tokenizer; default: that of --model")
     _option(
         group,

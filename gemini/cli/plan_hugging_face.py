@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,10 @@ from torch import nn
 from gemini.cli.plan_inputs import ModelKind, PositionTable, most_tokens
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.integrations.model_directory import MAX_CONFIG_BYTES, check_config, is_model_class
 from gemini.runtime import init_on
-from gemini.system.files import parse_json, read_regular
+from gemini.system.input_files import errors_of, read_document
 
-_LARGEST_CONFIG_BYTES = 1 << 24
-MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
-_COUNTS_MODULES = re.compile(r"layers|layer$|blocks$|depths?$|experts$")  # names in configurations
 _FACTORY = "write a factory (package.module:function, docs/plan.md) that returns the module and its inputs"
 
 
@@ -110,10 +107,13 @@ def hugging_face(
     """
     fields = _read_config(path)
     model = _model_of(path, fields, checkpointing)
-    with init_on("meta"):
-        first = model.build()
-    kind, notes = model.kind(first), []
-    limit = most_tokens(_position_tables(first), kind)
+    doing = f"the model of {path} cannot be planned"
+    with errors_of(doing):
+        with init_on("meta"):
+            first = model.build()
+        kind = model.kind(first)
+        limit = most_tokens(_position_tables(first), kind)
+    notes = []
     if limit is not None and seq > limit:
         if seq_is_asked:
             raise ConfigError(
@@ -124,9 +124,10 @@ def hugging_face(
         seq = limit
 
     def build(batch: int, seq: int) -> Example:
-        module = model.build()
-        inputs = model.inputs(module, batch, seq)
-        return Example(_Keywords(adapted(module)), (inputs,))
+        with errors_of(doing):
+            module = model.build()
+            inputs = model.inputs(module, batch, seq)
+            return Example(_Keywords(adapted(module)), (inputs,))
 
     def source(seq: int) -> ModelSource:
         return ModelSource(
@@ -143,10 +144,7 @@ def hugging_face(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        fields = parse_json(read_regular(path, _LARGEST_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the model config {path}: {error}") from error
+    fields = read_document(path, "the model config", max_bytes=MAX_CONFIG_BYTES, kind=".json")
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ConfigError(f'{path} is no Hugging Face model config: it has no "model_type"')
     return fields
@@ -162,7 +160,7 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
         ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # what it says of values that there are none of
     kept = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
-    _require_buildable(path, kept)
+    check_config(kept, path)
     try:  # without a dtype: --dtype says what to compute in; masters are fp32
         config = transformers.AutoConfig.for_model(**kept)
     except Exception as error:  # of as many classes as transformers has checks
@@ -170,9 +168,10 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
             f"transformers takes {path} for no {fields['model_type']!r} model: {in_words(error)}; correct "
             "it, or install the version of transformers that it was written by"
         ) from error
-    said = fields.get("architectures") or ()
-    wanted = [said] if isinstance(said, str) else list(map(str, said))
-    classes = [getattr(transformers, each) for each in wanted if hasattr(transformers, each)]
+    said = fields.get("architectures") or []
+    wanted = list(map(str, said)) if isinstance(said, list) else [str(said)]
+    found = [getattr(transformers, each, None) for each in wanted]
+    classes = [each for each in found if is_model_class(transformers, each)]
     if wanted and not classes:
         raise ConfigError(
             f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: correct the "
@@ -180,19 +179,6 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
             "without a head"
         )
     return HuggingFaceModel(path, config, classes[0] if classes else None, checkpointing)
-
-
-def _require_buildable(path: Path, fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _require_buildable(path, value)
-        elif _COUNTS_MODULES.search(name):
-            for count in value if isinstance(value, list) else [value]:
-                if isinstance(count, int) and count > MOST_LAYERS:
-                    raise ConfigError(
-                        f"{path}: {name} is {min(count, 10**99):.3g}, more than the {MOST_LAYERS} that are "
-                        "built; correct it"
-                    )
 
 
 def _leave_memory(module: nn.Module) -> None:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.cli.plan_hugging_face import MOST_LAYERS, hugging_face
+from gemini.cli.plan_hugging_face import hugging_face
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction
 from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.integrations.model_directory import CONFIG, MOST_LAYERS
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.system.config import did_you_mean
+from gemini.system.input_files import InputDirectory
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
 PRESETS = {
@@ -32,7 +34,6 @@ PRESETS = {
     "gpt3-13b": "gpt:layers=40,hidden=5120,heads=40,vocab=50257",
     "gpt3-175b": "gpt:layers=96,hidden=12288,heads=96,vocab=50257",
 }
-_MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
 _MOST_WIDTH = 10_000_000  # bytes of a weight are counted in 64 bits
 _GPT_KEYS = ("layers", "hidden", "heads", "vocab")
 
@@ -59,7 +60,7 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
     path = Path(name)
     if _is_directory(path) or path.suffix == ".json":
         return hugging_face(
-            path / "config.json" if _is_directory(path) else path,
+            InputDirectory(path).file(CONFIG) if _is_directory(path) else path,
             options.seq,
             seq_is_asked=options.seq_is_asked,
             checkpointing=options.checkpointing,

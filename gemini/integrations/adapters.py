@@ -10,13 +10,20 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini.errors import ConfigError
-from gemini.runtime import ManagedParameter
+from gemini.errors import ConfigError, in_words
+from gemini.integrations.model_directory import check_adapters
+from gemini.runtime import ManagedParameter, init_on
+from gemini.system.input_files import errors_of
+
+
+class AdapterError(ConfigError):
+    """Adapters that PEFT cannot put on a model; the cause says why."""
 
 
 class Adapters:
@@ -56,8 +63,11 @@ class Adapters:
         if not isinstance(adapter, (str, os.PathLike)):
             raise ConfigError(f"adapter is a {type(adapter).__name__}; give a PEFT config or a directory")
         directory = os.fspath(adapter)
-        config = peft.PeftConfig.from_pretrained(directory)
-        config.inference_mode = False
+        if os.path.lexists(directory):
+            check_adapters(Path(directory))
+        with errors_of(f"PEFT cannot read the adapters of {directory}"):
+            config = peft.PeftConfig.from_pretrained(directory)
+            config.inference_mode = False
         return cls(peft, config, directory)
 
     @property
@@ -84,8 +94,12 @@ class Adapters:
         start = getattr(config, "init_lora_weights", True)
         if not isinstance(start, bool):  # a way that computes with weights
             config.init_lora_weights = True
-        with torch.random.fork_rng(devices=[]):
-            self.outer = self._peft.get_peft_model(model, config)
+        # On meta, whatever rank a config asks for: what there is no room for is refused with the budgets.
+        with torch.random.fork_rng(devices=[]), init_on("meta"):
+            try:
+                self.outer = self._peft.get_peft_model(model, config)
+            except Exception as error:  # of as many classes as PEFT has kinds of adapters
+                raise AdapterError(f"PEFT cannot put adapters on the model: {in_words(error)}") from error
         if not isinstance(start, bool):
             config.init_lora_weights = start
         self._adapted = _Tree(model)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from gemini.checkpoint.tensor_file import values_differ
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, GeminiError, in_words
+from gemini.integrations.model_directory import PretrainedError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredValues
 from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage_without_values
@@ -72,10 +73,12 @@ def from_pretrained(
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets.
-        CheckpointError: a file is damaged, lacks what its index names, or holds two names of one tied tensor
-            of a module that is not transformers' with different values.
-        RuntimeError, OSError, ValueError: as transformers; shapes differ, there are no files, or no model of
-            that name.
+        InputError: a file of a directory is damaged, no regular file, outside of it, lacks what its index
+            names, or holds what the model does not; it is also a CheckpointError, and an OSError, ValueError
+            and RuntimeError where transformers raises one of these.
+        CheckpointError: files hold two names of one tied tensor of a module that is not transformers' with
+            different values.
+        OSError: there is no model of that name.
         TypeError: there is no such option.
         ConfigError: there is no such directory, an option that cannot be, or transformers (peft) is not
             installed.
@@ -136,7 +139,12 @@ def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[s
             handle = opened.finish(built)
             files.expect(values.stored_names())
             filling = Filling(built.storage, built.manager)
-            import_weights(handle, values, strict=True, fill=filling.write)
+            try:
+                import_weights(handle, values, strict=True, fill=filling.write)
+            except RuntimeError as error:
+                if isinstance(error, GeminiError):
+                    raise
+                raise PretrainedError(f"{directory} does not hold the module: {in_words(error)}") from error
             filling.finish()
             sharding = built.manager.sharding
             if sharding is not None:

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +16,18 @@ from typing import Any
 import torch
 
 from gemini.checkpoint.tensor_file import TYPE_NAMES, hold_the_same
-from gemini.errors import CheckpointError, in_words
+from gemini.errors import CheckpointError, InputError
+from gemini.integrations.model_directory import read_index
 from gemini.integrations.tensor_reads import TensorReads
-from gemini.system.files import open_regular, parse_json, read_regular
+from gemini.system.files import open_regular
+from gemini.system.input_files import AGAIN, InputDirectory
+from gemini.system.parsing import parse_json_input
 
 _SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_AGAIN = "copy or download the file again"
-_MAX_INDEX_BYTES = 2**26
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+_MAX_DIMS = 64  # as torch
+_MOST = 2**63 - 1
 _READ_AHEAD_BYTES = 64 * 2**20
 _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
 _COMPARED_NUMEL = 2**20
@@ -133,48 +137,32 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                 raise CheckpointError(f"{file} does not hold {name!r}, as the index says")
 
     @classmethod
-    def of_directory(cls, directory: Path) -> SafetensorsFiles:
-        """Open a model's files in ``directory``: one, or shards with an index. Raises as the class."""
-        index, single = directory / INDEX, directory / _SINGLE
-        if index.is_file():
-            named = read_index(index)
-            paths = [directory / file for file in sorted(set(named.values()))]
-            if any(path.parent != directory for path in paths):
-                raise CheckpointError(f"{index} names files that are not next to it")
-            return cls(paths, named)
-        if not single.is_file():
-            raise CheckpointError(
-                f"{directory} holds neither {_SINGLE} nor {INDEX}; save the model with "
-                "save_pretrained(), or give the directory that has its weights"
+    def of_directory(cls, path: Path) -> SafetensorsFiles:
+        """Open a model's files in the directory at ``path``: one, or shards with an index. Raises as the
+        class."""
+        directory = InputDirectory(path)
+        if INDEX in directory:
+            named = read_index(directory, INDEX)
+            return cls([directory.file(file) for file in sorted(set(named.values()))], named)
+        if _SINGLE not in directory:
+            raise InputError(
+                f"{path} holds neither {_SINGLE} nor {INDEX}; save the model with save_pretrained(), or "
+                "give the directory that has its weights"
             )
-        return cls([single])
+        return cls([directory.file(_SINGLE)])
 
     def _open(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
         try:
-            with safe_open(path, framework="pt"):  # checks the header and the size
-                pass
             descriptor = open_regular(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}; {_AGAIN}") from error
-        self._stack.callback(os.close, descriptor)
-        head = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        entries: dict[str, Any] = json.loads(os.pread(descriptor, head, 8))
-        entries.pop("__metadata__", None)
+            self._stack.callback(os.close, descriptor)
+            header = _read_header(descriptor)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"cannot read {path}: {reason}; {AGAIN}") from error
         types = _types()
-        for name, entry in entries.items():
-            if entry["dtype"] not in types:
-                raise CheckpointError(f"{path}: {name!r} has type {entry['dtype']}, which torch has not")
+        for name, (type_name, shape, begin) in header.items():
             self._tensors[name] = StoredTensor(
-                name,
-                path,
-                descriptor,
-                entry["dtype"],
-                types[entry["dtype"]],
-                tuple(entry["shape"]),
-                8 + head + entry["data_offsets"][0],
-                self.reads,
+                name, path, descriptor, type_name, types[type_name], shape, begin, self.reads
             )
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -226,16 +214,62 @@ class StoredValues(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Return the names of the files that tensors are in, by the tensors' names. Raises CheckpointError where
-    the index at ``path`` does not say that."""
-    try:
-        named: dict[str, str] = parse_json(read_regular(path, _MAX_INDEX_BYTES))["weight_map"]
-        if not all(isinstance(file, str) for file in named.values()):
-            raise TypeError("a file's name is no text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {in_words(error)}; {_AGAIN}") from error
-    return named
+def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return type, shape and first byte of each tensor of an open file, by its name.
+
+    Raises:
+        ValueError: it is no safetensors file: what the header says is not what the file holds, each byte
+            once. OSError: it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    head = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 0 < head <= min(size - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"its header would have {head} bytes, and the file has {size}")
+    entries = parse_json_input(os.pread(descriptor, head, 8), keys_once=True)
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no object with keys")
+    _check_metadata(entries.pop(_METADATA, {}))
+    types = _types()
+    found, places = {}, []
+    for name, entry in entries.items():
+        type_name, shape, begin, end = _entry_of(name, entry)
+        if type_name not in types:
+            raise ValueError(f"{name!r:.200} has type {type_name!r:.50}, which torch has not")
+        if end - begin != math.prod(shape) * types[type_name].itemsize:
+            raise ValueError(f"{name!r:.200} of shape {list(shape)} has {end - begin} bytes")
+        found[name] = (type_name, shape, 8 + head + begin)
+        places.append((begin, end, name))
+    end_before = 0
+    for begin, end, name in sorted(places):
+        if begin != end_before:
+            raise ValueError(f"{name!r:.200} begins at byte {begin}, not at {end_before}")
+        end_before = end
+    if end_before != size - 8 - head:
+        raise ValueError(f"its tensors have {end_before} bytes, and the file {size - 8 - head} for them")
+    return found
+
+
+def _entry_of(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Return type, shape, first byte and end of a tensor. Raises ValueError for what says none of that."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r:.200} has not dtype, shape and data_offsets")
+    type_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(type_name, str):
+        raise ValueError(f"{name!r:.200} has type {type_name!r:.50}, which torch has not")
+    if not _are_numbers(shape) or len(shape) > _MAX_DIMS or math.prod(max(1, each) for each in shape) > _MOST:
+        raise ValueError(f"{name!r:.200} has shape {shape!r:.100}, which no tensor has")
+    if not _are_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name!r:.200} has data_offsets {offsets!r:.100}, which are no place")
+    return type_name, tuple(shape), offsets[0], offsets[1]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(each) is int and 0 <= each <= _MOST for each in values)
+
+
+def _check_metadata(said: Any) -> None:
+    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+        raise ValueError(f"its {_METADATA} is not of texts")
 
 
 def _types() -> dict[str, torch.dtype]:

@@ -4,6 +4,7 @@ reading them from the page cache."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
@@ -51,6 +52,7 @@ class TensorReads:
         self._spare = _Spare()
         self._freed_bytes = 0  # since the system was given back what was freed
         self._ahead: dict[str, _Read] = {}
+        self._ahead_bytes = 0
         self._workers: Workers | None = None
 
     def expect(self, order: Iterable[Readable]) -> None:
@@ -73,6 +75,7 @@ class TensorReads:
         while self.spent:
             self._spare.add(self.spent.pop().untyped_storage())
         read = self._ahead.pop(tensor.name, None)
+        self._ahead_bytes -= 0 if read is None else read.nbytes
         memory = self._spare.take(tensor.nbytes) if read is None else None
         self._keep_within(tensor.nbytes)
         if read is not None:
@@ -88,19 +91,17 @@ class TensorReads:
         most_bytes = min(self._most_bytes - in_use_bytes, _MOST_AHEAD_BYTES)
         while self._workers is not None and self._next < len(self._order):
             tensor = self._order[self._next]
-            if self._ahead_bytes() + tensor.nbytes > most_bytes:
+            if self._ahead_bytes + tensor.nbytes > most_bytes:
                 return
             memory = self._spare.take(tensor.nbytes)
             self._keep_within(in_use_bytes + tensor.nbytes)
             self._ahead[tensor.name] = _Read(tensor, memory, self._workers)
+            self._ahead_bytes += tensor.nbytes
             self._next += 1
-
-    def _ahead_bytes(self) -> int:
-        return sum(read.nbytes for read in self._ahead.values())
 
     def _keep_within(self, in_use_bytes: int) -> None:
         """Free spare memory for which there is no room beside what is in use and read ahead."""
-        room_bytes = max(0, self._most_bytes - in_use_bytes - self._ahead_bytes())
+        room_bytes = max(0, self._most_bytes - in_use_bytes - self._ahead_bytes)
         self._freed_bytes += self._spare.shrink_to(room_bytes)
         if self._workers is not None and self._freed_bytes >= _MOST_FREED_BYTES:
             self._freed_bytes = 0
@@ -112,6 +113,7 @@ class TensorReads:
         if workers is not None:
             workers.close()
             self._ahead.clear()
+            self._ahead_bytes = 0
             self._spare.shrink_to(0)
             _give_back()  # what each thread had
 
@@ -122,30 +124,36 @@ def _give_back() -> None:
 
 
 class _Spare:
-    """Memory that nobody uses, for tensors of the same size."""
+    """Memory that nobody uses, for tensors of the same size. Every call takes constant time: there may be as
+    many pieces as tensors."""
 
     def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []  # those that were added last are last
+        self._storages: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # the oldest first
+        self._of_size: defaultdict[int, deque[int]] = defaultdict(deque)  # their keys, in the same order
+        self._next = 0
         self._nbytes = 0
 
     def add(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
-            self._storages.append(storage)
+            self._storages[self._next] = storage
+            self._of_size[storage.nbytes()].append(self._next)
+            self._next += 1
             self._nbytes += storage.nbytes()
 
     def take(self, nbytes: int) -> torch.UntypedStorage | None:
         """Return some of exactly ``nbytes``, which is the caller's, if there is any."""
-        for place, storage in enumerate(self._storages):
-            if storage.nbytes() == nbytes:
-                self._nbytes -= nbytes
-                return self._storages.pop(place)
-        return None
+        keys = self._of_size.get(nbytes)
+        if not keys:
+            return None
+        self._nbytes -= nbytes
+        return self._storages.pop(keys.popleft())
 
     def shrink_to(self, most_bytes: int) -> int:
         """Free what is more than ``most_bytes``, the oldest first; return how many bytes that was."""
         freed_bytes = 0
         while self._nbytes > most_bytes:
-            storage = self._storages.pop(0)
+            _, storage = self._storages.popitem(last=False)
+            self._of_size[storage.nbytes()].popleft()  # the oldest of all is the oldest of its size
             freed_bytes += storage.nbytes()
             self._nbytes -= storage.nbytes()
             storage.resize_(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from gemini.errors import ConfigError, GeminiError
+from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import Adapters
-from gemini.integrations.safetensors_files import INDEX, SafetensorsFiles, read_index
+from gemini.integrations.model_directory import ADAPTER_CONFIG, PretrainedError, check_model, is_model_class
+from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
@@ -29,6 +30,7 @@ from gemini.runtime.storage.model_storage import slot_of
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
 _PATCHED = threading.Lock()
+_REFUSED_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def load_pretrained(
@@ -55,18 +57,29 @@ def load_pretrained(
         manage(model, **options)
         return model
     path = os.fspath(path_or_config)
-    if adapters is None and (Path(path) / "adapter_config.json").is_file():
+    if adapters is None and os.path.lexists(Path(path) / ADAPTER_CONFIG):
         adapters = Adapters.of(path)
         path = adapters.base
     _refuse_missing_directory(path)
+    if os.path.lexists(path):
+        check_model(Path(path, others.get("subfolder") or ""))
     loading = _Loading(options, adapters)
+    others = {"trust_remote_code": False, **others}  # None asks, and takes an answer from standard input
     try:
         chosen = _class_of(transformers, auto_class, path, others)
+        if not _is_transformers(transformers, chosen) and not others["trust_remote_code"]:
+            del others["trust_remote_code"]
         return loading.run(lambda: chosen.from_pretrained(path, **others))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if not isinstance(error, GeminiError) and not loading.has_begun:
-            _explain(error, path)
+    except Exception as error:  # of as many classes as transformers has models
+        _explain(error, path, others)
         raise
+
+
+def _is_transformers(transformers: Any, chosen: Any) -> bool:
+    """Say whether a class takes the options that those of transformers take."""
+    return str(getattr(chosen, "__module__", "")).startswith("transformers.") or is_model_class(
+        transformers, chosen
+    )
 
 
 def _refuse_missing_directory(path: str) -> None:
@@ -82,16 +95,20 @@ def _refuse_missing_directory(path: str) -> None:
     )
 
 
-def _explain(error: Exception, path: str) -> None:
-    """Raise what says more of an error of transformers that loaded nothing, where more is known."""
-    if isinstance(error, OSError) and error.errno is None and not Path(path).exists():
+def _explain(error: Exception, path: str, others: dict[str, Any]) -> None:
+    """Raise what says more of an error than transformers does, in one line, where more is known."""
+    if isinstance(error, (GeminiError, torch.OutOfMemoryError)):
+        return
+    refused = _REFUSED_KEYWORD.search(str(error)) if isinstance(error, TypeError) else None
+    if refused and refused[1] in others:
+        return
+    if os.path.lexists(path):
+        raise PretrainedError(f"transformers cannot load the model of {path}: {in_words(error)}") from error
+    if isinstance(error, OSError) and error.errno is None:
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise OSError(
+        raise PretrainedError(
             f"there is no directory {path!r} here, and transformers finds no model of that name: {said}"
         ) from error
-    index = Path(path) / INDEX
-    if index.is_file():
-        read_index(index)
 
 
 def _keep_types(model: Any) -> None:
@@ -144,8 +161,9 @@ def _class_of(transformers: Any, auto_class: Any, path: str, others: dict[str, A
 
 def _class_named(transformers: Any, config: Any) -> Any:
     for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None)
+        if is_model_class(transformers, found):
+            return found
     return transformers.AutoModel
 
 
@@ -333,17 +351,21 @@ def _one_at_a_time() -> Iterator[None]:
             os.environ[_ONE_AT_A_TIME] = before
 
 
-def _natural(name: str) -> list[str | int]:
-    """Return what sorts names as transformers loads them: numbers by their size."""
+def _natural(name: str) -> list[Any]:
+    """Return what sorts names as transformers loads them: numbers by their size, of any length."""
     parts = re.split(r"([0-9]+)", name)
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+    numbers = (part.lstrip("0") for part in parts[1::2])
+    parts[1::2] = [(len(number), number) for number in numbers]
+    return parts
 
 
 def _apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
     """Yield which parameters stay untied although the config ties them, as transformers has it: files hold
     both, with different values."""
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        one, other = _stored_as(target, stored), _stored_as(source, stored)
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    held = _stored_as({*ties, *ties.values()}, stored)
+    for target, source in ties.items():
+        one, other = held.get(target), held.get(source)
         if one is None or other is None or one == other:
             continue
         first, second = stored[one], stored[other]
@@ -352,12 +374,21 @@ def _apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
             yield target
 
 
-def _stored_as(name: str, stored: SafetensorsFiles) -> str | None:
-    """Return the name of a parameter in files, which may lack or have the prefix of a base model."""
+def _stored_as(names: set[str], stored: Iterable[str]) -> dict[str, str]:
+    """Return the first name of each parameter in files, which may lack or have the prefix of a base model.
+    One pass over the files' names, of which there may be a million."""
+    ends: dict[str, list[str]] = {}  # which parameters a file may have under a shorter name
+    for name in names:
+        for place in range(len(name)):
+            if place == 0 or name[place - 1] == ".":
+                ends.setdefault(name[place:], []).append(name)
+    lengths = {len(name) for name in names}
+    found: dict[str, str] = {}
     for held in stored:
-        if held == name or held.endswith(f".{name}") or name.endswith(f".{held}"):
-            return held
-    return None
+        longer = (held[-each:] for each in lengths if held[-each - 1 : -each] == ".")
+        for name in (*ends.get(held, ()), *(each for each in longer if each in names)):
+            found.setdefault(name, held)
+    return found
 
 
 def _tie(model: Any, apart: frozenset[str]) -> None:

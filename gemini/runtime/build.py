@@ -71,6 +71,8 @@ _WHOLE_SHARE = 2
 
 # Chunks of activations keep their places in the DISK file, used or not: as many times what it may hold.
 _SPARE_PLACES = 8
+# Of updates, which follow from a config that anybody may have written: more take minutes to lay out.
+_MOST_PIECES = 2**18
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,18 @@ class Built(NamedTuple):
     manager: GeminiManager
     search: SearchResult
     adopted: Sequence[Adopted] = ()
+
+
+def _require_few_pieces(outline: Outline, piece_numel: int) -> None:
+    """Raise OutOfBudgetError for a model that is out of all proportion to DEVICE."""
+    numels = [param.numel() for param in outline.params.values()]
+    pieces = sum(-(-numel // piece_numel) for numel in numels)
+    if pieces > _MOST_PIECES:
+        raise OutOfBudgetError(
+            f"the model has {sum(numels):.3g} parameters, which DEVICE would hold in {pieces:.3g} pieces of "
+            f"{piece_numel}, more than the {_MOST_PIECES} that are laid out; raise device_bytes, or correct "
+            "the sizes in its config"
+        )
 
 
 @paused_collector()
@@ -312,6 +326,7 @@ class Drawing:
             max_chunk_bytes=max(device.block_bytes, room * itemsize // (4 * _CHUNKS_ON_DEVICE)),
             align_bytes=device.align_bytes,
         )
+        _require_few_pieces(outline, found.chunk_numel)
         groups = lay_out(outline, config, found.chunk_numel, device)
         plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
         operator = largest_operator(outline.operators, chunk_bytes(groups, device.block_bytes))

@@ -37,14 +37,14 @@ def parse_bytes(value: int | str | None, *, name: str = "size") -> int | None:
     factor = _FACTORS.get(match["unit"] or "b") if match else None
     if match is None or factor is None:
         raise ConfigError(
-            f"{name} is {value!r}; write it as '512MiB', '4GiB', '1.5GB' or plain bytes, not negative"
+            f"{name} is {value!r:.200}; write it as '512MiB', '4GiB', '1.5GB' or plain bytes, not negative"
         )
     return _checked(int(Decimal(match["number"]) * factor), name)
 
 
 def _checked(nbytes: int, name: str) -> int:
     if nbytes >= 2**62:
-        raise ConfigError(f"{name} is {nbytes} bytes; no machine has that much")
+        raise ConfigError(f"{name} is {min(nbytes, 10**99)} bytes; no machine has that much")
     return nbytes
 
 

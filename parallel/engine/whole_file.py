@@ -18,7 +18,7 @@ from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.pipeline.absent import Absent
 from gemini.system.durable import replacing
-from gemini.system.files import io_errors
+from gemini.system.files import io_errors, open_regular
 
 
 def save_checkpoint(
@@ -78,7 +78,7 @@ def load_checkpoint(
 
     def read() -> dict[str, Any]:
         with io_errors("load_checkpoint", path):
-            path.stat()
+            os.close(open_regular(path))  # torch would wait at a FIFO
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:

@@ -13,8 +13,8 @@ import psutil
 
 from gemini.errors import ConfigError, IoError
 
-# A host as ssh takes it; it never begins with what would be an option there.
-_HOST = re.compile(r"(?:[\w.+-]+@)?[A-Za-z0-9_:][\w.:%-]*", re.ASCII)
+# A host as ssh takes it; neither it nor its user begins with what would be an option there.
+_HOST = re.compile(r"(?:[\w.+][\w.+-]*@)?[A-Za-z0-9_:][\w.:%-]*", re.ASCII)
 _NEXT_LINE = "give one name per line"
 
 

@@ -212,6 +212,27 @@ def test_messages_become_what_the_chat_template_makes_of_them(config: FineTuneCo
     assert text == [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_directory_is_neither_run_nor_asked_about(
+    file: str, config: FineTuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append("asked") or "y")
+    path = Path(config.model, file)
+    classes = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
+    own = {"auto_map": classes, "model_type": "own", "tokenizer_class": "OwnTokenizer"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    Path(config.model, "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(ConfigError, match=r"transformers cannot read the (config|tokenizer)"):
+        run(config)
+    if file == "config.json":
+        for kind in (None, "AutoModelForCausalLM"):
+            with pytest.raises(ConfigError, match="transformers cannot load the model"):
+                gemini.from_pretrained(config.model, kind, device_bytes="1MiB")
+    assert not asked
+    assert not (tmp_path / "ran").exists()
+
+
 def without_tokenizer(config: FineTuneConfig) -> dict[str, Any]:
     for file in Path(config.model).glob("tokenizer*"):
         file.unlink()

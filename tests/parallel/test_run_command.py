@@ -44,6 +44,8 @@ def test_a_hostfile_has_a_host_per_line_and_each_counts_once(tmp_path: Path) -> 
     [
         ("node1 slots=4\n", "line 1 of .* has 'node1 slots=4'"),
         ("node1\n-oProxyCommand=x\n", "line 2 of .* has '-oProxyCommand=x'"),
+        ("-Fx@node1\n", "line 1 of .* has '-Fx@node1'"),
+        ("node1\n-@node2\n", "line 2 of .* has '-@node2'"),
         ("node[1-4]\n", "has 'node\\[1-4\\]', which is not the name of a host"),
         ("node1,node2\n", "one name per line"),
         ("# nobody\n", "names no host"),

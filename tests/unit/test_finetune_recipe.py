@@ -160,6 +160,40 @@ def test_lines_that_are_no_documents_are_refused_by_number(line: str, message: s
         list(documents([file]))
 
 
+def test_records_are_the_same_in_lines_and_in_a_list(tmp_path: Path) -> None:
+    records = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}]
+    lines = recipe(tmp_path, "\n".join(map(json.dumps, records)), "a.JSONL")
+    listed = recipe(tmp_path, json.dumps(records, indent=1), "b.JSON")
+    bare = recipe(tmp_path, "\ufeff" + "\n".join(map(json.dumps, records)), "c.json")
+    for file in (lines, listed, bare):
+        found = list(documents([file]))
+        assert [(each.text, each.messages) for each in found] == [
+            ("one", None),
+            (None, records[1]["messages"]),
+        ]
+    named = recipe(tmp_path, '[\n{"text": "a"},\n{"instruction": "a", "output": "b"}]', "d.json")
+    with pytest.raises(ConfigError, match=r"line 3 of .*d\.json needs .*'instruction', 'output'"):
+        list(documents([named]))
+
+
+def test_a_text_that_no_tokenizer_can_take_is_named_by_its_line(tmp_path: Path) -> None:
+    for name in ("d.jsonl", "d.json"):
+        file = recipe(tmp_path, '{"text": "fine"}\n{"text": "a\\ud800b"}\n', name)
+        with pytest.raises(ConfigError, match=r"line 2 of .*half of a surrogate pair"):
+            list(documents([file]))
+
+
+def test_a_link_out_of_a_directory_of_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    recipe(tmp_path, "private", "other.txt")
+    recipe(tmp_path, "text", "data/a.txt")
+    (tmp_path / "data" / "b.txt").symlink_to("a.txt")
+    assert len(data_files(str(tmp_path / "data"))) == 2
+    (tmp_path / "data" / "c.txt").symlink_to("../other.txt")
+    with pytest.raises(ConfigError, match=r"c\.txt is a link out of its directory"):
+        data_files(str(tmp_path / "data"))
+
+
 def test_a_directory_is_read_with_all_below_it(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     recipe(tmp_path, "second", "b/x.txt")

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import ConfigError, in_words
+from gemini.errors import ConfigError
+from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.documents import Document, data_files, documents
+from gemini.system.files import read_regular
+from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
 _WEIGHTS = (".safetensors", ".bin")
@@ -40,12 +43,14 @@ class ModelDirectory:
         self._transformers: Any = transformers
         self._options = config
         self.path = Path(config.model)
-        if not (self.path / "config.json").is_file():
+        if not (self.path / CONFIG).is_file():
             raise ConfigError(
-                f"--model {self.path} has no config.json; give a directory that save_pretrained() has made "
+                f"--model {self.path} has no {CONFIG}; give a directory that save_pretrained() has made "
                 "(hf download NAME --local-dir DIR gets one)"
             )
-        if not any(file.suffix in _WEIGHTS for file in self.path.iterdir()):
+        check_model(self.path)
+        self._weights = [name for name in InputDirectory(self.path).names if name.endswith(_WEIGHTS)]
+        if not self._weights:
             raise ConfigError(
                 f"--model {self.path} has no weights (*.safetensors); copy them there, or name the directory "
                 "that has them"
@@ -57,12 +62,12 @@ class ModelDirectory:
                 "AutoModelForCausalLM for; gemini finetune trains models that continue text, for others use "
                 "GeminiTrainer (docs/huggingface.md)"
             )
-
-    @property
-    def limit(self) -> int | None:
-        """Return how many tokens a sequence may have; None: any number."""
-        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        with errors_of(f"transformers cannot read the config of {self.path}"):
+            text = self.config.get_text_config()
+            self._vocabulary = int(text.vocab_size)
+            found = getattr(text, "max_position_embeddings", None)
+        # How many tokens a sequence may have; None: any number.
+        self.limit = found if type(found) is int and found > 0 else None
 
     def seq(self) -> int:
         """Return the length of a row. Raise ConfigError for one over the model's limit."""
@@ -78,10 +83,10 @@ class ModelDirectory:
 
     def fingerprint(self) -> str:
         """Return a hash of the config and the sizes of the weights: equal for a copy, at any path."""
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for file in sorted(self.path.iterdir()):
-            if file.suffix in _WEIGHTS:
-                digest.update(f"{file.name}\0{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+        digest = hashlib.sha256(read_regular(self.path / CONFIG, MAX_CONFIG_BYTES))
+        for name in self._weights:
+            size = (self.path / name).stat().st_size
+            digest.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
     def tokenizer(self) -> Any:
@@ -97,6 +102,8 @@ class ModelDirectory:
                 f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json there from where "
                 "the model is from, or name a directory that has them by --tokenizer"
             )
+        if chosen is not None:
+            check_kinds(InputDirectory(path))
         tokenizer = self._read("tokenizer", self._transformers.AutoTokenizer, path)
         if not self._options.packing and tokenizer.pad_token_id is None:
             raise ConfigError(
@@ -112,28 +119,26 @@ class ModelDirectory:
             ConfigError: a document cannot be read, the tokenizer has no chat template for messages, or it
                 makes tokens that the model does not have.
         """
-        vocabulary = int(self.config.get_text_config().vocab_size)
         for document in documents(data_files(self._options.data)):
             tokens = _encoded(tokenizer, document)
-            if tokens and max(tokens) >= vocabulary:
+            if tokens and max(tokens) >= self._vocabulary:
                 raise ConfigError(
                     f"{document.place} has token {max(tokens)}, and {self.path} has embeddings for "
-                    f"{vocabulary}; the tokenizer is another model's, or the embeddings are to be resized "
-                    "(resize_token_embeddings) and saved first"
+                    f"{self._vocabulary}; the tokenizer is another model's, or the embeddings are to be "
+                    "resized (resize_token_embeddings) and saved first"
                 )
             yield tokens
 
     def _read(self, what: str, owner: Any, path: Path) -> Any:
-        try:
-            return owner.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # of as many classes as transformers and tokenizers have checks
-            raise ConfigError(f"transformers cannot read the {what} of {path}: {in_words(error)}") from error
+        # None would ask on standard input whether to run what the directory has of its own.
+        with errors_of(f"transformers cannot read the {what} of {path}"):
+            return owner.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _encoded(tokenizer: Any, document: Document) -> list[int]:
     """Return the tokens of a document; a text ends with the end-of-sequence token, where there is one."""
     if document.messages is None:
-        tokens: list[int] = tokenizer(document.text, verbose=False)["input_ids"]
+        tokens = _tokens(tokenizer, document, str(document.text))
         end = tokenizer.eos_token_id
         return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
     if not tokenizer.chat_template:
@@ -141,13 +146,12 @@ def _encoded(tokenizer: Any, document: Document) -> list[int]:
             f"{document.place} has messages, and the tokenizer has no chat template; put chat_template.jinja "
             'beside tokenizer.json, or give documents with a "text"'
         )
-    from jinja2 import TemplateError
-
-    try:
+    with errors_of(f"the chat template refuses {document.place}", way_out="correct the roles"):
         text = tokenizer.apply_chat_template(document.messages, tokenize=False)
-    except TemplateError as error:
-        raise ConfigError(
-            f"the chat template refuses {document.place}: {error}; correct the roles"
-        ) from error
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    return _tokens(tokenizer, document, text, add_special_tokens=False)
+
+
+def _tokens(tokenizer: Any, document: Document, text: str, **options: Any) -> list[int]:
+    with errors_of(f"the tokenizer cannot take {document.place}"):
+        found: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
+        return found

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import gemini
-from gemini.errors import ConfigError, GeminiError
+from gemini.errors import ConfigError, GeminiError, in_words
+from gemini.integrations.adapters import AdapterError
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.samples import Batch, num_learned
 from gemini.jobs.run.managed import ManagedTraining
@@ -118,14 +119,19 @@ def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
     """Raise a ConfigError for what PEFT raises where no layer has a name of ``lora_targets``."""
     try:
         yield
+    except AdapterError as error:
+        raise _no_such_layers(config, error.__cause__ or error) from error
     except ValueError as error:
         if not config.lora or isinstance(error, GeminiError):
             raise
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ConfigError(
-            f"--lora-targets {config.lora_targets}: {reason}; name linear layers "
-            f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
-        ) from error
+        raise _no_such_layers(config, error) from error
+
+
+def _no_such_layers(config: FineTuneConfig, cause: BaseException) -> ConfigError:
+    return ConfigError(
+        f"--lora-targets {config.lora_targets}: {in_words(cause).rstrip('.')}; name linear layers "
+        f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
+    )
 
 
 def adapter_of(config: FineTuneConfig) -> Any:

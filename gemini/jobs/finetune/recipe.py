@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import sys
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, InputError
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.run.run_directory import is_a
 from gemini.system.config import parse_bytes
-from gemini.system.files import read_regular
+from gemini.system.input_files import read_document
 
-_LARGEST_BYTES = 2**20
+_KINDS = (".toml", ".yaml", ".yml")
 _SIZES = ("device_bytes", "host_bytes", "disk_bytes", "non_model_bytes")
 _PATHS = ("model", "data", "output", "tokenizer", "disk_dir")
 
@@ -28,24 +28,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or has a key or a value that is none of an option.
     """
-    try:
-        text = read_regular(path, _LARGEST_BYTES).decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
+    if path.suffix not in _KINDS and path.is_file():
+        raise InputError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
+    if not os.path.lexists(path):
+        raise InputError(
             f"there is no recipe {path}; name a .toml or .yaml file of options (recipes/ in the checkout has "
             "some to start from), or give options alone: --model DIR --data PATH --output DIR"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(
-            f"cannot read the recipe {path}: {reason}; name a .toml or .yaml file of options"
-        ) from error
-    if path.suffix == ".toml":
-        document = _toml(path, text)
-    elif path.suffix in (".yaml", ".yml"):
-        document = _yaml(path, text)
-    else:
-        raise ConfigError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
+        )
+    document = read_document(path, "the recipe", kind=path.suffix if path.suffix in _KINDS else ".toml")
     if not isinstance(document, dict):
         raise ConfigError(f"the recipe {path} holds no keys; write one 'name = value' per line")
     hints, own = get_type_hints(FineTuneConfig), list(FineTuneConfig.__annotations__)
@@ -71,16 +61,17 @@ def _flat(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
 def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
     """Return what a key gives its field. Raise ConfigError for what is none."""
     if name not in types:
-        near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
+        # Comparing takes time by the square of a name's length.
+        near = difflib.get_close_matches(name[:100], types, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(types)}"
-        raise ConfigError(f"{path} has the key {name!r}, which is no option of gemini finetune; {hint}")
+        raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")
     if name in _SIZES:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
     if name == "lora_targets" and isinstance(value, list):
         value = ",".join(map(str, value))
     if name == "resume" and isinstance(value, bool):
         value = "yes" if value else "no"
-    if type(value) is int and types[name] in (float, float | None):
+    if type(value) is int and types[name] in (float, float | None) and abs(value) < 2**63:
         value = float(value)
     if not is_a(value, types[name]):
         hint = "; write 0.00001 or 1.0e-5, YAML takes 1e-5 for text" if isinstance(value, str) else ""
@@ -93,30 +84,3 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
 def _word(kind: Any) -> str:
     names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     return names.get(kind) or str(kind).replace(" | None", "")
-
-
-def _toml(path: Path, text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib as toml
-    else:
-        try:
-            import tomli as toml
-        except ImportError as error:
-            raise ConfigError(
-                f"reading {path} needs Python 3.11, or pip install tomli; or write it as .yaml"
-            ) from error
-    try:
-        return toml.loads(text)
-    except toml.TOMLDecodeError as error:
-        raise ConfigError(f"the recipe {path} is no TOML: {error}") from error
-
-
-def _yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(f"reading {path} needs pip install pyyaml; or write it as .toml") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the recipe {path} is no YAML: {' '.join(str(error).split())}") from error

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import ConfigError, IoError
+from gemini.system.input_files import require_inside
 
 _STDLIB_CAP_BYTES = 32 * 2**20
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -123,7 +124,9 @@ def _pieces_of(path: Path) -> list[Piece]:
 
 def _directory_pieces(root: Path) -> Iterator[Piece]:
     """Yield the non-empty text files under ``root``, sorted by name."""
+    inside = Path(os.path.realpath(root))
     for path in _walk(root, skipped=frozenset({"__pycache__"})):
+        require_inside(path, inside)
         nbytes = path.stat().st_size
         if nbytes and b"\0" not in _read_exactly(path, 0, min(nbytes, _PROBE_BYTES)):
             yield Piece(path, path.relative_to(root).as_posix(), nbytes)

@@ -14,14 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from gemini.checkpoint.directory import complete_checkpoints, latest
 from gemini.checkpoint.sealed_file import reading
-from gemini.checkpoint.structure import is_text
 from gemini.checkpoint.tensor_file import hold_the_same, values_differ
-from gemini.errors import CheckpointError, in_words
-from gemini.system.files import open_regular, parse_json, read_regular
+from gemini.errors import CheckpointError, InputError, in_words
+from gemini.system.files import open_regular
+from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
 
 _ZIP = b"PK"  # what torch.save writes
 _PICKLE = b"\x80"  # what it wrote before 1.6
-_MAX_INDEX_BYTES = 2**26  # of a million tensors, too; what is larger would take the memory
 _SINGLE = ("model.safetensors", "optimizer.safetensors", "pytorch_model.bin")
 
 
@@ -100,9 +99,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         if index is not None:
             files, self.metadata = _indexed_files(index)
             return files
+        directory = InputDirectory(checkpoint)
         for name in _SINGLE:
-            if (checkpoint / name).is_file():
-                return {checkpoint / name: None}
+            if name in directory:
+                return {directory.file(name): None}
         raise CheckpointError(
             f"{checkpoint} holds no complete checkpoint: no index (*.safetensors.index.json), and none of "
             f"{', '.join(_SINGLE)}"
@@ -117,7 +117,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 self._open[path] = _load_pickled(path, begin == _ZIP)
                 return set(self._open[path])
             opened = self._stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:  # what is mapped may exceed ulimit -v
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self._open[path] = opened
         self.metadata.update(opened.metadata() or {})
@@ -155,17 +155,16 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
     """Return the files that an index names, each with the names of its tensors, and the metadata that is
     text."""
     files: dict[Path, set[str] | None] = {}
-    with reading(index):
-        text = read_regular(index, _MAX_INDEX_BYTES)
-    try:
-        document = parse_json(text)
-        metadata = {key: said for key, said in document.get("metadata", {}).items() if isinstance(said, str)}
-        for name, file in document["weight_map"].items():
-            if Path(file).name != file or "\0" in file or not is_text(file):
-                raise CheckpointError(f"{index} names {file!r}, which is not a file next to it")
-            wanted = files.setdefault(index.parent / file, set())
-            assert wanted is not None
-            wanted.add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {in_words(error)}") from error
+    directory = InputDirectory(index.parent)
+    document = directory.json(index.name, MAX_INDEX_BYTES)
+    said = document.get("metadata", {})
+    if not isinstance(said, dict):
+        raise InputError(f"{index} is damaged: its metadata is no object with keys")
+    metadata = {key: value for key, value in said.items() if isinstance(value, str)}
+    for name, file in files_of(document, directory, index.name).items():
+        wanted = files.setdefault(index.parent / file, set())
+        assert wanted is not None
+        wanted.add(name)
+    for path in files:
+        directory.check(path.name)
     return files, metadata

@@ -1,0 +1,130 @@
+"""What transformers and PEFT will open in a directory of a model, looked at before they do.
+
+Neither asks of what kind a file is, where a link leads, or which files an index may name; a FIFO keeps them
+waiting for ever. Nothing in a directory is run: what would be is refused by its key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import InputError
+from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
+MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+_COUNTS_MODULES = re.compile(r"layers|layer$|blocks$|depths?$|experts$")  # names in configurations
+_INDEX = ".index.json"
+_TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_READ = (*_TEXTS, ".safetensors", ".bin", ".pt", ".gguf")
+_MAX_TEXT_BYTES = 2**28  # tokenizers take them whole; the largest published have some ten MiB
+_DOCUMENTS = {CONFIG: MAX_CONFIG_BYTES, "generation_config.json": MAX_CONFIG_BYTES}
+_RUN = re.compile(r"(attn|experts)_implementation$")  # the name of a kernel to fetch, where it has a slash
+
+
+class PretrainedError(InputError, OSError, RuntimeError):
+    """A model that cannot be loaded from its directory. Whoever handles what ``from_pretrained`` of
+    transformers raises (OSError, ValueError, RuntimeError) handles this."""
+
+
+def check_model(path: Path) -> None:
+    """Look at all that is read of a model in the directory at ``path``. Takes time by the number of its files
+    and the size of its documents.
+
+    Raises:
+        InputError: something of it is damaged, no regular file, or leads out of the directory.
+    """
+    directory = InputDirectory(path)
+    check_kinds(directory)
+    for name, most_bytes in _DOCUMENTS.items():
+        if name in directory:
+            found = directory.json(name, most_bytes)
+            if name == CONFIG:
+                check_config(found, path / name)
+                _check_file_of(found, directory)
+    for name in directory.names:
+        if name.endswith(_INDEX):
+            _check_index(directory, name)
+
+
+def check_kinds(directory: InputDirectory) -> None:
+    """Raise InputError for an entry with the name of a file that is read and is none."""
+    for name in directory.names:
+        if name.endswith(_READ):
+            directory.check(name, _MAX_TEXT_BYTES if name.endswith(_TEXTS) else None)
+
+
+def check_config(fields: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError for a config, read from ``path``, whose model nobody would live to see built, or that
+    names code to fetch and run."""
+    for name, value in _leaves(fields):
+        if _COUNTS_MODULES.search(name) and type(value) is int and value > MOST_LAYERS:
+            raise InputError(
+                f"{path}: {name} is {min(value, 10**99):.3g}, more than the {MOST_LAYERS} that are built; "
+                "correct it"
+            )
+        if _RUN.search(name) and isinstance(value, str) and "/" in value:
+            raise InputError(
+                f"{path}: {name} is {value!r:.200}, a kernel to fetch and run; take the entry out, and "
+                "give attn_implementation= by hand where you trust it"
+            )
+
+
+def is_model_class(transformers: Any, found: object) -> bool:
+    """Say whether what a config names, and the package has, is a model."""
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+
+
+def read_index(directory: InputDirectory, name: str) -> dict[str, str]:
+    """Return the names of the files that tensors are in, by the tensors' names. Raises InputError where the
+    index does not say that, or names what is no file of the directory."""
+    return files_of(directory.json(name, MAX_INDEX_BYTES), directory, name)
+
+
+def check_adapters(path: Path) -> None:
+    """Look at all that PEFT reads of adapters in the directory at ``path``. Raises InputError."""
+    directory = InputDirectory(path)
+    check_kinds(directory)
+    fields = directory.json(ADAPTER_CONFIG, MAX_CONFIG_BYTES)
+    base = fields.get("base_model_name_or_path")
+    if not (base is None or isinstance(base, str)) or "\0" in (base or ""):
+        raise InputError(f"{path / ADAPTER_CONFIG}: base_model_name_or_path is {base!r:.200}, no name")
+    if fields.get("megatron_config"):
+        raise InputError(
+            f"{path / ADAPTER_CONFIG} has a megatron_config, whose module PEFT would run; take it out"
+        )
+
+
+def _check_index(directory: InputDirectory, name: str) -> None:
+    """Look at an index, and at its shards where they are what is loaded: of an index without shards, or
+    beside one whole file, nothing is read."""
+    named = read_index(directory, name)
+    whole = name.removesuffix(_INDEX)
+    files = sorted(set(named.values()))
+    if whole in directory or not whole.endswith(".safetensors"):
+        files = [file for file in files if file in directory]
+    for file in files:
+        directory.check(file)
+
+
+def _check_file_of(config: Mapping[str, Any], directory: InputDirectory) -> None:
+    chosen = config.get("transformers_weights")
+    if chosen is not None:
+        directory.file(chosen)
+
+
+def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each value of a config with the name that it, or the list it is in, has."""
+    left: list[tuple[str, Any]] = [("", fields)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((name, each) for each in value)
+        else:
+            yield name, value
