@@ -85,7 +85,7 @@ _OTHERS = {
 
 _MOST_POWER = 126  # of fp32
 _ADAMS = {"adam": None, "adamw": True, "cpuadam": None, "deepspeedcpuadam": None, "fusedadam": None}
-_TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "muon": "Muon"}
+_TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
 
 def convert(document: Any, source: str) -> Conversion:
@@ -226,6 +226,13 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
         _adam(found, given, _ADAMS[name])
     elif name == "lion":
         found.drive("gemini.Lion")
+    elif name == "lamb":
+        found.drive("gemini.Lamb")
+        correction = given.take("bias_correction", bool, True)
+        found.optimizer.update(eps="1e-08", bias_correction=repr(correction))  # DeepSpeed's defaults
+    elif name == "muon":
+        _muon(found, section, given)
+        return
     elif name in _TORCH:
         found.drive(f"torch.optim.{_TORCH[name]}")
     else:
@@ -234,7 +241,7 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
             NONE,
             f"no {kind}: HybridAdam is printed; state_dtype='int8' makes its states small",
         )
-    if name in _ADAMS or name == "lion" or name in _TORCH:
+    if name in _ADAMS or name in ("lion", "lamb") or name in _TORCH:
         found.say(section.path("type"), DONE, found.optimizer_class)
     for key in ("lr", "eps", "weight_decay", "momentum"):
         value = _not_negative(found, given, key)
@@ -261,6 +268,20 @@ def _optimizer(found: Conversion, keys: Keys) -> None:
     _leave(found, section)
 
 
+def _muon(found: Conversion, section: Keys, given: Keys) -> None:
+    """Say what there is for Muon: torch's takes matrices alone, and one optimizer drives a model."""
+    found.say(
+        section.path("type"),
+        NONE,
+        "torch.optim.Muon takes matrices alone, and GeminiOptimizer drives one optimizer: for a model of "
+        "matrices give it that; HybridAdam is printed, with its own rate, since Muon's is for another rule",
+    )
+    for key in given.left():
+        given.take(key, object)
+        found.say(given.path(key), NONE, "is for Muon")
+    _leave(found, section)
+
+
 def _adam(found: Conversion, given: Keys, decoupled: bool | None) -> None:
     mode = given.take("adam_w_mode", bool, True)
     given.take("torch_adam", bool)
@@ -274,9 +295,9 @@ def _adam(found: Conversion, given: Keys, decoupled: bool | None) -> None:
 
 def _takes(optimizer: str, key: str) -> bool:
     if key == "momentum":
-        return optimizer in ("torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Muon")
+        return optimizer in ("torch.optim.SGD", "torch.optim.RMSprop")
     if key == "betas":
-        return optimizer in ("gemini.HybridAdam", "gemini.Lion")
+        return optimizer in ("gemini.HybridAdam", "gemini.Lion", "gemini.Lamb")
     return key != "eps" or optimizer not in ("gemini.Lion", "torch.optim.SGD")
 
 
@@ -299,11 +320,10 @@ def _scheduler(found: Conversion, keys: Keys) -> None:
     elif AUTO in numbers.values():
         found.say(section.path("params"), BY_HAND, _FILLED)
     else:
-        _warmup(found, kind, {key: value for key, value in numbers.items() if value is not None})
-        text = "torch's schedulers"
-        if kind != "WarmupCosineLR" and shape != "linear":
-            text += "; the warmup is linear there, DeepSpeed's default is logarithmic"
-        found.say(section.path("type"), DONE, text)
+        is_log = shape != "linear"
+        _warmup(found, kind, {k: value for k, value in numbers.items() if value is not None}, is_log=is_log)
+        kind_of_warmup = "logarithmic, as DeepSpeed's by default" if is_log else "linear"
+        found.say(section.path("type"), DONE, f"torch's schedulers; the warmup is {kind_of_warmup}")
     for key in given.left():
         found.say(given.path(key), NONE, "give what torch's scheduler has for it, if anything")
 
@@ -316,7 +336,7 @@ def _not_negative(found: Conversion, given: Keys, key: str) -> Any:
     return value
 
 
-def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
+def _warmup(found: Conversion, kind: str, numbers: dict[str, float], *, is_log: bool) -> None:
     steps = max(1, int(numbers.get("warmup_num_steps", 1000)))
     peak = numbers.get("warmup_max_lr")
     if peak is not None and kind != "WarmupCosineLR":
@@ -327,6 +347,23 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
         if kind == "WarmupCosineLR"
         else numbers.get("warmup_min_lr", 0.0) / (lr or 1.0)
     )
+    total = int(numbers.get("total_num_steps", steps + 1))
+    if total <= steps and kind != "WarmupLR":
+        raise ConfigError(
+            f"{found.source}: scheduler.params.total_num_steps is {total}, and warmup_num_steps {steps}: "
+            "that leaves no steps for the rate to fall in; correct one of them"
+        )
+    left = total - steps
+    if is_log:
+        least = numbers.get("cos_min_ratio", 0.0001)
+        falling = {
+            "WarmupLR": "1.0",
+            "WarmupDecayLR": f"max(0.0, ({total} - step) / {left})",
+            "WarmupCosineLR": f"{least!r} + {1 - least!r} * (1 + math.cos("
+            f"math.pi * (step - {steps - 1}) / {left})) / 2",
+        }
+        _logarithmic(found, min(1.0, start), steps, falling[kind])
+        return
     start = min(1.0, max(start, 1e-8))  # LinearLR takes no 0
     found.schedule.extend(
         [
@@ -336,13 +373,6 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
     )
     if kind == "WarmupLR":
         return
-    total = int(numbers.get("total_num_steps", steps + 1))
-    if total <= steps:
-        raise ConfigError(
-            f"{found.source}: scheduler.params.total_num_steps is {total}, and warmup_num_steps {steps}: "
-            "that leaves no steps for the rate to fall in; correct one of them"
-        )
-    left = total - steps
     then = f"schedulers.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters={left})"
     if kind == "WarmupCosineLR":
         least = numbers.get("cos_min_ratio", 0.0001) * lr
@@ -351,6 +381,22 @@ def _warmup(found: Conversion, kind: str, numbers: dict[str, float]) -> None:
         [
             f"decay = {then}",
             f"scheduler = schedulers.SequentialLR(optimizer, [scheduler, decay], milestones=[{steps}])",
+        ]
+    )
+
+
+def _logarithmic(found: Conversion, start: float, steps: int, then: str) -> None:
+    """Print a rate that rises with the logarithm of the step from a share of ``start`` to all of it within
+    ``steps``, and is the share ``then`` behind them: DeepSpeed's formulas."""
+    found.schedule.extend(
+        [
+            "import math",
+            "schedulers = torch.optim.lr_scheduler",
+            "def share(step):  # of the learning rate",
+            f"    if step < {steps}:",
+            f"        return {start!r} + {1 - start!r} * math.log(step + 1) / math.log({max(2, steps)})",
+            f"    return {then}",
+            "scheduler = schedulers.LambdaLR(optimizer, share)",
         ]
     )
 

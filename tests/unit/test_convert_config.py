@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,91 @@ def test_what_is_printed_trains(name: str, tmp_path: Path) -> None:
     assert names["model"].stats()["step"] == 4 // found.accumulation
     assert {verdict for _, verdict, _ in found.keys} <= {DONE, NOT_NEEDED, BY_HAND, NONE}
     assert all(text for _, _, text in found.keys)
+
+
+# Each optimizer with each scheduler and each way to warm up: all that is printed is built and trains.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "betas": [0.8, 0.99]},
+    "Lamb": {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": 0.1},
+    "Lion": {"lr": 1e-3},
+    "SGD": {"lr": 1e-3, "momentum": 0.9},
+    "Muon": {"lr": 0.02, "momentum": 0.95},
+}
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+WARMUP, TOTAL = 4, 10
+
+
+@pytest.mark.parametrize("warmup", ["log", "linear"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_optimizer_trains_under_each_scheduler(
+    optimizer: str, scheduler: str, warmup: str, tmp_path: Path
+) -> None:
+    params: dict[str, Any] = {"warmup_num_steps": WARMUP, "warmup_type": warmup}
+    if scheduler != "WarmupLR":
+        params["total_num_steps"] = TOTAL
+    document = {
+        "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
+        "scheduler": {"type": scheduler, "params": params},
+    }
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
+    names = run_program(found)
+    classes = {"Lamb": "gemini.Lamb", "Lion": "gemini.Lion", "SGD": "torch.optim.SGD"}
+    assert found.optimizer_class == classes.get(optimizer, "gemini.HybridAdam")
+    assert names["model"].stats()["step"] == 4
+    assert names["scheduler"].last_epoch == 4
+
+
+def share_of_deepspeed(scheduler: str, step: int) -> float:
+    """Return the share of the highest rate that DeepSpeed's schedulers have in a step, by their defaults."""
+    least = 0.01 if scheduler == "WarmupCosineLR" else 0.0
+    if step < WARMUP:
+        return least + (1 - least) * math.log(step + 1) / math.log(WARMUP)
+    if scheduler == "WarmupDecayLR":
+        return (TOTAL - step) / (TOTAL - WARMUP)
+    if scheduler == "WarmupCosineLR":
+        way = (step - WARMUP + 1) / (TOTAL - WARMUP)
+        return 0.0001 + (1 - 0.0001) * (1 + math.cos(math.pi * way)) / 2
+    return 1.0
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_logarithmic_warmup_has_the_rates_of_deepspeed(scheduler: str, tmp_path: Path) -> None:
+    params = {"warmup_num_steps": WARMUP, "total_num_steps": TOTAL}
+    if scheduler == "WarmupLR":
+        del params["total_num_steps"]
+    document = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": scheduler, "params": params},
+    }
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
+    names: dict[str, Any] = {"torch": torch}
+    names["optimizer"] = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    exec("\n".join(found.schedule), names)
+    rates = []
+    for _ in range(TOTAL):
+        rates.append(names["optimizer"].param_groups[0]["lr"])
+        names["optimizer"].step()
+        names["scheduler"].step()
+    assert rates == pytest.approx([1e-3 * share_of_deepspeed(scheduler, step) for step in range(TOTAL)])
+    assert any("logarithmic" in text for key, _, text in found.keys if key == "scheduler.type")
+
+
+def test_lamb_is_ours_and_muon_says_why_it_is_not_printed(tmp_path: Path) -> None:
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
+    found = convert(written(lamb, tmp_path / "lamb.json", disk=tmp_path))
+    assert found.optimizer_class == "gemini.Lamb"
+    assert found.optimizer == {"lr": "0.001", "eps": "1e-08", "bias_correction": "True"}
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
+    found = convert(written(muon, tmp_path / "muon.json", disk=tmp_path))
+    assert found.optimizer == {}
+    (said,) = [(verdict, text) for key, verdict, text in found.keys if key == "optimizer.type"]
+    assert said[0] == NONE
+    assert "takes matrices alone" in said[1]
+    assert {key for key, verdict, _ in found.keys if verdict == NONE} >= {
+        "optimizer.params.lr",
+        "optimizer.params.momentum",
+    }
 
 
 def test_values_arrive_where_ours_are(tmp_path: Path) -> None:
