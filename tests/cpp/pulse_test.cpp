@@ -59,8 +59,8 @@ std::string question(const Pulse::Token& token, const std::string& nonce) {
 
 uint64_t milliseconds_in(const std::string& answer) {
   uint64_t found = 0;
-  for (int byte = 7; byte >= 0; --byte) {
-    found = found << 8 | static_cast<unsigned char>(answer.at(static_cast<size_t>(8 + byte)));
+  for (size_t place = 15; place >= 8; --place) {
+    found = found << 8 | static_cast<unsigned char>(answer.at(place));
   }
   return found;
 }
