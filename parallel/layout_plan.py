@@ -25,6 +25,7 @@ from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.outline import outline_part
 from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.grouped_of_cpu import GROUPED_MM, grouped_mm
 
 # Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the
 # micro-batch into this rank's part of sequences; None: they stay whole.
@@ -38,7 +39,16 @@ def _attention_flops(q: Any, k: Any, v: Any, *_args: Any, **_options: Any) -> in
     return int(sdpa_flop_count(q, k, v))
 
 
-_FLOPS_OF_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *_args: Any, **_options: Any) -> int:
+    """Return those of the products of experts, from shapes, however rows are spread over them."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+_FLOPS_OF_CPU = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._grouped_mm: _grouped_flops,
+}
 
 _ADAM_BYTES = 8  # two moments of an element
 _MASTER_BYTES = 4  # of an element of a 16-bit parameter
@@ -290,8 +300,8 @@ def _measured(
         with (
             torch.random.fork_rng(devices=[]),
             held.watched(),
-            counter,
-            _Truths(sequences),
+            _AsOnCpu(sequences),
+            counter,  # within, so that it sees what is answered for torch
             torch.device("meta"),
             AttentionOfCpu(),
         ):
@@ -309,9 +319,10 @@ def _measured(
     return _Work(flops, held.nbytes, messages)
 
 
-class _Truths(TorchDispatchMode):
-    """Tells a model that asks for a truth value, which is not there (mostly: is this mask all true): yes, but
-    where sequences were filled up."""
+class _AsOnCpu(TorchDispatchMode):
+    """Has ``meta`` answer what the CPU would: products of experts in any type, and yes to a model that asks
+    for a truth value, which is not there (mostly: is this mask all true), but where sequences were filled
+    up."""
 
     def __init__(self, sequences: SequenceOutline | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -322,7 +333,7 @@ class _Truths(TorchDispatchMode):
     ) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return self._sequences is None or not self._sequences.fills_up
-        return func(*args, **(kwargs or {}))
+        return (grouped_mm if func is GROUPED_MM else func)(*args, **(kwargs or {}))
 
 
 class _Held:

@@ -178,3 +178,32 @@ def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) 
     ):
         assert main(["plan", MODEL, "--seq", "16", *more]) != 0
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp_size": 2, "num_microbatches": 2}, {"sp_size": 2}], ids=str)
+def test_experts_are_planned_in_any_type(sizes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_cache=False,
+    )
+    ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    held = []
+    for experts in (1, 3):
+        config.num_experts_per_tok = experts
+        model = transformers.Qwen3MoeForCausalLM(config)
+        plugin = HybridParallelPlugin(zero_stage=1, **sizes)
+        plan = plugin.plan(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids})
+        assert sum(rank.parameter_bytes for rank in plan.ranks) >= 4 * sum(
+            param.numel() for param in model.parameters()
+        ) // (2 if sizes.get("sp_size") else 1)
+        held.append(sum(rank.activation_bytes for rank in plan.ranks))
+    assert held[1] > held[0]
