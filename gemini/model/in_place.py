@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig, prepared
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
+from gemini.system.mixing import reduced_as
 
 T = TypeVar("T")
 
@@ -246,11 +246,7 @@ class ManagedModule(nn.Module):
             self.__dict__["_gemini"] = handle
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = _plain_class(type(self))
-        reduced: Any = plain.__reduce_ex__(self, protocol)
-        function, arguments, *rest = reduced
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            function, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        function, arguments, *rest = reduced_as(_plain_class(type(self)), self, protocol)
         if rest and isinstance(rest[0], dict):
             rest[0] = {key: value for key, value in rest[0].items() if key != "_gemini"}
         return (function, arguments, *rest)

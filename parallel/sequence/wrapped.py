@@ -6,14 +6,13 @@ around it has another class and passes on what it is called with, so the model i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, cast
 
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.system.mixing import mix_in
 
 _MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
 _WAY_OUT = "give whole batches to all ranks and cut='blocks', or leave sp_size at 1"
@@ -50,18 +49,9 @@ class _Completed(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-@cache
-def _class_of(was: type[nn.Module]) -> type[nn.Module]:
-    """Return a class that completes calls, with the name and the signature of ``was``."""
-    forward = functools.wraps(was.forward)(
-        lambda self, *args, **kwargs: _Completed.forward(self, *args, **kwargs)
-    )
-    return type(was.__name__, (_Completed, was), {"__module__": was.__module__, "forward": forward})
-
-
 def complete_calls(model: nn.Module, complete: Complete) -> None:
     """Have ``complete(args, kwargs)`` say with what the forward pass of ``model`` is called."""
-    model.__class__ = _class_of(type(model))  # type: ignore[arg-type]
+    mix_in(model, _Completed)
     cast(_Completed, model).sequence_completes = complete
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from training_harness import KIB, Recipe, assert_trains_alike, random_batch, seeded, tight
 from training_models import square_loss
 
+import gemini
 from gemini import ConfigError, GeminiAdamOptimizer, GeminiDDP
 
 HALVES = pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -236,6 +239,46 @@ def test_activations_of_two_types_meet_in_that_of_16_bits(
     (losses, weights), (wanted, other) = found
     assert losses == wanted
     assert all(map(torch.equal, weights, other))
+
+
+def _losses(module: nn.Module) -> list[float]:
+    """Manage a module in place, train it for two steps and release it; return its losses."""
+    handle, optimizer = gemini.manage(module, mixed_precision="bf16"), None
+    found = []
+    for step in range(2):
+        loss = module(random_batch(step, (2, 4, 32))).square().mean()
+        if optimizer is None:
+            optimizer = GeminiAdamOptimizer(module, lr=1e-2)
+        optimizer.backward(loss)
+        optimizer.step()
+        found.append(loss.item())
+    handle.release()
+    return found
+
+
+def test_the_outermost_module_may_be_such_a_module_and_is_released_as_what_it_was() -> None:
+    module, casting = (seeded(lambda casts=casts: Masked(casts=casts)) for casts in (False, True))
+    assert _losses(module) == _losses(casting)
+    assert type(module) is Masked
+
+
+def test_such_modules_are_copied_and_pickled(tmp_path: Path) -> None:
+    module = seeded(lambda: Blocks(casts=False, recomputes=False))
+    handle = gemini.manage(module, mixed_precision="bf16")
+    with torch.no_grad():
+        module(random_batch(0, (2, 4, 32)))
+    handle.release()
+    block = module.blocks[0]
+    assert type(block) is not Masked
+    assert isinstance(block, Masked)
+    assert inspect.signature(block.forward) == inspect.signature(Masked(casts=False).forward)
+    copied = copy.deepcopy(block).bfloat16()
+    copied.mask = copied.mask.float()
+    assert copied(random_batch(0, (2, 4, 32)).bfloat16()).dtype == torch.bfloat16
+    torch.save(module, tmp_path / "module.pt")
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert type(loaded.blocks[0]) is Masked
+    assert torch.equal(loaded.blocks[0].out.weight, block.out.weight)
 
 
 def test_types_that_torch_refuses_stay_refused_without_mixed_precision() -> None:

@@ -3,15 +3,16 @@
 An operator that takes parameters and is refused for its types runs once more, in theirs (``precision.py``).
 One without parameters gets what a buffer in fp32 has promoted beside activations in 16 bits; it runs again in
 those. A managed model looks for such operators in its first passes alone: the module in which one ran looks
-in each of its calls from then on, recomputed ones included, and all others cost nothing.
+in each of its calls from then on, recomputed ones included, and all others cost nothing. Where that is the
+outermost module, every pass looks.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from gemini.runtime.intercept.blocks import is_compiled
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.system.mixing import class_before, mix_in, reduced_as
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -57,15 +59,21 @@ class FirstPasses:
     def __init__(self, module: nn.Module, precision: torch.dtype | None) -> None:
         self._module = module
         self._to_see = {True, False} if precision in _SIXTEEN_BITS and _has_wide_buffers(module) else set()
+        self._looks_always = False  # True: such an operator ran in the outermost module itself
 
     @contextmanager
     def watched(self, training: bool) -> Iterator[None]:
         """Look for such operators within the block where no such pass has ended before."""
+        if self._looks_always:
+            with InOneType():
+                yield
+            return
         if training not in self._to_see or any(map(is_compiled, self._module.modules())):
             yield
             return
-        with _Looking(self._module):
+        with _Looking(self._module) as looking:
             yield
+        self._looks_always |= looking.met_outside
         self._to_see.discard(training)
 
 
@@ -78,31 +86,42 @@ class _Looking(InOneType):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._modules = {id(part) for part in module.modules()}
+        self._inner = {id(part) for part in module.modules() if part is not module}
+        self.met_outside = False  # True: one ran in the outermost module, whose class manage() changes
 
     def note(self) -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self._modules:
-                if not isinstance(owner, _ComputesInOneType):
-                    owner.__class__ = _class_of(type(owner))  # type: ignore[arg-type]
+            if isinstance(owner, nn.Module) and id(owner) in self._inner:
+                mix_in(owner, _ComputesInOneType)
                 return
             frame = frame.f_back
+        self.met_outside = True
 
 
 class _ComputesInOneType(nn.Module):
-    """A module in which operators get several types."""
+    """A module in which operators get several types. Its copies are, too; it is pickled as one of its own
+    class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
         with InOneType():
             return super().forward(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        module: nn.Module = self
+        mixed = type(self)
+        module.__class__ = class_before(self)
+        try:
+            found = copy.deepcopy(module, memo)
+        finally:
+            module.__class__ = mixed
+        mix_in(found, _ComputesInOneType)
+        return found
 
-@cache
-def _class_of(was: type[nn.Module]) -> type[nn.Module]:
-    return type(was.__name__, (_ComputesInOneType, was), {"__module__": was.__module__})
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced_as(class_before(self), self, protocol)
 
 
 def run_backward(
