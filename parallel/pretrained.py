@@ -9,23 +9,29 @@ from torch import nn
 from gemini.errors import ConfigError
 
 
-def find_pretrained(model: nn.Module) -> Any:
-    """Return the PreTrainedModel that ``model`` is, or the one inside it that no other is around; None: there
-    is none.
-
-    Raises:
-        ConfigError: there are several.
-    """
+def pretrained_in(model: nn.Module) -> dict[str, Any]:
+    """Return the PreTrainedModels in ``model``, itself included, that no other one is around, by their
+    names."""
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) not in inside and _is_pretrained(module):
             found[name] = module
             inside |= {id(part) for part in module.modules()}
+    return found
+
+
+def find_pretrained(model: nn.Module) -> Any:
+    """Return the one of :func:`pretrained_in`; None: there is none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = pretrained_in(model)
     if len(found) > 1:
         raise ConfigError(
-            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), and one "
-            "is cut; leave tp_size and sp_size at 1"
+            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), and parts "
+            "of sequences are for one; leave sp_size at 1"
         )
     return next(iter(found.values()), None)
 

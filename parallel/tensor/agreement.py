@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Partition
+from gemini.parallel.tensor.region import device_of
 from gemini.system.rng import generator_states, set_generator_states
 
 _SAMPLED = 2**16  # elements of a gradient
@@ -44,7 +45,7 @@ class FirstGradients:
         self._hooks: dict[int, RemovableHandle] = {}
         self._is_asked_for = False
         for name, param in model.named_parameters():
-            if partition.cut_of(param) is None:
+            if partition.cut_of(param) is None and param.is_floating_point():
                 trains = param.requires_grad
                 self._names[id(param)] = name
                 # Behind the hooks that add gradients up over ranks: autograd calls them as they were made.
@@ -131,7 +132,7 @@ class WholeModel:
             return
         self._hook.remove()
         self._partition = None
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         states = generator_states(device)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
@@ -165,7 +166,7 @@ class WholeModel:
         self, model: nn.Module, partition: Partition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         weights = partition.gather_state(dict(model.named_parameters()))
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         weights = {name: value.detach().to(device) for name, value in weights.items()}
         whole, self._whole = self._whole.eval(), nn.Identity()
         return torch.func.functional_call(whole, (weights, dict(model.named_buffers())), args, dict(kwargs))

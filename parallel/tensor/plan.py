@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pretrained import find_pretrained
-from gemini.parallel.tensor.adapters import styles_of_adapted
+from gemini.parallel.pretrained import pretrained_in
 from gemini.parallel.tensor.styles import (
     AlibiHeads,
     Column,
@@ -170,14 +169,14 @@ def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_l
 
 def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
     found = Resolved()
-    inner = find_pretrained(model) or model
-    prefix = next(name for name, module in model.named_modules() if module is inner)
-    own = getattr(inner, "_tp_plan", None) or {}
-    own = {f"{prefix}.{key}".lstrip("."): style for key, style in own.items()}
-    named = {key: style for key, style in own.items() if _matching(model, key)}
-    _add_named(found, model, named)
-    if not named:
-        _add_by_class(found, model)
+    planned: set[int] = set()
+    for prefix, inner in (pretrained_in(model) or {"": model}).items():
+        own = getattr(inner, "_tp_plan", None) or {}
+        own = {f"{prefix}.{key}".lstrip("."): style for key, style in own.items()}
+        own = {key: style for key, style in own.items() if _matching(model, key)}
+        _add_named(found, model, own)
+        planned |= {id(module) for module in inner.modules()} if own else set()
+    _add_by_class(found, model, planned)
     if not found.styles:
         raise ConfigError(
             f"there is no plan for {type(model).__name__}, nor for any of its parts; pass plan=, for example "
@@ -225,10 +224,11 @@ def _add_within(found: Resolved, model: nn.Module) -> None:
                 found.styles.setdefault(f"{name}.{child}", PartialGradient())
 
 
-def _add_by_class(found: Resolved, model: nn.Module) -> None:
+def _add_by_class(found: Resolved, model: nn.Module, planned: Collection[int]) -> None:
+    """Add the rules for known classes, but for modules that are ``planned``, by their identities."""
     for name, module in model.named_modules():
         rule = RULES.get(type(module).__name__)
-        if rule is None:
+        if rule is None or id(module) in planned:
             continue
         if rule.own is not None:
             found.styles[name] = rule.own
@@ -242,8 +242,9 @@ def _add_by_class(found: Resolved, model: nn.Module) -> None:
 
 def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
     """Cut the vocabulary: transformers' input and output embeddings, and what is tied to them."""
-    inner = find_pretrained(model) or model
-    ends = (_asked(inner, "get_input_embeddings"), _asked(inner, "get_output_embeddings"))
+    models = list(pretrained_in(model).values()) or [model]
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    ends = [_asked(each, getter) for each in models for getter in getters]
     weights = {id(end.weight) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
@@ -253,13 +254,47 @@ def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -
 
 
 def _cut_adapters(found: Resolved, model: nn.Module) -> None:
-    """Have adapters go with the layers that they are around."""
+    """Have LoRA go with the layers that it is beside.
+
+    A layer W becomes W + B A. Beside a column layer A is whole and B is cut by outputs as W is; beside a row
+    layer A is cut by inputs as W is, and B is whole. What goes over the network more has the width of A.
+    """
     for name, style in list(found.styles.items()):
-        parts = styles_of_adapted(name, model.get_submodule(name), style)
+        parts = _styles_of_adapted(name, model.get_submodule(name), style)
         if parts is not None:
             del found.styles[name]
             found.styles |= parts
             found.around |= dict.fromkeys(parts, name)
+
+
+def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, Style] | None:
+    """Return the styles of the parts of ``layer`` by their names, where PEFT put it around the module that
+    ``style`` was for; else None.
+
+    Raises:
+        ConfigError: its adapters are of another kind.
+    """
+    adapted: Any = layer
+    base = getattr(adapted, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return None
+    kinds = {kind for kind in getattr(adapted, "adapter_layer_names", ()) if len(getattr(adapted, kind, ()))}
+    others = sorted(kinds - {"lora_A", "lora_B"})
+    if others:
+        raise ConfigError(
+            f"adapters of {', '.join(others)} are not cut; use LoRA around linear layers, without DoRA, or "
+            "leave tp_size at 1"
+        )
+    if isinstance(style, Column) and style.square:
+        style = style.as_sections(base)
+    found: dict[str, Style] = {f"{name}.base_layer": style}
+    if isinstance(style, Column | Head):
+        found |= {f"{name}.lora_B.{key}": style for key in getattr(adapted, "lora_B", ())}
+    elif isinstance(style, Row):
+        found |= {f"{name}.lora_A.{key}": style for key in getattr(adapted, "lora_A", ())}
+    else:
+        raise ConfigError(f"LoRA around a layer of the style {type(style).__name__} is not cut; adapt others")
+    return found
 
 
 def _asked(model: nn.Module, getter: str) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""LoRA in a model that is cut over ranks computes what it does in the whole one."""
+"""LoRA, and several models of transformers, in a model that is cut compute what they do in the whole one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from processes import run_on_ranks
 from tensor_harness import TOLERANCE, make_mesh
-from test_tensor_transformers import MODELS, build, inputs_of
-from torch import Tensor
+from test_tensor_transformers import build, inputs_of
+from torch import Tensor, nn
 
 from gemini import ConfigError
 from gemini.parallel import parallelize
@@ -82,5 +82,31 @@ def test_adapters_of_other_kinds_are_refused_by_name() -> None:
         assert "adapters of lora_embedding_A, lora_embedding_B are not cut" in embedding
 
 
-def test_the_models_are_those_of_the_plans() -> None:
-    assert {name for name, _ in CASES.values()} <= set(MODELS)
+class Pair(nn.Module):
+    """Two models of transformers, each with a plan of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.tokens = build("bert"), build("llama")
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        loss: Tensor = self.text(**batch).loss + self.tokens(**batch).loss
+        return loss
+
+
+def apart_of_a_pair() -> tuple[float, int]:
+    torch.manual_seed(0)
+    whole = Pair()
+    torch.manual_seed(0)
+    model = Pair()
+    batch = inputs_of("llama")
+    wanted = whole(**batch)
+    partition = parallelize(model, make_mesh(tp=2))
+    cut = {name.partition(".")[0] for name in partition.cuts}
+    return abs(float(model(**batch) - wanted)), len(cut)
+
+
+def test_several_models_of_transformers_are_each_cut_by_their_own_plan() -> None:
+    for error, cut in run_on_ranks(apart_of_a_pair, 2):
+        assert error <= TOLERANCE
+        assert cut == 2

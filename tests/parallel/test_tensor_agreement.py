@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_on_ranks
-from tensor_harness import WIDTH, Mlp
+from tensor_harness import WIDTH
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +41,7 @@ def of_three(_: nn.Module, x: Tensor) -> Tensor:
 
 
 def gated_by_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Read a tensor that is whole on all ranks beside one that is cut."""
+    """Multiply what is cut by a weight that is whole on all ranks."""
     return torch.tanh(x) * module.first.bias.sum()
 
 
@@ -155,14 +155,30 @@ def test_a_module_between_that_the_plan_names_trains() -> None:
         assert named == ""
 
 
-def cut_as_known() -> tuple[str, bool]:
+def train_with_numbers_of_8_bits() -> str:
+    """Train a model that also has a parameter of integers, as quantized layers do."""
+
+    def build() -> nn.Module:
+        model = Between(lambda _, x: torch.tanh(x))
+        model.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+        return model
+
     torch.manual_seed(0)
-    model = Mlp()
+    model = build()
     with Mesh(Layout(tp=2)) as mesh:
-        parallelize(model, mesh, {"up": "colwise", "down": "rowwise"}, check=False)
-        hooks = len(model._forward_pre_hooks)
-        return "", hooks == 1
+        parallelize(model, mesh, PLAN)
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+    return str(model.codes.dtype)
 
 
-def test_without_check_no_whole_model_is_kept() -> None:
-    assert run_on_ranks(cut_as_known, 2) == [("", True)] * 2
+def test_parameters_that_have_no_gradients_are_left_alone() -> None:
+    assert run_on_ranks(train_with_numbers_of_8_bits, 2) == ["torch.uint8"] * 2
+
+
+def softmax_without_check() -> str:
+    build, plan, _ = CASES["softmax"]
+    return train(build, plan, check=False)[0]
+
+
+def test_without_check_no_output_is_compared() -> None:
+    assert run_on_ranks(softmax_without_check, 2) == ["", ""]
