@@ -17,7 +17,7 @@ class Sign:
     it has begun that ranks make together, ``doing`` says what the last one does and ``place`` where in the
     program, ``waits`` whether it is in it, ``other`` what it waits for with some of them alone, ``begun`` how
     many collectives of all ranks it has begun, ``computed`` tenths of a second that its thread has computed,
-    ``pulse`` where its process can be asked whether it is alive, and ``left`` why it makes no more calls."""
+    ``pulse`` where its process can be asked whether it is alive, and ``left`` why its calls have ended."""
 
     beat: int = 0
     calls: int = 0

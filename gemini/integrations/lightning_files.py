@@ -1,4 +1,4 @@
-"""What of a Lightning checkpoint is in files of ours: weights, a dict for hooks, and optimizer states."""
+"""The files of a Lightning checkpoint that are ours: weights, a dict for hooks, optimizer states."""
 
 from __future__ import annotations
 

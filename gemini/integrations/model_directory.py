@@ -27,8 +27,8 @@ _RUN = re.compile(r"(attn|experts)_implementation$")  # the name of a kernel to 
 
 
 class PretrainedError(InputError, OSError, RuntimeError):
-    """A model that cannot be loaded from its directory. Whoever handles what ``from_pretrained`` of
-    transformers raises (OSError, ValueError, RuntimeError) handles this."""
+    """A model that cannot be loaded from its directory. It is an OSError, a ValueError and a RuntimeError, as
+    programs expect of transformers' ``from_pretrained``."""
 
 
 def check_model(path: Path) -> None:

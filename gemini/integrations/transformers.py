@@ -64,7 +64,7 @@ class GeminiTrainerMixin:
     lr_scheduler: Any
     callback_handler: Any
     optimizer_cls_and_kwargs: Any
-    _staging: Path | None = None  # where a checkpoint is written in the place of the run's directory
+    _staging: Path | None = None  # while a checkpoint is saved: the directory that it is written in
     _to_push = False
 
     def __init__(

@@ -60,5 +60,5 @@ def partial_of(target: Path) -> Path:
 
 
 def _lead(rank: Rank, action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0, whoever has come; return on all ranks once it has succeeded."""
+    """Run ``action`` on rank 0; all ranks call this, and return once it has succeeded."""
     rank.together(lambda: None if rank.index else action())

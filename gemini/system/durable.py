@@ -40,8 +40,8 @@ def sync_tree(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Give what is on disk already another name, durably, in the place of a file of that name. Raises
-    OSError."""
+    """Rename ``path``, which is on disk already, to ``target``, and return once the new name is on disk, too.
+    A file of that name is replaced. Raises OSError."""
     path.replace(target)
     sync(target.parent)
 

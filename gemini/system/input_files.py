@@ -122,8 +122,8 @@ class InputDirectory:
             raise InputError(f"{self.path}: {name!r:.200} is not the name of a file in it")
 
     def check(self, name: str, max_bytes: int | None = None) -> None:
-        """Raise as :meth:`file` unless the entry of this name may be read, and has no more than
-        ``max_bytes``."""
+        """Check that the entry of this name may be read and has at most ``max_bytes``. Raises as
+        :meth:`file`."""
         path = self.path / name
         try:
             require_inside(path, *self._roots)

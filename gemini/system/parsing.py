@@ -15,7 +15,7 @@ from typing import Any
 from gemini.errors import in_words
 
 MAX_DEPTH = 100  # a copy takes some frames of Python for each level, and there are 1,000
-_MOST_DIGITS = 4300  # Python converts no more
+_MOST_DIGITS = 4300  # the limit of Python's int()
 # A string that does not end takes the rest, so that a search takes one pass over any text.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{}\]]', re.DOTALL)
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")

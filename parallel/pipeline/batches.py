@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError
 
-ENDED = object()  # in the place of a batch: the iterator has no more
+ENDED = object()  # given instead of a batch where the iterator has ended
 _SAMPLED_NUMEL = 4096  # of a tensor of floating-point numbers
 
 

@@ -122,12 +122,12 @@ class Passage:
         return [self.arrived_for(value) for value in values]
 
     def arrived_for(self, value: Any) -> Any:
-        """Return what was received in the place of ``value``, else that itself."""
+        """Return the value that arrived for the placeholder ``value``; any other value as it is."""
         return self._known[id(value)][1] if id(value) in self._known else value
 
     def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return what of the ``values`` that ``name``, the next stage's first block, is called with goes
-        there, and what of the model's attributes does.
+        """Return the tensors that the next stage gets: some of ``values``, with which its first block
+        ``name`` is called, and some from attributes of the model.
 
         Raises:
             ConfigError: there it is called with more or fewer, or what goes there is not here.
