@@ -12,12 +12,12 @@ from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
 from gemini.optim.gradients import scaled
 from gemini.optim.lone_trial import try_one_by_one
-from gemini.optim.rule import ABSENT, Part
+from gemini.optim.rule import ABSENT, KeptAsNamed, Part
 from gemini.optim.shared_step import Inseparable, SharedStep, deep_copied, refuse
 from gemini.optim.shells import GroupSettings
 
 
-class LoneRule:
+class LoneRule(KeptAsNamed):
     """Runs the optimizer's own ``step`` over each parameter, in its shape, as if no other had a gradient.
     What all parameters share, settings of groups and attributes, advances once a step.
 
@@ -50,15 +50,6 @@ class LoneRule:
             except Inseparable as reason:
                 raise refuse(self._optim, reason) from reason
         return self._found[key]
-
-    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
-        return ()
-
-    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(state)
-
-    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
-        return state
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         self._places = {id(group): index for index, group in enumerate(groups)}

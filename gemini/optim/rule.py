@@ -120,6 +120,19 @@ class Independent:
         """Nothing to be changed."""
 
 
+class KeptAsNamed:
+    """States have the names and the values that the optimizer gives them; a state dict may lack any."""
+
+    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
+        return ()
+
+    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(state)
+
+    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+        return state
+
+
 @dataclass(frozen=True)
 class AdamRule(Independent):
     """CPUAdam's and HybridAdam's kernel, one call for all parts. ``format``: how moments are kept."""
@@ -174,7 +187,7 @@ class AdamRule(Independent):
         )
 
 
-class _TorchRule(Independent, ABC):
+class _TorchRule(KeptAsNamed, Independent, ABC):
     """Operators of torch on each part. States are of the type of the values, as torch has them."""
 
     counts_steps = False
@@ -187,12 +200,6 @@ class _TorchRule(Independent, ABC):
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return tuple(state.name for state in states)
-
-    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(state)
-
-    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
-        return state
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()

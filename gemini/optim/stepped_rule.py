@@ -11,13 +11,13 @@ import torch
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import scaled
-from gemini.optim.rule import Independent, Part
+from gemini.optim.rule import Independent, KeptAsNamed, Part
 from gemini.optim.shared_step import with_own_attributes, written_by
 from gemini.optim.shells import GroupSettings, copied, shell_of, step_of
 from gemini.optim.step_trial import Form, PieceTrial, forms_of
 
 
-class SteppedRule(Independent):
+class SteppedRule(KeptAsNamed, Independent):
     """What an optimizer does in its own ``step``, which is element by element, or ``whole``: it gets all of a
     parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element; otherwise that is
     found out. ``is_known``: whether it is known to be element by element; otherwise that is tried on every
@@ -67,15 +67,6 @@ class SteppedRule(Independent):
                 self._found[key] = self._trial.states(settings, dtype, forms)
             found.update(dict.fromkeys(self._found[key]))
         return tuple(found)
-
-    def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
-        return ()
-
-    def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(state)
-
-    def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
-        return state
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
