@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.comm.peers import ModelRanks
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.optimizer_files import group_members
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
@@ -30,6 +30,7 @@ from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
+from gemini.parallel.pipeline.absent import Absent
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
@@ -120,6 +121,27 @@ class Parts:
             return id(param) not in elsewhere and self.partition.counts(param)
 
         return ModelRanks(every, counts, [layers] if layers is not None else [])
+
+    def refuse_as_whole(self, boosted: nn.Module) -> None:
+        """Have ``state_dict()`` of a ``boosted`` model, of the module in it, and of every module with a part
+        of a tensor, or without layers that another stage has, raise ConfigError, and with it all that calls
+        it, such as ``save_pretrained()``; and ``torch.save`` of both. ``state_dict(keep_vars=True)`` gives
+        the parts."""
+        module = self.staged.module
+        cut = {id(param) for param in module.parameters() if self.partition.cut_of(param) is not None}
+        if not cut and len(self._rank_of) == 1:
+            return
+        for part in {boosted, module, *module.modules()}:
+            holds_part = any(id(param) in cut for param in part.parameters(recurse=False))
+            if holds_part or part in (boosted, module) or isinstance(part, Absent):
+                part.register_state_dict_pre_hook(_Refusal())
+        for whole in (
+            boosted,
+            module,
+        ):  # pickling comes to it first, before process groups in hooks and layers
+            held = dict(vars(whole))
+            vars(whole).clear()
+            vars(whole).update({"_part_of_model": _Refusal(), **held})
 
     def owner_of(self, name: str) -> int:
         """Return which rank along ``pp`` saves a tensor."""
@@ -256,3 +278,28 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
             )
         state.update(parts.partition.cut_state({name: value}))
     return state
+
+
+class _Refusal:
+    """The hook of a module that is part of a model. As such it is among what pickling the module writes."""
+
+    def __call__(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        """Raise ConfigError unless the parts themselves are wanted."""
+        if not keep_vars:
+            _refuse()
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """Raise ConfigError: the module is pickled, by ``torch.save(model)`` for example."""
+        _refuse()
+
+    def __deepcopy__(self, _memo: Any) -> _Refusal:
+        """Return what a copy of the module has: it is the same part."""
+        return self
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(
+        "this rank has a part of the model, and state_dict(), save_pretrained() and torch.save would write "
+        "it under the names of the whole; call booster.save_model(model, path) on all ranks, with shard=True "
+        "for a directory that from_pretrained() reads, or state_dict(keep_vars=True) for the parts themselves"
+    )

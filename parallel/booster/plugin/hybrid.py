@@ -23,7 +23,6 @@ from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
 )
 from gemini.parallel.booster.checkpoint.states_of_part import states_of_part
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.part_of_model import refuse_part_as_whole
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parallelism
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
@@ -190,7 +189,7 @@ class HybridParallelPlugin(Plugin):
         if mesh is not None:
             group = mesh["dp"] if sequence is None else mesh.group("dp", "sp")
         boosted, updating, trained = wrap(model, optimizer, parts, group)
-        refuse_part_as_whole(boosted, parts.staged.module, parts.partition, staged=len(self._rank_of) > 1)
+        parts.refuse_as_whole(boosted)
         self.parts[id(boosted)] = parts
         if updating is not None:
             self._parts_of[updating] = parts
