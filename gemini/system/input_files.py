@@ -21,6 +21,7 @@ from gemini.system.parsing import SyntaxProblem, parse_json_input, parse_toml, p
 MAX_DOCUMENT_BYTES = 2**20  # of what people write
 MAX_INDEX_BYTES = 2**26  # of a million tensors
 AGAIN = "copy or download the file again"
+_AS_OWNER = "read it as its owner, or have its permissions changed"
 _PARSERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
     ".json": (parse_json_input, "JSON"),
     ".toml": (parse_toml, "TOML"),
@@ -133,7 +134,8 @@ class InputDirectory:
             if max_bytes is not None and size > max_bytes:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, more than {max_bytes}")
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}; {AGAIN}") from error
+            way_out = _AS_OWNER if isinstance(error, PermissionError) else AGAIN
+            raise InputError(f"cannot read {path}: {error.strerror or error}; {way_out}") from error
 
     def json(self, name: str, max_bytes: int) -> dict[str, Any]:
         """Return the object that a file of JSON holds. Raises as :meth:`file`, and for what is none."""
