@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from gemini.checkpoint.sealed_file import (
     DamagedError,
+    OtherVersionError,
     Seal,
     UnreadableError,
     cannot_read,
@@ -34,10 +35,12 @@ from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.system.durable import rename, sync
 from gemini.system.files import DirectoryLock, parse_json, read_regular
+from gemini.system.formats import KEY, Format
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "gemini-checkpoint-3"
+_FIRST = "versions before 0.1 wrote it; go on with the one that did, and export the weights there"
+FORMAT = Format("gemini-checkpoint", 3, older={1: _FIRST, 2: _FIRST})
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
 # Beyond what is written, of 10 TB too; what is larger would take the memory.
@@ -249,8 +252,13 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return what :func:`encoded` made of a document. Raises DamagedError for anything else, and for a file
-    that does not have ``seal``, if there is one, or ``max_bytes``."""
+    """Return what :func:`encoded` made of a document.
+
+    Raises:
+        OtherVersionError: another version of this library made it.
+        DamagedError: it is anything else, has more than ``max_bytes``, or does not have ``seal``, if there is
+            one.
+    """
     with reading(path):
         most = max_bytes if seal is None else min(max_bytes, seal.num_bytes)
         text = read_regular(path, most, os.O_NOFOLLOW)
@@ -258,8 +266,10 @@ def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSO
         document = parse_json(text)
     except ValueError as error:
         raise DamagedError(f"cannot read {path}: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DamagedError(f"{path} is not a {FORMAT} file")
+    if not isinstance(document, dict) or FORMAT.version_of(document) is None:
+        raise DamagedError(FORMAT.refusal(document, path))
+    if not FORMAT.is_read(document):
+        raise OtherVersionError(FORMAT.refusal(document, path))
     with making_sense_of(path):
         if text != encoded(document) or (seal is not None and Seal.of(text) != seal):
             raise ValueError("it is not as it was written")
@@ -288,7 +298,7 @@ def save_of(document: Mapping[str, Any]) -> str:
 
 def encoded(document: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file that says what format it is of."""
-    return (json.dumps({**document, "format": FORMAT}, indent=1, sort_keys=True) + "\n").encode("ascii")
+    return (json.dumps({**document, KEY: str(FORMAT)}, indent=1, sort_keys=True) + "\n").encode("ascii")
 
 
 def check_keep(keep: int) -> None:

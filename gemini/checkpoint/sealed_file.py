@@ -45,6 +45,10 @@ class UnreadableError(DamagedError):
     """This user may not read a checkpoint, or a file of it: it may be whole."""
 
 
+class OtherVersionError(UnreadableError):
+    """A checkpoint, or a file of it, was written by another version of this library: it may be whole."""
+
+
 def cannot_read(path: Path, error: OSError) -> DamagedError:
     """Return what to raise where ``path`` could not be read."""
     message = f"cannot read {path}: {error.strerror or error}"

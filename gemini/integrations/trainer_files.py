@@ -21,6 +21,7 @@ from gemini.errors import CheckpointError, in_words
 from gemini.integrations.whole_files import partial_of
 from gemini.system.durable import rename, restore, set_aside_in, write_text
 from gemini.system.files import io_errors, parse_json, read_regular
+from gemini.system.formats import KEY, Format
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ SCHEDULER = "scheduler.pt"
 _RECORD = "gemini.json"
 _STATE = "trainer_state.json"
 _OPTIMIZER = "optimizer.pt"
-_FORMAT = "gemini-trainer-1"
+_FORMAT = Format("gemini-trainer", 1)
 _MAX_BYTES = 2**28
 _NAME = re.compile(r"checkpoint-(\d+)")
 _PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
@@ -55,7 +56,7 @@ def seal(made: Path, step: int) -> None:
     save = identity_of(latest(folder)) if folder.is_dir() else None
     own = (SCHEDULER, "scaler.pt")
     files = [path.name for path in made.iterdir() if path.name in own or path.name.startswith("rng_state")]
-    record = {"format": _FORMAT, "save": save, "step": step, "files": sorted(files)}
+    record = {KEY: str(_FORMAT), "save": save, "step": step, "files": sorted(files)}
     write_text(made / _RECORD, json.dumps(record, indent=1) + "\n", "save a checkpoint")
 
 
@@ -117,8 +118,10 @@ def check(directory: Path) -> None:
         return
     files = [SCHEDULER]
     if record is not None:
-        if record.get("format") != _FORMAT or not isinstance(record.get("files"), list):
-            raise CheckpointError(f"{directory / _RECORD} is no {_FORMAT} file")
+        if not _FORMAT.is_read(record):
+            raise CheckpointError(_FORMAT.refusal(record, directory / _RECORD))
+        if not isinstance(record.get("files"), list):
+            raise CheckpointError(f"{directory / _RECORD} is damaged: it lists no files")
         files = [name for name in record["files"] if isinstance(name, str) and Path(name).name == name]
         _check_save(directory, record, step)
     else:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from gemini.chunk import ChunkKind
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.memstats import LINKS, LinkSpeed, Trace, trace_file
 from gemini.memstats.trace import CHUNK_KINDS, KINDS, MODES, PHASES
-from gemini.memstats.trace_file import FORMAT, digest
+from gemini.memstats.trace_file import digest
 
 TRACE = Trace(
     kind="train",
@@ -166,6 +166,9 @@ def test_what_no_link_can_be_is_refused(name: str, speed: float, latency: float)
 
 def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert LinkSpeed("h2d", 100.0, 2.0).seconds(50) == 2.5
+
+
+FORMAT = str(trace_file.FORMAT)
 
 
 def document(*, format: str = FORMAT, identity: str | None = None, **changes: object) -> str:

@@ -12,15 +12,16 @@ from gemini.errors import CheckpointError
 from gemini.parallel.booster.checkpoint.writing import save_text
 from gemini.parallel.booster.ranks import Ranks
 from gemini.system.files import parse_json, read_regular
+from gemini.system.formats import KEY, Format
 
-_FORMAT = "gemini-scheduler-1"
+_FORMAT = Format("gemini-scheduler", 1)
 _MAX_BYTES = 2**26  # the text of a tensor of 16 MiB has 32
 
 
 def save_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:
     """Write a scheduler; see :meth:`Booster.save_lr_scheduler`."""
     state = plain_data.encode(scheduler.state_dict(), "the scheduler's state")
-    save_text(checkpoint, json.dumps({"format": _FORMAT, "state": state}, indent=1) + "\n", ranks)
+    save_text(checkpoint, json.dumps({KEY: str(_FORMAT), "state": state}, indent=1) + "\n", ranks)
 
 
 def load_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:
@@ -34,8 +35,8 @@ def _state_in(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
         document = parse_json(read_regular(path, _MAX_BYTES))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is not a {_FORMAT} file")
+    if not _FORMAT.is_read(document):
+        raise CheckpointError(_FORMAT.refusal(document, path))
     state = plain_data.decode(document.get("state"))
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: its state is no dict")
