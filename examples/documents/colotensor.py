@@ -1,5 +1,5 @@
 # Example: EX12, ColoTensor concepts
-# Repair: none but the device, get_current_device() in the place of .cuda(); without GPUs "nccl" becomes
+# Repair: none but the device, get_current_device() instead of .cuda(); without GPUs "nccl" becomes
 #   gloo
 # Run: python examples/documents/colotensor.py  # starts 4 processes
 # Shows: a tensor of two ranks' parts, (2, 3, 1) each, is (2, 3, 2) when replicated and (1, 3, 2) when cut

@@ -1,5 +1,5 @@
 # Example: EX30, Command line
-# Repair: gemini in the place of colossalai, check without -i, sizes that take a moment
+# Repair: gemini instead of colossalai, check without -i, sizes that take a moment
 # Run: python examples/documents/commands.py  # starts 2 processes
 # Shows: check says what is built, run starts ranks, benchmark measures the modes of tensor parallelism
 import subprocess

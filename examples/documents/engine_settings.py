@@ -1,5 +1,5 @@
 # Example: EX35, Gradient accumulation and clipping by configuration
-# Repair: a number in the place of <int>; the engine's loop that the document keeps elsewhere
+# Repair: a number instead of <int>; the engine's loop that the document keeps elsewhere
 # Run: gemini run --nproc-per-node 2 examples/documents/engine_settings.py
 # Shows: the parameters stay for three iterations and change in the fourth, by a gradient of norm 1.0 at
 #   most

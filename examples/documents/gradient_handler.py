@@ -1,7 +1,7 @@
 # Example: EX24, Gradient handler
-# Repair: an all-reduce in the place of do_something(); a model and a step
+# Repair: an all-reduce instead of do_something(); a model and a step
 # Run: gemini run --nproc-per-node 2 examples/documents/gradient_handler.py
-# Shows: a registered handler, named in the configuration, shares gradients in the place of
+# Shows: a registered handler, named in the configuration, shares gradients instead of
 #   DistributedDataParallel
 import torch
 import torch.distributed as dist

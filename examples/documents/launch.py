@@ -1,5 +1,5 @@
 # Example: EX26, Launch
-# Repair: an argument of the program's own in the place of add_argument(...); the variables that srun and
+# Repair: an argument of the program's own instead of add_argument(...); the variables that srun and
 #   mpirun set are set here, as neither starts this program
 # Run: gemini run examples/documents/launch.py --dataset small
 # Shows: the parser takes arguments of the program; launch, launch_from_torch, launch_from_slurm and

@@ -1,5 +1,5 @@
 # Example: EX29, Model checkpoint
-# Repair: a model and a step in the place of the three dots; hooks= for hook=; a temporary file
+# Repair: a model and a step instead of the three dots; hooks= for hook=; a temporary file
 # Run: gemini run --nproc-per-node 2 examples/documents/model_checkpoint.py
 # Shows: what save_checkpoint and SaveCheckpointHook write, load_checkpoint loads
 import tempfile

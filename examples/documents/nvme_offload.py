@@ -1,6 +1,6 @@
 # Example: EX3 and EX4, NVMe offload
 # Repair: a seed, so that runs can be compared; a GPT-2 of a few thousand parameters; get_current_device()
-#   in the place of torch.cuda.current_device()
+#   instead of torch.cuda.current_device()
 # Run: gemini run examples/documents/nvme_offload.py
 # Shows: equal losses with and without NVMe, on the CPU and under Gemini, which prints the three lines of
 #   its chunk search; launch may be called again

@@ -1,6 +1,6 @@
 # Example: EX23, Add your own parallel mode
 # Repair: the mode is a member of an Enum of the program, as ParallelMode needs no new one; groups are
-#   returned; the bracket that the configuration lacks; sizes and arguments in the place of x, arg1 and arg2
+#   returned; the bracket that the configuration lacks; sizes and arguments instead of x, arg1 and arg2
 # Run: gemini run --nproc-per-node 4 examples/documents/own_parallel_mode.py
 # Shows: a registered initializer makes the groups of a mode of its own, which the context then knows
 from enum import Enum

@@ -1,5 +1,5 @@
 # Example: EX27, Configure parallelization
-# Repair: the format with types in the place of values is left out
+# Repair: the format with types instead of values is left out
 # Run: gemini run --nproc-per-node 8 examples/documents/parallel_settings.py
 # Shows: what the document calls ok is taken, with its defaults, and tensor=4 without a mode is refused
 import gemini.compat as colossalai

@@ -60,7 +60,7 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000) -> ResNet:
-    """Return a small one in the place of torchvision's."""
+    """Return a small one instead of torchvision's."""
     return ResNet(1, num_classes)
 
 
@@ -93,12 +93,12 @@ class VisionTransformer(nn.Module):
 
 
 def vit_base_patch16_224(drop_rate: float = 0.0, num_classes: int = 1000) -> VisionTransformer:
-    """Return a small one in the place of timm's."""
+    """Return a small one instead of timm's."""
     return VisionTransformer(drop_rate, num_classes)
 
 
 def pictures(count: int = 256, size: int = 32, *, seed: int = 0) -> TensorDataset:
-    """Return labelled pictures that can be told apart, in the place of CIFAR10 and Caltech101."""
+    """Return labelled pictures that can be told apart, instead of CIFAR10 and Caltech101."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     patterns = torch.randn(CLASSES, 3, size, size, generator=torch.Generator().manual_seed(1))
@@ -107,7 +107,7 @@ def pictures(count: int = 256, size: int = 32, *, seed: int = 0) -> TensorDatase
 
 
 def build_cifar(batch_size: int, root: str, **sizes: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return loaders of such pictures in the place of titans' ones of CIFAR10."""
+    """Return loaders of such pictures instead of titans' ones of CIFAR10."""
     train, test = pictures(256), pictures(64, seed=1)
     return get_dataloader(train, batch_size=batch_size, shuffle=True), get_dataloader(
         test, batch_size=batch_size
@@ -125,7 +125,7 @@ def small_gpt2(**sizes: Any) -> GPT2Config:
 
 
 class Webtext(Dataset[dict[str, Tensor]]):
-    """Sequences of tokens that follow each other by a rule, in the place of a tokenized text of the web."""
+    """Sequences of tokens that follow each other by a rule, instead of a tokenized text of the web."""
 
     def __init__(self, count: int = 64, seq_len: int = 16, vocab_size: int = 512) -> None:
         starts = torch.randint(vocab_size, (count, 1), generator=torch.Generator().manual_seed(0))
