@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_models import assert_same, start
 from resealed import read
+from safetensors.torch import load_file
 
+import gemini
 from gemini import checkpoint
 from gemini.checkpoint.directory import FORMAT
 from gemini.errors import CheckpointError
@@ -118,3 +123,30 @@ def test_other_documents_of_a_newer_version_are_named(
     path.write_text(json.dumps({KEY: f"{name}-9"}))
     with pytest.raises(CheckpointError, match=rf"file\.json is a {name}-9 file, written by a newer version"):
         load(path)
+
+
+# Written by the release of development b31e781: two linear layers of 8 x 8 after two steps of Adam.
+BEFORE = Path(__file__).parent / "written_before" / "gemini-checkpoint-3"
+
+
+def test_what_an_earlier_release_has_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step-00000002"
+    shutil.copytree(BEFORE, path)
+    torch.manual_seed(1)
+    model = gemini.GeminiDDP(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+    optimizer = gemini.GeminiOptimizer(gemini.HybridAdam(model.parameters(), lr=1.0), model)
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    weights = load_file(path / "model-00001-of-00001.safetensors")
+    assert_close = partial(torch.testing.assert_close, rtol=0, atol=0)
+    assert_close(dict(model.state_dict()), weights)
+    written = load_file(path / "optimizer-rank-00000-of-00001-00001.safetensors")
+    found = optimizer.state_dict()
+    assert {key: found["param_groups"][0][key] for key in ("lr", "weight_decay")} == {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+    }
+    for index, name in enumerate(weights):
+        state = found["state"][index]
+        assert state["step"] == 2
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert_close(state[moment].flatten(), written[f"{name}.{moment}[0:{state[moment].numel()}]"])
