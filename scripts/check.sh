@@ -55,6 +55,12 @@ lay_out() {
   ln -s "$ROOT/benchmarks/gemini_bench" "$1/gemini_bench"
 }
 
+# The pages but those in Chinese: scripts/prose.py says which words they may not have.
+is_plain() {
+  find README.md CHANGELOG.md CONTRIBUTING.md docs -name '*.md' -not -path 'docs/zh/*' -print0 | LC_ALL=C sort -z \
+    | xargs -0 "$BIN/python" scripts/prose.py >&2
+}
+
 check_types() {
   local view=build/typing
   lay_out "$view"
@@ -78,6 +84,7 @@ lint() {
   if [ "${1:-}" != untidied ] && has_gtest; then check "clang-tidy" tidy; fi
   check "mypy" check_types
   check "dear cases give a reason" have_reasons
+  check "prose" is_plain
   check "ASCII" is_ascii
   check "file length" is_short
 }

@@ -1,5 +1,5 @@
 # Example: EX21, settings of automatic mixed precision
-# Repair: the fragments are put together, with a model; apex is refused but for what torch does the same
+# Repair: the fragments are put together, with a model; apex is refused except where torch does the same
 # Run: gemini run examples/documents/amp_settings.py
 # Shows: the printed defaults are ours, and convert_to_amp works without initialize
 import inspect

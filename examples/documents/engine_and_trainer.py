@@ -1,7 +1,7 @@
 # Example: EX16, Use engine and trainer in training
 # Repair: config.py is a temporary file; generated pictures, a small ResNet, three epochs
 # Run: gemini run --nproc-per-node 2 examples/documents/engine_and_trainer.py
-# Shows: an engine with torch's AMP trains in a loop of one's own and by a trainer with hooks, and
+# Shows: an engine with torch's AMP trains in its own loop and by a trainer with hooks, and
 #   classifies the pictures of the test
 import tempfile
 from pathlib import Path

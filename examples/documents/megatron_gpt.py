@@ -2,7 +2,7 @@
 # Repair: a launch before the number of processes is asked for; get_current_device imported; a GPT-2 of a
 #   few thousand parameters; the same model on one process to compare with
 # Run: gemini run --nproc-per-node 2 examples/documents/megatron_gpt.py
-# Shows: a GPT-2 whose parameters are cut as the document says has the losses of the whole one
+# Shows: a GPT-2 with parameters cut as the document says has the losses of the whole one
 
 import torch
 import torch.distributed as dist

@@ -3,7 +3,7 @@
 #   temporary; TensorboardHook is left out, which needs tensorboard; generated pictures, a small ViT,
 #   smaller numbers
 # Run: gemini run --nproc-per-node 2 examples/documents/vit_data_parallel.py
-# Shows: Lamb with clipping, accumulation and AMP by configuration, and a trainer whose hooks save
+# Shows: Lamb with clipping, accumulation and AMP by configuration, and a trainer with hooks that save
 #   checkpoints
 import tempfile
 from pathlib import Path

@@ -1,6 +1,6 @@
 # Example: EX10 and EX11, Hybrid parallelism with ViT
 # Repair: sizes are set before they are used, and smaller; build_cifar() is given its batch size; the
-#   loader is gone through anew in each epoch; the loss scale begins at 2**10, from 2**32 so few steps do
+#   loader is iterated again in each epoch; the loss scale begins at 2**10, from 2**32 so few steps do
 #   not come down; the two configurations are temporary files; model_zoo, CIFAR10 and
 #   device of the stand-ins
 # Run: gemini run --nproc-per-node 4 examples/documents/vit_hybrid.py
