@@ -1,5 +1,5 @@
 # Example: EX30, Command line
-# Repair: gemini instead of colossalai, check without -i, sizes that take a moment
+# Repair: gemini instead of colossalai, sizes that take a moment
 # Run: python examples/documents/commands.py  # starts 2 processes
 # Shows: check says what is built, run starts ranks, benchmark measures the modes of tensor parallelism
 import subprocess
@@ -16,7 +16,7 @@ def gemini(*arguments):
     return done.stdout
 
 
-assert "CUDA part" in gemini("check")
+assert "CUDA part" in gemini("check", "-i")
 
 PROGRAM = "import os; os.write(1, f\"rank {os.environ['RANK']}\\n\".encode())"
 with tempfile.TemporaryDirectory() as directory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplot
 LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning")  # what models and trainers come from
 PROBE_BYTES = 1 << 20
 HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+DISTRIBUTION = "gemini-runtime"
 REBUILD = "pip install --force-reinstall --no-deps .   (in the checkout)"
 
 Facts = dict[str, Any]
@@ -35,6 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "check",
         help="show what this machine and this build have, and what is missing",
         description="Show versions, compiled parts, CPU, memory, I/O and GPU, and what would add the rest.",
+    )
+    parser.add_argument(
+        "-i",
+        "--installation",
+        action="store_true",
+        help="show the installation alone: versions, compiled parts, and whether their CUDA versions agree",
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -55,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0, also when optional parts are missing."""
-    facts = collect(options.dir)
+    facts = installation() if options.installation else collect(options.dir)
     if options.json:
         print_json(facts)
     elif options.markdown:
@@ -63,6 +70,50 @@ def run(options: argparse.Namespace) -> int:
     else:
         render(facts, Console())
     return 0
+
+
+def installation() -> Facts:
+    """Return the facts that belong to the installation, in sections like those of :func:`collect`; no
+    directory is tried."""
+    facts: Facts = {"versions": versions(), "compiled": _C.build_info(), "gpu": gpu()}
+    del facts["compiled"]["version"]
+    facts["compatibility"] = compatibility(facts)
+    facts["missing"] = _entries(missing_from_build(facts))
+    return facts
+
+
+def compatibility(facts: Facts) -> Facts:
+    """Return, by pair of parts, whether their versions agree: ``yes``, or why not, or that one is absent."""
+    built, torch_cuda, gpu = facts["compiled"]["cuda"], facts["gpu"]["torch_cuda"], facts["gpu"]
+    if built is None or torch_cuda is None:
+        absent = "the CUDA part" if built is None else "torch's CUDA"
+        cuda = f"not needed without {absent}"
+    elif built.split(".")[0] == torch_cuda.split(".")[0]:
+        cuda = "yes"
+    else:
+        cuda = f"no: CUDA part {built}, torch's CUDA {torch_cuda}; build with nvcc of the same major version"
+    if not gpu["driver"]:
+        driver = "no NVIDIA driver on this machine"
+    elif built is None:
+        driver = "not needed without the CUDA part"
+    else:
+        driver = f"no: {gpu['problem']}" if gpu["problem"] else "yes"
+    return {"torch": _torch_fits(facts["versions"]["torch"]), "CUDA part and torch": cuda, "driver": driver}
+
+
+def _torch_fits(version: str | None) -> str:
+    """Say whether torch is as new as this build asks for."""
+    from torch.torch_version import TorchVersion
+
+    said = next((line for line in metadata.requires(DISTRIBUTION) or () if line.startswith("torch>=")), None)
+    least = said.removeprefix("torch>=") if said else ""
+    if version is None or not least:
+        return "unknown: its metadata is not installed"
+    return (
+        "yes"
+        if TorchVersion(version) >= least
+        else f"no: torch {version}, and {least} is the first that does"
+    )
 
 
 def collect(directory: Path) -> Facts:
@@ -80,10 +131,12 @@ def collect(directory: Path) -> Facts:
         "gpu": gpu(),
     }
     del facts["compiled"]["version"]
-    facts["missing"] = [
-        {"what": what, "why": why, "command": command} for what, why, command in missing(facts)
-    ]
+    facts["missing"] = _entries(missing(facts))
     return facts
+
+
+def _entries(found: Iterator[tuple[str, str, str]]) -> list[Facts]:
+    return [{"what": what, "why": why, "command": command} for what, why, command in found]
 
 
 def versions() -> Facts:
@@ -183,6 +236,17 @@ def gpu() -> Facts:
 
 def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Yield what is missing, why it would help, and the command that adds it."""
+    yield from missing_from_build(facts)
+    if facts["memory"]["huge_pages"] == "never":
+        command = f"echo madvise | sudo tee {HUGE_PAGES_FILE}"
+        yield "huge pages", "first touch of a window is several times faster", command
+    if not facts["io"]["direct"]:
+        why = f"no O_DIRECT in {facts['io']['directory']}: reads and writes pass the page cache"
+        yield "direct I/O", why, "choose a disk directory on ext4 or xfs:  gemini check --dir DIR"
+
+
+def missing_from_build(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Yield what is missing from the installation; as :func:`missing`."""
     if facts["versions"]["matplotlib"] is None:
         yield "matplotlib", "pictures of memory per tier", "pip install 'gemini-runtime[plot]'"
     compiled, has_gpu = facts["compiled"], facts["gpu"]["driver"]
@@ -196,12 +260,6 @@ def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
         )
     if has_gpu and facts["gpu"]["torch_cuda"] is None:
         yield "torch with CUDA", "this torch is built for the CPU only", "pip install --force-reinstall torch"
-    if facts["memory"]["huge_pages"] == "never":
-        command = f"echo madvise | sudo tee {HUGE_PAGES_FILE}"
-        yield "huge pages", "first touch of a window is several times faster", command
-    if not facts["io"]["direct"]:
-        why = f"no O_DIRECT in {facts['io']['directory']}: reads and writes pass the page cache"
-        yield "direct I/O", why, "choose a disk directory on ext4 or xfs:  gemini check --dir DIR"
 
 
 def render(facts: Facts, console: Console) -> None:
@@ -243,14 +301,17 @@ def markdown(facts: Facts) -> str:
 
 
 def _sections(facts: Facts) -> list[tuple[str, list[tuple[str, Any]]]]:
-    return [
-        ("versions", list(facts["versions"].items())),
-        ("compiled", _compiled_rows(facts["compiled"])),
-        ("CPU", _cpu_rows(facts["cpu"])),
-        ("memory", _memory_rows(facts["memory"])),
-        ("I/O", _io_rows(facts["io"])),
-        ("GPU", _gpu_rows(facts["gpu"], facts["compiled"])),
-    ]
+    """Return the rows of each section that was collected."""
+    rows: dict[str, tuple[str, Callable[[], list[tuple[str, Any]]]]] = {
+        "versions": ("versions", lambda: list(facts["versions"].items())),
+        "compiled": ("compiled", lambda: _compiled_rows(facts["compiled"])),
+        "compatibility": ("compatible", lambda: list(facts["compatibility"].items())),
+        "cpu": ("CPU", lambda: _cpu_rows(facts["cpu"])),
+        "memory": ("memory", lambda: _memory_rows(facts["memory"])),
+        "io": ("I/O", lambda: _io_rows(facts["io"])),
+        "gpu": ("GPU", lambda: _gpu_rows(facts["gpu"], facts["compiled"])),
+    }
+    return [(title, make()) for key, (title, make) in rows.items() if key in facts]
 
 
 def _compiled_rows(compiled: Facts) -> list[tuple[str, Any]]:

@@ -97,6 +97,55 @@ def test_cuda_is_missed_only_where_there_is_a_gpu(tmp_path: Path) -> None:
         assert found & {"CUDA part", "torch with CUDA"} == expected
 
 
+def test_the_installation_alone_names_versions_compiled_parts_and_cuda(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shut = tmp_path / "absent"  # no directory is tried
+    for option in ("-i", "--installation"):
+        assert main.main(["check", option, "--json", "--dir", str(shut)]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert set(facts) == {"versions", "compiled", "compatibility", "gpu", "missing"}
+        assert facts["compatibility"]["torch"] == "yes"
+    assert main.main(["check", "-i"]) == 0
+    shown = capsys.readouterr().out
+    for told in (facts["versions"]["torch"], "CUDA part and torch", "io_uring part", "torch's CUDA"):
+        assert told in shown
+
+
+@pytest.mark.parametrize(
+    ("built", "torch_cuda", "driver", "problem", "pair", "runs"),
+    [
+        (None, None, False, None, "not needed without the CUDA part", "no NVIDIA driver on this machine"),
+        (None, "13.0", True, None, "not needed without the CUDA part", "not needed without the CUDA part"),
+        ("13.0.88", None, True, None, "not needed without torch's CUDA", "yes"),
+        ("13.0.88", "13.1", True, None, "yes", "yes"),
+        ("12.8", "13.0", True, "too old", "no: CUDA part 12.8, torch's CUDA 13.0", "no: too old"),
+        ("1.2", "12.0", True, None, "no: CUDA part 1.2, torch's CUDA 12.0", "yes"),
+    ],
+)
+def test_cuda_versions_agree_by_their_major_number(
+    built: str | None, torch_cuda: str | None, driver: bool, problem: str | None, pair: str, runs: str
+) -> None:
+    found = check.compatibility(
+        {
+            "versions": {"torch": "2.9.1+cu130"},
+            "compiled": {"cuda": built},
+            "gpu": {"driver": driver, "torch_cuda": torch_cuda, "problem": problem},
+        }
+    )
+    assert found["torch"] == "yes"
+    assert found["CUDA part and torch"].startswith(pair)
+    assert found["driver"] == runs
+
+
+def test_an_older_torch_is_named_with_the_first_that_fits() -> None:
+    facts = {"compiled": {"cuda": None}, "gpu": {"driver": False, "torch_cuda": None, "problem": None}}
+    assert check.compatibility({**facts, "versions": {"torch": "2.7.1"}})["torch"].startswith(
+        "no: torch 2.7.1"
+    )
+    assert check.compatibility({**facts, "versions": {"torch": "2.10.0"}})["torch"] == "yes"
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "printed"),
     [
