@@ -155,8 +155,10 @@ COMING: dict[str, str] = {
             *("Top1Router", "Top2Router", "VanillaFFN"),
         )
     },
+    "engine.gradient_handler.MoeGradientHandler": _EXPERTS,
     "auto_parallel.ColoTracer": _SEARCH,
     "auto_parallel.autoparallelize": _SEARCH,
+    "autoparallelize": _SEARCH,  # no document says its path
 }
 
 # What an adapter is without the documents' defaults and signatures, where that has another name.

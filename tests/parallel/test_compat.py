@@ -23,7 +23,7 @@ from gemini.compat.adapters.chunks import ChunkManager, GeminiManager, init_chun
 from gemini.compat.modules import MODULES, own_name, resolve, why_absent
 from gemini.compat.names import COMING, NAMES, OWN
 from gemini.parallel.colo import ColoParameter
-from gemini.parallel.launch import shutdown
+from gemini.parallel.launch import GRADIENT_HANDLER, shutdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +60,7 @@ utils.timer.MultiTimer utils.model.colo_init_context.ColoInitContext zero.ColoIn
 zero.zero_model_wrapper zero.zero_optim_wrapper zero.low_level.LowLevelZeroOptimizer
 gemini.chunk.init_chunk_manager zero.GeminiAdamOptimizer zero.ZeroDDP nn.moe.MoeLoss nn.moe.Top1Router
 nn.moe.VanillaFFN nn.metric.MixupAccuracy auto_parallel.autoparallelize auto_parallel.ColoTracer
+autoparallelize engine.gradient_handler.MoeGradientHandler
 """
 
 
@@ -97,8 +98,16 @@ def test_a_name_is_in_one_table() -> None:
 
 def test_experts_and_the_search_for_a_layout_alone_are_to_come() -> None:
     assert {re.sub(r"[.][^.]*$", "", path) for path in COMING} == {
-        *("auto_parallel", "context.random", "global_variables", "nn.layer.moe", "nn.moe")
+        *("auto_parallel", "autoparallelize", "context.random", "engine.gradient_handler"),
+        *("global_variables", "nn.layer.moe", "nn.moe"),
     }
+
+
+def test_a_configuration_that_names_a_handler_that_is_to_come_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"MoeGradientHandler is still to come: .*experts; leave it out"):
+        GRADIENT_HANDLER.get_module("MoeGradientHandler")
+    with pytest.raises(ConfigError, match=r"no 'MoeGradient' \(it has .*DataParallelGradientHandler"):
+        GRADIENT_HANDLER.get_module("MoeGradient")
 
 
 def test_fp8_is_refused_by_name() -> None:
