@@ -79,6 +79,7 @@ class Booster:
             )
         self.plugin = plugin or TorchDDPPlugin()
         self._precision = choose_precision(mixed_precision)
+        self._warned_of_pickle = False
         # What boost() returned. Optimizers keep their models alive, so they must not be values here.
         self._models: WeakKeyDictionary[nn.Module, _Reference] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Names] = WeakKeyDictionary()
@@ -195,18 +196,21 @@ class Booster:
             gather_dtensor: write whole tensors; must be True.
             prefix: what file names in the directory begin with.
             size_per_shard: the largest file in MB (2**20 bytes); a larger tensor has a file of its own.
-            use_safetensors: must be True: nothing here is pickled.
+            use_safetensors: what is written is safetensors in any case, as nothing here is pickled: False
+                warns, once per booster, and writes the same files.
 
         Raises:
             IoError: it cannot be written. CheckpointError: the model holds something a file cannot.
         """
         layout = files.layout(shard, prefix, size_per_shard)
         files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
-        files.require_true(
-            "use_safetensors",
-            use_safetensors,
-            "torch.save(model.state_dict(), ...) writes the pickled format",
-        )
+        if not use_safetensors and not self._warned_of_pickle and self.plugin.ranks.is_first:
+            self._warned_of_pickle = True
+            logger.warning(
+                "save_model(use_safetensors=False): %s is written as safetensors, which load_model() and "
+                "transformers read; torch.save(model.state_dict(), ...) writes the pickled format",
+                os.fspath(checkpoint),
+            )
         self.plugin.save_model(model, self._optimizer_of(model), checkpoint, layout)
 
     def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:

@@ -355,7 +355,6 @@ def test_names_that_do_not_match_are_refused_unless_told_otherwise(tmp_path: Pat
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"use_safetensors": False},
         {"gather_dtensor": False},
         {"prefix": "a"},
         {"shard": True, "prefix": "../a"},
@@ -366,6 +365,28 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], tmp_pat
     with pytest.raises(ConfigError):
         Booster().save_model(mlp(), tmp_path / "model", **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@every_layout
+def test_without_safetensors_the_same_files_are_written_and_one_warning_says_so(
+    shard: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    booster, model = Booster(), mlp(1)
+    booster.save_model(model, tmp_path / "default", shard)
+    assert caplog.messages == []
+    for name in ("asked", "again"):
+        booster.save_model(model, tmp_path / name, shard, use_safetensors=False)
+    assert len(caplog.messages) == 1
+    assert f"use_safetensors=False): {tmp_path / 'asked'} is written as safetensors" in caplog.messages[0]
+    files = {
+        name: [path.read_bytes() for path in sorted(place.iterdir() if shard else [place])]
+        for name in ("default", "asked", "again")
+        for place in [tmp_path / name]
+    }
+    assert files["default"] == files["asked"] == files["again"]
+    other = mlp(0)
+    Booster().load_model(other, tmp_path / "asked")
+    assert_same(other.state_dict(), model.state_dict())
 
 
 def test_path_of_the_other_kind_is_refused(tmp_path: Path) -> None:
