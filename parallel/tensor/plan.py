@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gemini.errors import ConfigError
@@ -17,6 +18,7 @@ from gemini.parallel.tensor.styles import (
     EmbeddingColumns,
     Head,
     PartialGradient,
+    PerHead,
     Row,
     Style,
     TorchAttention,
@@ -163,6 +165,7 @@ def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_l
     found = Resolved()
     _add_named(found, model, plan)
     _keep_heads_whole(found, model)
+    _cut_by_head(found, model)
     _cut_adapters(found, model)
     return found
 
@@ -185,6 +188,7 @@ def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
     _add_vocabulary(found, model, gather_logits=gather_logits)
     _add_within(found, model)
     _keep_heads_whole(found, model)
+    _cut_by_head(found, model)
     _cut_adapters(found, model)
     return found
 
@@ -319,3 +323,20 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
             found.styles[name] = replace(style, unit=unit, repeats=shares)
         elif unit > 1 and isinstance(style, Row) and style.unit == 1:
             found.styles[name] = Row(style.splits_input, unit)
+
+
+def _cut_by_head(found: Resolved, model: nn.Module) -> None:
+    """Cut what lies beside a projection that is cut between heads and has a row of parameters for each head,
+    as the norms of queries and keys of some models. Those of torch normalize over all heads."""
+    for name, style in list(found.styles.items()):
+        if not isinstance(style, Column) or style.unit == 1:
+            continue
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        prefix = name.rpartition(".")[0]
+        rows = (weight.shape[0] // style.unit, style.unit)
+        for child, module in model.get_submodule(prefix).named_children():
+            shapes = {tuple(param.shape) for param in module.parameters()}
+            if shapes == {rows} and not isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm)):
+                found.styles.setdefault(f"{prefix}.{child}".lstrip("."), PerHead(style.repeats))

@@ -213,6 +213,29 @@ class AlibiHeads:
 
 
 @dataclass(frozen=True)
+class PerHead:
+    """Parameters whose first dimension counts heads, each used for its own head alone: by heads.
+    ``repeats``: as of :class:`Column`."""
+
+    repeats: bool = False
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        found = {}
+        for name, param in module.named_parameters():
+            heads = param.shape[0]
+            copies = size // heads if self.repeats and heads < size and size % heads == 0 else 1
+            if heads % (size // copies):
+                raise ConfigError(f"{heads} heads are not divided by {size} ranks; {_fitting(heads)}")
+            found[name] = Cut(tuple(param.shape), 0, size // copies, copies=copies)
+        return found
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        for name, cut in cuts.items():
+            if cut.copies > 1:
+                sum_gradient(module.get_parameter(name), region.axis.neighbours(cut.copies))
+
+
+@dataclass(frozen=True)
 class PartialGradient:
     """Parameters that are whole on all ranks but used for this rank's part: their gradients are summed."""
 

@@ -78,6 +78,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3Config",
         {**LLAMA, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True},
     ),
+    **{
+        f"cohere, norms by head, {heads} key heads": (
+            "CohereForCausalLM",
+            "CohereConfig",
+            {
+                **LLAMA,
+                "use_qk_norm": True,
+                "num_key_value_heads": heads,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        )
+        for heads in (1, 2)
+    },
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 8}),
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1}),
