@@ -14,6 +14,7 @@ accelerate = pytest.importorskip("accelerate", reason="the extra 'hf' is not ins
 from accelerate_runs import TIGHT, assert_equal, net, run  # noqa: E402
 
 import gemini  # noqa: E402
+from gemini.checkpoint.saving import CheckpointFiles  # noqa: E402
 from gemini.errors import ConfigError  # noqa: E402
 from gemini.integrations.accelerate import GeminiAccelerator, unwrapped  # noqa: E402
 
@@ -44,6 +45,35 @@ def test_what_was_saved_goes_on_as_if_nothing_was(kind: type, tmp_path: Path) ->
     got = run(kind, managed=True, load=str(tmp_path / "state"))
     assert got[0] == want[0][-len(got[0]) :]
     assert_equal(got[1], want[1])
+
+
+def test_a_save_that_fails_in_a_directory_leaves_the_state_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = GeminiAccelerator(cpu=True, gemini=TIGHT)
+    model, optimizer = accelerator.prepare(model_ := net(), torch.optim.AdamW(model_.parameters()))
+
+    def step() -> dict[str, torch.Tensor]:
+        accelerator.backward(model(torch.ones(4, 32)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    saved = step()
+    accelerator.save_state(str(tmp_path / "run"))
+    wanted = step()
+    whole = CheckpointFiles.blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFiles, "blocks", lambda files: [*whole(files)[:1], None])
+        with pytest.raises(AttributeError):
+            accelerator.save_state(str(tmp_path / "run"))
+    accelerator.load_state(str(tmp_path / "run"))
+    assert_equal(model.state_dict(), saved)
+    assert_equal(step(), wanted)  # the moments are those of then, too
+    accelerator.save_state(str(tmp_path / "run"))
+    step()
+    accelerator.load_state(str(tmp_path / "run"))
+    assert_equal(model.state_dict(), wanted)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
