@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,6 +66,12 @@ class Cut:
         """Say whether ``rank`` is the first of those that have the same part."""
         return rank % self.copies == 0
 
+    def filling_on(self, rank: int) -> int:
+        """Return how many zeros the part that ``rank`` has is filled up with."""
+        before = rank // self.copies * self.piece_numel
+        there = min(max(self.section_numel - before, 0), self.piece_numel)
+        return (self.piece_numel - there) * math.prod(self.shape) // self.section_numel
+
 
 class PartOfTensor(Protocol):
     """How a parameter was cut: a :class:`Cut`, or a tile of a grid of ranks."""
@@ -120,7 +127,7 @@ class Partition:
     @property
     def model_ranks(self) -> ModelRanks | None:
         """What GeminiDDP takes as ``model_ranks=``."""
-        return None if self.axis is None else ModelRanks(self.axis, self.counts)
+        return None if self.axis is None else ModelRanks(self.axis, self.counts, filling=self.filling)
 
     def counts(self, param: torch.Tensor) -> bool:
         """Say whether the gradient of ``param`` here is one that others do not have too."""
@@ -128,6 +135,11 @@ class Partition:
             return True
         cut = self._cuts.get(id(param))
         return self.axis.rank == 0 if cut is None else cut.counts_on(self.axis.rank)
+
+    def filling(self, param: torch.Tensor) -> int:
+        """Return how many elements of ``param`` here are of no tensor: they fill up its part."""
+        cut = self._cuts.get(id(param))
+        return cut.filling_on(self.axis.rank) if isinstance(cut, Cut) and self.axis is not None else 0
 
     @torch.no_grad()
     def gather_state(self, state: Mapping[str, Any], *, everywhere: bool = True) -> dict[str, Any]:

@@ -4,7 +4,7 @@ hold the other parts of a model whose parameters were cut before it was wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
@@ -187,22 +187,27 @@ class ModelRanks:
     They wrap their parts together and with one DEVICE budget, take one norm of all gradients, and skip a step
     together. ``counts(param)`` says whether this rank is the one whose gradient of a parameter counts in the
     norm: several may have the same parameter. ``alike`` are those among them whose chunks must be laid out
-    as here, because they run the same operators; None: all.
+    as here, because they run the same operators; None: all. ``filling(param)``: how many elements of this
+    rank's part only fill it up to the size of the others; their gradients are 0.
     """
 
     peers: Peers
     counts: Callable[[torch.Tensor], bool]
     alike: Sequence[Peers] | None = None
+    filling: Callable[[torch.Tensor], int] = lambda _param: 0
 
     def bind(self, module: nn.Module) -> PartOfModel:
         """Return what the runtime keeps of this for ``module``, which is this rank's part."""
         names = [name for name, param in module.named_parameters() if not self.counts(param)]
-        return PartOfModel(self.peers, frozenset(names))
+        filling = {name: self.filling(param) for name, param in module.named_parameters()}
+        return PartOfModel(self.peers, frozenset(names), filling)
 
 
 @dataclass(frozen=True)
 class PartOfModel:
-    """``peers`` hold the other parts; ``uncounted`` names parameters whose gradients another one counts."""
+    """``peers`` hold the other parts; ``uncounted`` names parameters whose gradients another one counts;
+    ``filling`` is as of :class:`ModelRanks`, by name."""
 
     peers: Peers
     uncounted: frozenset[str]
+    filling: Mapping[str, int]

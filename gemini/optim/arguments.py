@@ -185,7 +185,9 @@ def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margi
         )
 
 
-def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bool, shares: bool) -> None:
+def check_mode(
+    overlap: Overlap, *, clips: bool, counts: bool, scales: bool, several_ranks: bool, shares: bool
+) -> None:
     """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
     if overlap in (True, False):
         return
@@ -193,6 +195,7 @@ def check_mode(overlap: Overlap, *, clips: bool, scales: bool, several_ranks: bo
         raise ConfigError(f"overlap={overlap!r} is unknown; choose True, False or 'backward'")
     reasons = {
         "max_norm=: the norm is known when all gradients are": clips,
+        "log_num_zeros_in_grad=: gradients are used up before they are counted": counts,
         "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
         "several ranks": several_ranks,
         "an optimizer of a class that is not known: its step may change what parameters share": shares,

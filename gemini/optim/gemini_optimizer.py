@@ -28,6 +28,7 @@ from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.gradients import (
     Clipping,
     all_finite,
+    count_zeros,
     scaled,
     then_clamp,
     then_multiply,
@@ -76,6 +77,8 @@ class GeminiOptimizer(ManagedGroups):
             fit this share of the room that parameters and non-model data leave. ``"auto"``: as many as
             shorten the step, by the measured speeds of links and CPU. Beside a DISK tier HOST must hold all
             model data for either.
+        log_num_zeros_in_grad: count in every step the elements of gradients that are 0, for
+            :meth:`get_num_zeros_in_grad`.
         overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
             it, so that its states are read and written behind the next forward pass. Everything that looks at
             the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
@@ -111,6 +114,7 @@ class GeminiOptimizer(ManagedGroups):
         hysteresis: int = 2,
         max_scale: float = 2**32,
         gpu_margin_mem_ratio: Margin = "auto",
+        log_num_zeros_in_grad: bool = False,
         overlap: Overlap = True,
         elementwise: bool = False,
         whole: bool = False,
@@ -121,7 +125,8 @@ class GeminiOptimizer(ManagedGroups):
         self.rule = check_optimizer(optim, model, elementwise=elementwise, whole=whole)
         fp16 = model.config.precision == torch.float16
         several = model.peers is not None
-        check_mode(overlap, clips=max_norm != 0, scales=fp16, several_ranks=several, shares=self.rule.shares)
+        modes = {"clips": max_norm != 0, "counts": log_num_zeros_in_grad, "scales": fp16}
+        check_mode(overlap, **modes, several_ranks=several, shares=self.rule.shares)
         super().__init__(optim.param_groups, optim.defaults)
         self.refuse_second_names()
         self.stand_for(optim)
@@ -134,6 +139,7 @@ class GeminiOptimizer(ManagedGroups):
         model.optimizers.add(self)
         self.max_norm = checked_max_norm(max_norm)
         self.norm_type = norm_type
+        self._counts_zeros = log_num_zeros_in_grad
         scale = LossScaleConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
@@ -277,6 +283,7 @@ class GeminiOptimizer(ManagedGroups):
         if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
         overflowed = self._are_scaled and (self._clipping.overflowed or not self._all_finite())
+        num_zeros = self._count_zeros() if self._counts_zeros and not overflowed else None
         for losses in self.model.manager.gradient_scale.losses:
             losses.note_step(overflowed)
         taken = self.model.gradients_of_torch()
@@ -285,7 +292,7 @@ class GeminiOptimizer(ManagedGroups):
             self._in_backward.finish(update, self.hypers())
         else:
             update()
-        self._grad_norm = self._clipping.measured
+        self._grad_norm, self._num_zeros_in_grad = self._clipping.measured, num_zeros
         self.give_up_gradients(set_to_none=True)
         for grad in taken:
             grad.note_taken()
@@ -412,6 +419,7 @@ class GeminiOptimizer(ManagedGroups):
             doing = f"{call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
             if call == "step":
                 doing = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
+                doing += ", zeros counted" if self._counts_zeros else ""
             described = json.dumps([call, arguments, self.exported_settings()], default=float)
             sharding.finish_gradients(doing, described, add_up)
 
@@ -430,6 +438,9 @@ class GeminiOptimizer(ManagedGroups):
 
     def _all_finite(self) -> bool:
         return self.model.manager.shortage.twice(lambda: all_finite(*self._chunks))
+
+    def _count_zeros(self) -> int:
+        return self.model.manager.shortage.twice(lambda: count_zeros(*self._chunks))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()

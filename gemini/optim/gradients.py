@@ -14,7 +14,7 @@ from gemini.errors import StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.optim.loss_scale import LossScale
-from gemini.optim.norm_over_ranks import NormOverRanks
+from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
 
 
@@ -173,6 +173,24 @@ def _norm_over_ranks(
 
     visit_gradients(storage, manager, measure)
     return norm.over(_other_ranks(manager))
+
+
+def count_zeros(storage: ModelStorage, manager: GeminiManager) -> int:
+    """Return how many elements of all gradients are 0; over several ranks, of all shards and parts."""
+    part = manager.part
+    found = 0
+
+    def count(slot: ManagedSlot, grad: torch.Tensor) -> None:
+        nonlocal found
+        if part is not None and slot.name in part.uncounted:
+            return
+        found += grad.numel() - int(torch.count_nonzero(grad))
+        shard = slot.group.shard
+        if part is not None and (shard is None or shard.start <= slot.start < shard.stop):
+            found -= part.filling[slot.name]  # once: where the gradient begins
+
+    visit_gradients(storage, manager, count)
+    return sum_over_ranks(found, _other_ranks(manager))
 
 
 class Clipping:

@@ -20,6 +20,15 @@ class Summing(Protocol):
     def largest(self, values: torch.Tensor) -> None: ...
 
 
+def sum_over_ranks(number: int, groups: Iterable[Summing]) -> int:
+    """Return the sum of ``number`` over all ranks: those of this rank's group, then of the next group of
+    groups, and so on. All ranks call it."""
+    total = torch.tensor([number], dtype=torch.float64, device="cpu")  # exact up to 2**53
+    for ranks in groups:
+        ranks.sum(total)
+    return int(total)
+
+
 class NormOverRanks:
     """Takes this rank's parts, one by one, then the norm over all ranks: the same bits on each.
 

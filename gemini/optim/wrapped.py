@@ -32,11 +32,17 @@ class WrappedOptimizer(torch.optim.Optimizer):
     """
 
     _grad_norm: float | None = None
+    _num_zeros_in_grad: int | None = None
 
     def get_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients, without loss scale, before clipping; None where that
         step did not clip by norm, which measures it. A limit of ``math.inf`` does, and changes nothing."""
         return self._grad_norm
+
+    def get_num_zeros_in_grad(self) -> int | None:
+        """Return how many elements of the last step's gradients were 0, over all ranks and parts of the
+        model; None without ``log_num_zeros_in_grad``, or where the step was skipped."""
+        return self._num_zeros_in_grad
 
     def share_hooks(self, optim: torch.optim.Optimizer) -> None:
         """Have the hooks of the wrapped optimizer, those registered later included, as one's own."""

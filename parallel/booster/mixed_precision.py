@@ -29,6 +29,8 @@ class FP16NaiveMixedPrecision:
     """The whole model in fp16, with fp32 masters: what the memory-saving plugins do.
 
     ``hysteresis`` is the number of overflows that it takes until the scale backs off.
+    ``log_num_zeros_in_grad``: the optimizer's ``get_num_zeros_in_grad()`` returns, after a step, how many
+    elements of its gradients were 0.
     """
 
     initial_scale: float = 2.0**32
@@ -38,6 +40,7 @@ class FP16NaiveMixedPrecision:
     growth_interval: int = 1000
     hysteresis: int = 2
     max_scale: float = 2.0**32
+    log_num_zeros_in_grad: bool = False
 
 
 @dataclass(frozen=True)

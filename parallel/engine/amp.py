@@ -61,8 +61,6 @@ def read_amp(mode: object, options: Options | None = None) -> Amp:
         return Amp(apex if enabled and apex.opt_level == "O1" else None, casts=False)
     if mode is AMP_TYPE.NAIVE:
         said.pop("verbose", None)
-        if said.pop("log_num_zeros_in_grad", False):
-            raise ConfigError("AMP_TYPE.NAIVE: log_num_zeros_in_grad=True is not supported; leave it out")
         refuse_unknown("AMP_TYPE.NAIVE", said, keyword_names(FP16NaiveMixedPrecision))
         return Amp(FP16NaiveMixedPrecision(**said), casts=True)
     raise ConfigError(f"mode is {mode!r}; pass AMP_TYPE.TORCH or AMP_TYPE.NAIVE")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini.comm.peers import ModelRanks, Topic
-from gemini.optim.norm_over_ranks import NormOverRanks
+from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks
 
 from .bucket import Bucket
 from .collectives import Collectives
@@ -42,6 +42,20 @@ def total_norm(
         return torch.zeros((), dtype=torch.float32, device=device)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
     return total
+
+
+def count_zeros(gradients: Gradients, collectives: Collectives, model_ranks: ModelRanks | None = None) -> int:
+    """Return how many elements are 0 over the parts of all ranks, ``model_ranks`` too; ``gradients`` as for
+    :func:`total_norm`."""
+    found = 0
+    for shard, part in gradients:
+        if model_ranks is not None and not model_ranks.counts(shard.param):
+            continue
+        if part is not None:
+            found += part.numel() - int(torch.count_nonzero(part))
+        if model_ranks is not None and collectives.part == 0:
+            found -= model_ranks.filling(shard.param)
+    return sum_over_ranks(found, [collectives] if model_ranks is None else [collectives, model_ranks.peers])
 
 
 def any_overflow(

@@ -17,7 +17,7 @@ from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.runtime.intercept.one_type import run_backward
 
 from .collectives import Collectives, Traffic
-from .norms import any_overflow, total_norm
+from .norms import any_overflow, count_zeros, total_norm
 from .options import (
     check_norm,
     check_optimizer,
@@ -60,6 +60,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, for fp16 parameters; others are not scaled.
         clip_grad_norm, norm_type: clip the global gradient norm in every step; 0 does not.
+        log_num_zeros_in_grad: count in every step the elements of gradients that are 0, for
+            :meth:`get_num_zeros_in_grad`.
         reduce_bucket_size: elements that are sent at a time; a larger parameter goes alone.
         communication_dtype: what gradients are sent as. ``None``: as they are, and as fp32 after local
             accumulation. They are summed in fp32 in any case.
@@ -98,6 +100,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         max_scale: float = 2**24,
         clip_grad_norm: float = 0.0,
         norm_type: float = 2.0,
+        log_num_zeros_in_grad: bool = False,
         reduce_bucket_size: int = 1024 * 1024,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = False,
@@ -117,6 +120,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.stage = stage
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
+        self._counts_zeros = log_num_zeros_in_grad
         self.collectives = Collectives(dp_process_group, device_of(optimizer), cuts=stage > 0)
         self._model_ranks = model_ranks
         self._copies: list[tuple[ParamShard, Peers]] = []
@@ -262,13 +266,17 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.sharded.refuse_others(self.param_groups)
         scale = self.loss_scale and self.loss_scale.scale
         settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
+        settings += ", zeros counted" if self._counts_zeros else ""
         self._require_same(f"step with {settings}")
         self._settle()
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
             self.clip_grad_by_norm(self.clip_grad_norm)
         overflowed, self._grad_norm = self._overflowed, self._measured
+        self._num_zeros_in_grad = None
         if not overflowed:
+            if self._counts_zeros:
+                self._num_zeros_in_grad = count_zeros(self._gradients(), self.collectives, self._model_ranks)
             self._update()
         self.zero_grad()
         if self.loss_scale is not None:

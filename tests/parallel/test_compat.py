@@ -359,7 +359,6 @@ def test_types_of_mixed_precision_are_those_of_a_booster() -> None:
     for mode, config, error in (
         (types.APEX, {"opt_level": "O2"}, ConfigError),
         (types.APEX, {"keep_batchnorm_fp32": True}, ConfigError),
-        (types.NAIVE, {"log_num_zeros_in_grad": True}, ConfigError),
         (types.TORCH, {"initial_scale": 2}, TypeError),
         ("torch", None, ConfigError),
     ):

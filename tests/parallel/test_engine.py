@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemini import ConfigError
-from gemini.parallel import Booster, GeminiPlugin, LowLevelZeroOptimizer, TorchDDPPlugin
+from gemini import ConfigError, HybridAdam
+from gemini.parallel import Booster, GeminiPlugin, LowLevelZeroOptimizer, LowLevelZeroPlugin, TorchDDPPlugin
 from gemini.parallel.booster.mixed_precision import (
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
@@ -383,3 +383,27 @@ def test_a_loader_shuffles_by_its_seed_anew_in_every_pass() -> None:
     assert passes(6) != [first, second]
     plain = get_dataloader(data, add_sampler=False, batch_size=32)
     assert next(iter(plain))[0].tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("plugin", [GeminiPlugin, LowLevelZeroPlugin])
+def test_naive_precision_counts_zeros_of_gradients_and_none_of_a_skipped_step(plugin: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].bias[:3] = -100.0  # three units are off
+    batch = torch.rand(4, 4) + 1
+    model(batch).square().mean().backward()
+    zeros = sum(int((param.grad == 0).sum()) for param in model.parameters())
+    model.zero_grad()
+    precision = FP16NaiveMixedPrecision(initial_scale=2.0**6, log_num_zeros_in_grad=True)
+    booster = Booster(precision, plugin())
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=0.0))
+    found = []
+    for factor in (1.0, 1e9):
+        loss = model(batch).float().square().mean() * factor
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(optimizer.get_num_zeros_in_grad())
+    assert zeros >= 3 * (4 + 1 + 2)
+    assert found == [zeros, None]

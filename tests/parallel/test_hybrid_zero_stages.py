@@ -20,6 +20,7 @@ from gemini.parallel import Booster, HybridParallelPlugin
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"tp_plan": LANGUAGE_PLAN, "num_microbatches": 4, "max_norm": MAX_NORM}
+OPTIONS["log_num_zeros_in_grad"] = True
 
 
 def boosted(stage: int, optimizer: Any = CPUAdam, **options: Any) -> tuple[Booster, Any, Any, Any]:
@@ -43,7 +44,7 @@ def whole_weights(booster: Booster, model: Any) -> dict[str, torch.Tensor]:
 def _train(stage: int, batches: int, waits: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Train ``STEPS`` steps of ``batches`` batches; all but the last under ``no_sync`` if it ``waits``."""
     booster, model, optimizer, _ = boosted(stage, **options)
-    ranks, losses, norms = booster.plugin.data_ranks, [], []
+    ranks, losses, norms, zeros = booster.plugin.data_ranks, [], [], []
     for step in range(STEPS):
         for index, part in enumerate(batch_of(step).chunk(ranks.size)[ranks.number].chunk(batches)):
             with booster.no_sync(model) if waits and index < batches - 1 else nullcontext():
@@ -51,8 +52,9 @@ def _train(stage: int, batches: int, waits: bool, options: dict[str, Any]) -> di
         optimizer.step()
         losses.append(float(loss))
         norms.append(optimizer.get_grad_norm())
+        zeros.append(optimizer.get_num_zeros_in_grad())
     held = sum(v.numel() for state in optimizer.optim.state.values() for v in state.values() if v.dim())
-    found = {"losses": losses, "norms": norms, "weights": whole_weights(booster, model)}
+    found = {"losses": losses, "norms": norms, "zeros": zeros, "weights": whole_weights(booster, model)}
     found |= {"exchanges": optimizer.traffic.num_reduces, "states": held}
     booster.plugin.mesh.leave("ended the test")
     optimizer.close()
@@ -73,13 +75,23 @@ def _train_each(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [_train(stage, 1, False, options) for stage in (0, 1, 2)]
 
 
+def zeros_of_first_step() -> int:
+    """Return how many elements of the first gradient are 0 on one process."""
+    model = language()
+    loss_of(model(batch_of(0)), batch_of(0)).backward()
+    return sum(int((p.grad == 0).sum()) for p in model.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_are_equal_to_the_bit_and_near_one_process(layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     wanted = train_whole(STEPS)
+    zeros = zeros_of_first_step()
     for whole, cut, cut_more in run_on_ranks(_train_each, ranks, options):
         assert whole["losses"] == pytest.approx(wanted.losses, rel=1e-5)
         assert whole["norms"] == pytest.approx(wanted.norms, rel=1e-6)
+        assert whole["zeros"][0] == zeros
+        assert whole["zeros"] == cut["zeros"] == cut_more["zeros"]
         for name, value in whole["weights"].items():
             assert torch.allclose(value, wanted.weights[name], atol=1e-5)
         for other in (cut, cut_more):
@@ -89,6 +101,21 @@ def test_stages_are_equal_to_the_bit_and_near_one_process(layout: str) -> None:
         assert whole["exchanges"] == cut["exchanges"] == (STEPS if copies > 1 else 0)
         assert cut["states"] <= whole["states"] // copies + 64
         assert whole["states"] > 0
+
+
+def _zeros_of_chunks() -> int | None:
+    booster, model, optimizer, _ = boosted(3, tp_size=2)
+    ranks = booster.plugin.data_ranks
+    part = batch_of(0).chunk(ranks.size)[ranks.number]
+    booster.execute_pipeline(iter([part]), model, loss_of, optimizer)
+    optimizer.step()
+    found: int | None = optimizer.get_num_zeros_in_grad()
+    booster.plugin.mesh.leave("ended the test")
+    return found
+
+
+def test_zeros_in_chunks_are_those_of_the_whole_model_without_what_fills_its_parts_up() -> None:
+    assert run_on_ranks(_zeros_of_chunks, 4) == [zeros_of_first_step()] * 4  # 37 rows are cut in two
 
 
 def _accumulate() -> list[dict[str, Any]]:

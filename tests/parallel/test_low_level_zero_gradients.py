@@ -203,6 +203,40 @@ def test_norm_is_over_all_ranks_and_the_same_on_each() -> None:
     assert every[0] == pytest.approx(want, rel=1e-5)
 
 
+def _zeros() -> list[int | None]:
+    found = []
+    for stage in (0, 1, 2):
+        model, batch = sparse_net(), own_part(tokens_of(0))
+        optimizer = LowLevelZeroOptimizer(
+            adamw(model.parameters()), stage=stage, log_num_zeros_in_grad=True, clip_grad_norm=0.1
+        )
+        found.append(optimizer.get_num_zeros_in_grad())
+        optimizer.backward(model(batch).square().mean())
+        optimizer.step()
+        found.append(optimizer.get_num_zeros_in_grad())
+    return found
+
+
+def sparse_net() -> nn.Module:
+    """Return a network whose embedding has rows that no batch uses."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(31, 5), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_zeros_of_gradients_are_counted_over_all_ranks_where_asked_for(ranks: int) -> None:
+    model = sparse_net()
+    model(tokens_of(0)).square().mean().backward()
+    zeros = sum(int((p.grad == 0).sum()) for p in model.parameters() if p.grad is not None)
+    assert zeros >= 14 * 5  # tokens are below 17
+    assert run_on_ranks(_zeros, ranks) == [[None, zeros] * 3] * ranks
+    other = sparse_net()
+    optimizer = LowLevelZeroOptimizer(adamw(other.parameters()))
+    optimizer.backward(other(tokens_of(0)).square().mean())
+    optimizer.step()
+    assert optimizer.get_num_zeros_in_grad() is None
+
+
 def test_gradients_that_arrive_after_clipping_are_refused_and_zero_grad_forgets_them() -> None:
     model = odd_net()
     optimizer = LowLevelZeroOptimizer(adamw(model.parameters()))

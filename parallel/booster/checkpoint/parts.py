@@ -120,7 +120,7 @@ class Parts:
         def counts(param: torch.Tensor) -> bool:
             return id(param) not in elsewhere and self.partition.counts(param)
 
-        return ModelRanks(every, counts, [layers] if layers is not None else [])
+        return ModelRanks(every, counts, [layers] if layers is not None else [], self.partition.filling)
 
     def refuse_as_whole(self, boosted: nn.Module) -> None:
         """Have ``state_dict()`` of a ``boosted`` model, of the module in it, and of every module with a part

@@ -35,7 +35,11 @@ _UPDATED = keyword_names(GeminiOptimizer) - {"optim", "model"}
 _SCALES = frozenset(("initial_scale", "min_scale", "max_scale", "hysteresis", "growth_interval"))
 _SCALES |= {"growth_factor", "backoff_factor"}
 _SENT = frozenset(("communication_dtype", "overlap_communication", "cpu_offload", "reduce_bucket_size_in_m"))
-_REPLICATED = _SCALES | _SENT | {"max_norm", "norm_type", "mixed_precision", "keep_fp32", "cast_inputs"}
+_REPLICATED = (
+    _SCALES
+    | _SENT
+    | {"max_norm", "norm_type", "log_num_zeros_in_grad", "mixed_precision", "keep_fp32", "cast_inputs"}
+)
 
 
 class Wrapped(NamedTuple):

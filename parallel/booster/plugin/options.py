@@ -20,6 +20,7 @@ _SCALER = frozenset(
         "growth_interval",
         "hysteresis",
         "max_scale",
+        "log_num_zeros_in_grad",
     )
 )
 
@@ -50,7 +51,7 @@ def with_precision(
     if isinstance(settings, FP16NaiveMixedPrecision):
         if twice := sorted(scaler.keys() & _SCALER):
             raise ConfigError(
-                f"the loss scale's {', '.join(twice)} were given to {plugin} and to FP16NaiveMixedPrecision; "
+                f"{', '.join(twice)} were given to {plugin} and to FP16NaiveMixedPrecision; "
                 "give them to one of them"
             )
         scaler = {**scaler, **vars(settings)}
