@@ -383,6 +383,11 @@ def _remove_leftovers(root: Path) -> None:
         _remove(partial)
 
 
+def only_unfinished(root: Path) -> bool:
+    """Return whether ``root`` holds nothing but saves that were killed: none of them can be loaded."""
+    return len(_own_directories(root, partial=True)) == len(list(root.iterdir()))
+
+
 def _own_directories(root: Path, *, partial: bool) -> list[Path]:
     """Return the checkpoints in ``root`` that have their name, or those that are being written."""
     if not root.is_dir():

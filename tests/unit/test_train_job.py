@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -252,10 +253,33 @@ def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> N
     assert run(config, resume=True).summary.last_step == 6
 
 
-def test_run_killed_in_its_first_save_has_one_way_out(config: TrainConfig) -> None:
-    assert config.checkpoint is not None
+@pytest.mark.parametrize("left", [[], ["step-00000001.partial"]], ids=["nothing", "a part"])
+def test_run_killed_in_its_first_save_starts_anew(config: TrainConfig, left: list[str]) -> None:
+    checkpoint = Path(str(config.checkpoint), "checkpoint")
     run(config, steps=1)
-    (Path(config.checkpoint, "checkpoint") / "state").unlink()
+    (checkpoint / "state").unlink()
+    for name in left:
+        (checkpoint / name).mkdir()
+        (checkpoint / name / "weights").write_bytes(b"half")
+    directory = RunDirectory(checkpoint.parent, fake_is_complete)
+    assert not directory.holds_run()  # --resume auto asks this
+    directory.release()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*leave out --resume"):
+        run(config, resume=True)
+    assert run(config).summary.first_step == 0
+    assert [file.name for file in checkpoint.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize("damage", ["files", "disk"])
+def test_run_whose_checkpoint_has_lost_files_has_one_way_out(config: TrainConfig, damage: str) -> None:
+    checkpoint = Path(str(config.checkpoint), "checkpoint")
+    run(config, steps=1)
+    if damage == "files":
+        (checkpoint / "state").rename(checkpoint / "other")
+    else:
+        shutil.rmtree(checkpoint)
+        checkpoint.parent.with_name("unmounted").mkdir()
+        checkpoint.symlink_to(checkpoint.parent.with_name("unmounted"))
     for options in ({}, {"resume": True}):
         with pytest.raises(GeminiError, match=r"no complete checkpoint in .*start over with --overwrite"):
             run(config, **options)

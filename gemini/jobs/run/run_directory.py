@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from gemini.checkpoint.directory import only_unfinished
 from gemini.errors import CheckpointError, ConfigError
 from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
@@ -212,16 +213,19 @@ class RunDirectory:
                 ) from error
 
     def _has_checkpoint(self) -> bool:
-        """Return whether there is one, complete or not. An empty directory that no run has made is none."""
+        """Return whether there is one, complete or not. What a run leaves that is killed before its first
+        save is whole is none. Behind a link nothing may mean that a disk is not mounted."""
         with io_errors("look for an older run", self.checkpoint):
             if not self.checkpoint.exists():
                 return False
-            return self._run.exists() or any(self.checkpoint.iterdir())
+            if self.checkpoint.is_symlink() and not any(self.checkpoint.iterdir()):
+                return self._run.exists()
+            return not only_unfinished(self.checkpoint)
 
     def _incomplete(self) -> str:
         return (
-            f"no complete checkpoint in {self.path}: its run was stopped while it saved its first, or files "
-            f"of {self.checkpoint} are gone; start over with --overwrite, or choose another directory"
+            f"no complete checkpoint in {self.path}: files of {self.checkpoint} are gone (is its disk "
+            "mounted?); start over with --overwrite, or choose another directory"
         )
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
