@@ -43,9 +43,8 @@ class SequenceAttention:
     def __init__(self, axis: Axis | None, order: Order, method: str) -> None:
         self.axis, self.order, self.method = axis, order, method
         self._threads = threading.local()
-        self._lengths: dict[
-            int, int
-        ] = {}  # of sequences that were cut inside of the model, by that of a part
+        # Of sequences, without what fills them up, by that of a part.
+        self._lengths: dict[int, int] = {}
 
     def __call__(
         self,
@@ -122,8 +121,12 @@ class SequenceAttention:
     def begin(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of hidden states (batch, length, features), of any length."""
         part = self.part_of(whole)
-        self._lengths[part.size(1)] = whole.size(1)
+        self.has_cut(whole.size(1))
         return part
+
+    def has_cut(self, length: int) -> None:
+        """Note the length of sequences that are cut: nobody attends to what fills them up."""
+        self._lengths[self.order.padded(length) // self.order.size] = length
 
     def end(self, part: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that all ranks go on with."""
@@ -138,8 +141,7 @@ class SequenceAttention:
         return self.order.part(filled(whole, missing, 0) if missing else whole, self.axis.rank, 1)
 
     def length_of(self, length: int) -> int:
-        """Return that of the sequence of which parts have ``length``: without what was filled up inside of
-        the model, where it was cut there."""
+        """Return that of the sequence of which parts have ``length``, as it was when it was cut."""
         return self._lengths.get(length, self.order.size * length)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceAttention:

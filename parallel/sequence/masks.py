@@ -20,8 +20,9 @@ class AttentionMask:
     what is added to scores.
 
     ``mask`` broadcasts to (batch, heads, rows, keys). Its rows are those of all queries, of this rank's, or
-    one for all; its keys all keys or, with one row, this rank's. ``here``: how many queries and keys this
-    rank has; ``whole``: of how many they are, without what fills up the last parts.
+    one for all; its keys all keys or, with one row, this rank's. "All" may be with what fills up the last
+    parts, which nobody sees. ``here``: how many queries and keys this rank has; ``whole``: of how many they
+    are, without what fills up.
     """
 
     mask: torch.Tensor | None
@@ -37,7 +38,8 @@ class AttentionMask:
         if self.causal:
             raise ConfigError("attention has a mask and is_causal=True; torch takes one of them")
         rows, keys = (1, *self.mask.shape)[-2:]
-        if keys in (1, self.whole[1]) and rows in (1, self.here[0], self.whole[0]):
+        all_rows, all_keys = self._filled()
+        if keys in (1, self.whole[1], all_keys) and rows in (1, self.here[0], self.whole[0], all_rows):
             return
         if keys == self.here[1] and rows == 1:
             return
@@ -60,9 +62,7 @@ class AttentionMask:
         """Return the mask of this rank's queries, or one row for all, and all keys, with those that fill up
         the last parts hidden. All ranks call this."""
         mask = self._of_all_keys()
-        rows, keys = (
-            self.axis.size * here - whole for here, whole in zip(self.here, self.whole, strict=True)
-        )
+        rows, keys = (filled - whole for filled, whole in zip(self._filled(), self.whole, strict=True))
         if keys and mask is None and not self.causal:  # who looks back does not see them
             mask = torch.ones(1, 1, 1, self.whole[1], dtype=torch.bool, device=device)
         if mask is None:
@@ -78,7 +78,16 @@ class AttentionMask:
         if self.mask is None:
             return None
         mask = self.mask[(None,) * (4 - self.mask.dim())]
-        return self._gathered(mask, _KEYS) if mask.size(_KEYS) == self.here[1] else mask
+        if mask.size(_KEYS) == self.here[1]:
+            mask = self._gathered(mask, _KEYS)
+        for dim, filled in zip((_ROWS, _KEYS), self._filled(), strict=True):
+            if mask.size(dim) == filled:
+                mask = mask.narrow(dim, 0, self.whole[dim - _ROWS])
+        return mask
+
+    def _filled(self) -> tuple[int, int]:
+        """Return how many queries and keys all ranks have, with what fills up."""
+        return self.axis.size * self.here[0], self.axis.size * self.here[1]
 
     def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:
         if mask.requires_grad:

@@ -57,6 +57,7 @@ class SequenceParallel:
         self.shifts_labels = True
         self.looks_back_only = True
         self.refuses_labels = False
+        self._hides_filled = True  # False: by masks of batches, which models of transformers take
 
     @property
     def rank(self) -> int:
@@ -79,7 +80,10 @@ class SequenceParallel:
         shifts_labels: bool = True,
         padding: float = 0,
     ) -> Batch:
-        """Return this rank's part of whole sequences, which all ranks of the axis have."""
+        """Return this rank's part of whole sequences, which all ranks of the axis have. A model of one's own
+        attends to sequences of the length that was cut last, of those with parts of one length."""
+        if self._hides_filled:
+            self.attention.has_cut(inputs.size(1))
         return cut_batch(
             inputs,
             labels,
@@ -102,6 +106,7 @@ class SequenceParallel:
         of a part."""
         inner = find_pretrained(model)
         if inner is not None:
+            self._hides_filled = False
             replace_attention(inner, self.attention, cuts_blocks=cuts_blocks)
         else:
             replace_torch_attention(model, self.attention)
@@ -129,6 +134,8 @@ class SequenceParallel:
             raise ConfigError(f"a batch has input_ids or inputs_embeds; this one has {', '.join(batch)}")
         length = tokens.size(1)
         missing = self.order.padded(length) - length
+        if self._hides_filled:
+            self.attention.has_cut(length)
         found = dict(batch)
         if "labels" in found and self.refuses_labels:
             raise ConfigError(

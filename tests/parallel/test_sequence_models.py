@@ -40,7 +40,8 @@ class Attention(nn.Module):
 
 
 class Language(nn.Module):
-    """A causal model of tokens and positions; of torch's blocks, or of others."""
+    """A model of tokens and positions; of torch's blocks, or of others. "both ways" and "padding" look ahead
+    too, the latter past tokens of one kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Language(nn.Module):
         self.recomputes = False
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(64, WIDTH)
-        if kind == "torch":
+        if kind != "functions":
             layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
             self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).layers
         else:
@@ -64,6 +65,8 @@ class Language(nn.Module):
                     "src_mask": nn.Transformer.generate_square_subsequent_mask(x.size(1)),
                     "is_causal": True,
                 }
+            elif self.kind == "padding":
+                options = {"src_key_padding_mask": ids == 1}
             x = (
                 checkpoint(block, x, use_reentrant=False, **options)
                 if self.recomputes
@@ -124,7 +127,9 @@ def compare(kind: str, method: str, recomputes: bool) -> dict[str, float]:
     return errors
 
 
-@pairs(kind=["torch", "functions"], recomputes=[False, True], method=["ulysses", "ring"])
+@pairs(
+    kind=["torch", "functions", "both ways", "padding"], recomputes=[False, True], method=["ulysses", "ring"]
+)
 def test_model_on_parts_computes_what_the_whole_one_does(kind: str, recomputes: bool, method: str) -> None:
     for errors in run_on_ranks(compare, 3, kind, method, recomputes):
         assert max(errors.values()) <= TOLERANCE, errors
