@@ -1,8 +1,9 @@
 """Refuse words that make a sentence hard to read: ``python scripts/prose.py FILE...``
 
-Two lists: proselint's (cliches, archaisms, redundancies, repeated words), and INSTEAD, because proselint takes
-no words of ours: phrases that this project once wrote again and again. Code is left out: fenced and indented
-blocks, and what stands in backticks. Prints ``file:line: phrase: what to write``; the exit code is 1 after a hit.
+Two lists: proselint's (cliches, archaisms, redundancies, repeated words), and INSTEAD, because proselint
+takes no words of ours: phrases that this project once wrote again and again. Code is left out: fenced and
+indented blocks, and what stands in backticks. Prints ``file:line: phrase: what to write``; the exit code is
+1 after a hit.
 """
 
 from __future__ import annotations
