@@ -78,7 +78,9 @@ class RecomputeReport:
             yield f"  {name} cannot be recomputed: {reason}."
 
 
-class _Judged(NamedTuple):
+class Judged(NamedTuple):
+    """What simulation says of the step in which some number of blocks is recomputed."""
+
     cost: float
     seconds: float
     moves: bool  # anything between tiers
@@ -103,20 +105,20 @@ def choose_blocks(
     spans = spans_of(trace, calls, copy_bytes_per_second)
     order = _by_value(trace, spans)
 
-    def judge(count: int) -> _Judged:
+    def judge(count: int) -> Judged:
         derived = recomputed(trace, _of_blocks(spans, order[:count]), copy_bytes_per_second)
         try:
             step = choose_plan(Iteration.of_trace(derived, overlap=overlap), machine).simulation
         except OutOfBudgetError:
-            return _Judged(_NEVER, _NEVER, moves=True)
+            return Judged(_NEVER, _NEVER, moves=True)
         # What is written was copied into its chunk before, as far as it was an activation.
         written = step.link_bytes["d2h"] + step.link_bytes["disk_write"]
         copied = min(written, activation_bytes(derived)) / copy_bytes_per_second
         moving = sum(step.link_seconds.values())
         taken = max(machine.transfers_take, _MOVING) * moving
-        return _Judged(step.step_seconds + copied + taken, step.step_seconds + copied, moving > 0)
+        return Judged(step.step_seconds + copied + taken, step.step_seconds + copied, moving > 0)
 
-    count, best, without = _search(judge, len(order))
+    count, best, without = best_count(judge, len(order))
     worth_it = without.moves and best.cost < (1 - _WORTH_IT) * without.cost and best.seconds < without.seconds
     blocks = frozenset(order[:count]) if worth_it else frozenset()
     taken = _of_blocks(spans, blocks)
@@ -150,7 +152,7 @@ def _by_value(trace: Trace, spans: Sequence[Span]) -> list[int]:
     return sorted(worth, key=lambda block: (-freed[block] / max(takes[block], 1e-9), block))
 
 
-def _search(judge: Callable[[int], _Judged], most: int) -> tuple[int, _Judged, _Judged]:
+def best_count(judge: Callable[[int], Judged], most: int) -> tuple[int, Judged, Judged]:
     """Return the best number of blocks, and what was judged of it and of none: some evenly spaced numbers
     first, then those between the neighbours of the best, by halves. Of numbers that are nearly as good it is
     the least: what computing again takes besides, no trace has shown."""

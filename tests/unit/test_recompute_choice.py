@@ -8,7 +8,7 @@ import pytest
 
 from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.machine import Machine
-from gemini.placement.recompute import RecomputeChoice, RecomputeReport, choose_blocks
+from gemini.placement.recompute import Judged, RecomputeChoice, RecomputeReport, best_count, choose_blocks
 from gemini.placement.recomputed_trace import BlockCall, recomputed, spans_of
 
 _MB = 10**6
@@ -170,3 +170,25 @@ def test_the_report_names_what_is_recomputed_and_what_cannot_be() -> None:
     assert "(h.0)" in text
     assert "h.1 cannot be recomputed: it changes its attributes" in text
     assert "not chosen yet" in "".join(RecomputeReport((), (), 3, None).lines())
+
+
+@pytest.mark.parametrize("most", [*range(14), 40])
+def test_the_best_number_of_blocks_is_found_wherever_it_is(most: int) -> None:
+    for best in range(most + 1):
+        asked: list[int] = []
+
+        def judge(count: int, best: int = best, asked: list[int] = asked) -> Judged:
+            asked.append(count)
+            return Judged(1.0 + 0.1 * abs(count - best), float(count), moves=True)
+
+        count, found, without = best_count(judge, most)
+        assert (count, found.seconds, without.seconds) == (best, best, 0)
+        assert len(asked) == len(set(asked)) <= 11
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"), [([1.0] * 9, 0), ([1.5, 1.019, 1.0, 1.0, 1.5], 1), ([2, 1.03, 1], 2)]
+)
+def test_of_numbers_nearly_as_good_it_is_the_least(costs: list[float], expected: int) -> None:
+    count, _, _ = best_count(lambda count: Judged(costs[count], 0.0, moves=True), len(costs) - 1)
+    assert count == expected
