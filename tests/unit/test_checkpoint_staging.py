@@ -235,3 +235,21 @@ def test_a_failed_write_says_where_and_the_staging_goes_on(
         first.close()
         write_all(second, data)
     assert (tmp_path / "1").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"), [("open", "create"), ("pwrite", "write"), ("fsync", "sync")], ids=lambda text: text
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_an_error_without_a_number_is_one_of_input_and_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, doing: str, staged: bool
+) -> None:
+    def nameless(*_arguments: object) -> int:
+        raise OSError("the link is down")
+
+    with closing(Staging()) as staging:
+        monkeypatch.setattr(os, call, nameless)
+        with pytest.raises(IoError, match=f"cannot {doing} the checkpoint: the link is down") as caught:
+            write_all(SealedFile(tmp_path / "0", staging if staged else None), b"a" * 100)
+        monkeypatch.undo()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "0"))

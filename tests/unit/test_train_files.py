@@ -239,6 +239,22 @@ def test_weights_that_cannot_be_set_aside_are_an_io_error(tmp_path: Path) -> Non
         file.write(weights)
 
 
+def test_weights_that_are_set_aside_come_back_in_order_and_in_fp32(tmp_path: Path) -> None:
+    weights = [
+        ("turned", torch.arange(6.0).view(2, 3).t()),
+        ("half", torch.tensor(0.1, dtype=torch.bfloat16)),
+        ("empty", torch.empty(0, 4)),
+        ("last", torch.full((70,), 3.5)),
+    ]
+    with WeightFile(tmp_path) as file:
+        file.write(weights)
+        found = list(file.read())
+    assert [name for name, _ in found] == ["turned", "half", "empty", "last"]
+    for (_, values), (_, weight) in zip(found, weights, strict=True):
+        assert values.dtype is torch.float32
+        assert torch.equal(values, weight.float())
+
+
 def linked_checkpoint(config: TrainConfig, target: Path) -> Path:
     """Return the checkpoint directory of the run, a link to ``target``."""
     link = Path(str(config.checkpoint), "checkpoint")
