@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gemini import ConfigError, CPUAdam
 from gemini.cli.main import main
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.layout_plan import LayoutPlan
+from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, model_bytes
 
 OPTIONS: dict[str, Any] = {"tp_plan": LANGUAGE_PLAN, "num_microbatches": 4}
 
@@ -207,3 +208,21 @@ def test_experts_are_planned_in_any_type(sizes: dict[str, Any]) -> None:
         ) // (2 if sizes.get("sp_size") else 1)
         held.append(sum(rank.activation_bytes for rank in plan.ranks))
     assert held[1] > held[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [
+        (0, (14, 4 * (7 + 7), 12 * 7)),  # a sum is exchanged beside the gradient
+        (1, (14, 4 * (7 + 4), 12 * 4)),
+        (2, (14, 4 * 7, 12 * 4)),
+        (3, (2 * 4, 4 * 4, 12 * 4)),
+    ],
+)
+def test_of_seven_elements_each_stage_cuts_what_it_says(stage: int, sizes: tuple[int, int, int]) -> None:
+    """Two copies of a bf16 parameter: each has a part of four elements, with two moments and a master."""
+    param = torch.nn.Parameter(torch.empty(7, dtype=torch.bfloat16))
+    choices = LayoutChoices(Layout(dp=2), zero_stage=stage)
+    assert model_bytes([param], choices) == sizes
+    frozen = torch.nn.Parameter(param.data, requires_grad=False)
+    assert model_bytes([frozen], choices) == (sizes[0], 0, 0)

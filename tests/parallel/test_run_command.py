@@ -100,6 +100,13 @@ def test_ranks_meet_at_the_machine_that_gets_the_first_of_them() -> None:
     assert first_to_listen(["localhost"], None, ["localhost"]) == (["localhost"], "localhost")
 
 
+@pytest.mark.parametrize(("index", "count"), [(-1, 2), (2, 2), (3, 2)])
+def test_a_machine_that_is_none_of_them_is_refused(index: int, count: int) -> None:
+    assert Node(index=count - 1, count=count).index == 1
+    with pytest.raises(ConfigError, match=f"--node-rank is {index} of {count} machines"):
+        Node(index=index, count=count)
+
+
 def test_this_machine_is_known_by_its_addresses() -> None:
     assert is_this_machine("localhost")
     assert is_this_machine("127.0.0.1")

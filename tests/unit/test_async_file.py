@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gemini import _C
-from gemini.errors import IoError, StateError
+from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload import AsyncFile
 
 KIB = 2**10
@@ -140,3 +140,12 @@ def test_a_file_system_in_memory_is_copied_to_by_a_thread_per_processor(
         file.wait(file.write(written.data_ptr(), 4 * MIB, 0))
         file.wait(file.read(read.data_ptr(), 4 * MIB, 0))
         assert torch.equal(read, written)
+
+
+@pytest.mark.parametrize(("nbytes", "depth"), [(0, 4), (-1, 4), (MIB, 0), (MIB, -1), (MIB, 2**20)])
+def test_sizes_and_depths_that_cannot_be_are_refused_with_both_numbers(
+    tmp_path: Path, nbytes: int, depth: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"AsyncFile of {nbytes} bytes with depth {depth}: both must be"):
+        AsyncFile(tmp_path, nbytes, depth=depth)
+    assert list(tmp_path.iterdir()) == []

@@ -281,9 +281,9 @@ def test_one_bit_in_any_block_is_found(tmp_path: Path, wide: Wide, kind: str, bl
     checkpoint.load(tmp_path, *wide)
     assert_equal(contents(wide), before)
     step(wide)
-    with pytest.raises(
-        DamagedError, match=f"{file.name} is damaged: bytes {BLOCK_BYTES if block > 0 else ''}"
-    ):
+    begin = range(0, len(content), BLOCK_BYTES)[block]
+    end = min(begin + BLOCK_BYTES, len(content))
+    with pytest.raises(DamagedError, match=f"{file.name} is damaged: bytes {begin} to {end} are not those"):
         checkpoint.load(newest, *wide)
 
 

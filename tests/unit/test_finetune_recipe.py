@@ -227,6 +227,15 @@ def test_rows_that_are_filled_up_learn_nothing_from_what_fills_them() -> None:
     assert num_learned(batch) == 5
 
 
+def test_a_fingerprint_is_of_the_tokens_and_of_where_texts_end() -> None:
+    def fingerprint(*texts: list[int]) -> str:
+        return Samples(texts, seq=4, pad=None, directory=None).fingerprint
+
+    whole = fingerprint([1, 2, 3, 4], [5])
+    assert fingerprint([1, 2, 3, 4], [], [5]) == whole
+    assert len({whole, fingerprint([1, 2, 3, 9], [5]), fingerprint([1, 2, 3], [4, 5])}) == 3
+
+
 @pytest.mark.parametrize("pad", [None, 0])
 def test_too_little_data_is_refused_with_its_number_of_tokens(pad: int | None) -> None:
     with pytest.raises(ConfigError, match=r"--data has \d tokens"):

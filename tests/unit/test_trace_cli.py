@@ -148,6 +148,24 @@ def test_ctrl_c_keeps_what_was_recorded(text: str, times: int) -> None:
     assert [step.number for step in recorder.timeline().steps] == [2, 3]
 
 
+class Noting(SilentDisplay):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep ``text``."""
+        self.notes.append(text)
+
+
+def test_each_step_says_whether_it_was_recorded(text: str) -> None:
+    config, display = TrainConfig(data=text, layers=1, hidden=32, heads=2, seq=32, steps=3), Noting()
+    assert record_training(config, warmup=1, display=display, keep=lambda _recorder: None) == 0
+    said = [note.rpartition("  ")[2] for note in display.notes if note.startswith("step ")]
+    assert said == ["not recorded: warmup", "recorded", "recorded"]
+
+
 def test_ctrl_c_before_the_recording_writes_nothing_and_says_so(text: str) -> None:
     kept: list[TimelineRecorder] = []
     config = TrainConfig(data=text, layers=1, hidden=32, heads=2, seq=32, steps=9)
