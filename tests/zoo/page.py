@@ -18,20 +18,20 @@ _HEAD = """# Models that are tried
 
 <!-- Written by `scripts/check.sh zoo`; the models are in tests/zoo/models.toml. -->
 
-{count} architectures, small and with random weights, in the versions of `constraints.txt`. `tests/zoo` asks
-of each:
+{count} architectures, small and with random weights, in the versions of `constraints.txt`. `tests/zoo` checks
+for each:
 
-- Three training steps with the budget of DEVICE that the table says and the rest on DISK have the losses
-  and weights of the unmanaged model with the same optimizer, bit for bit. So have an evaluation and
-  `generate` after each step. DEVICE stays within its budget.
-- Three steps with everything on DEVICE have the same losses and weights, too.
-- Activations are computed again in backward, where the library has that for the model.
-- A checkpoint of `gemini.checkpoint` is loaded into a fresh model with another budget; the next step is the
+- Three training steps with the table's budget of DEVICE and the rest on DISK give the losses and weights
+  of the unmanaged model with the same optimizer, bit for bit. An evaluation and `generate` after each step
+  give the same results, too. DEVICE stays within its budget.
+- Three steps with everything on DEVICE give the same losses and weights, too.
+- Activations are recomputed in backward, if the library supports it for the model.
+- A checkpoint of `gemini.checkpoint` loads into a fresh model with another budget; the next step is the
   same.
 - Under `mixed_precision="bf16"` a step with the budget has the bits of one without.
 
-"yes" is what holds, "-" what the model does not have. Models that are not here are likely to work; what
-does not, or gives other bits, is in [limits](limits.md).
+"yes" means that the test passes, "-" that the model does not have the feature. Other models are likely to
+work. [limits](limits.md) lists what does not work or gives other bits.
 """
 _COLUMNS = """
 ## {group}
