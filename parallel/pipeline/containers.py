@@ -193,6 +193,8 @@ class SharedContents:
         self._before = [_members(there) for _, there in self._pairs]
 
     def _in(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return _each(self._in, value)
         if not isinstance(value, torch.Tensor):
             return self._there.get(id(value), value)
         copy = self._on_meta(value)
@@ -232,7 +234,15 @@ class SharedContents:
             return self._originals[id(value)][2]
         if id(value) in self._here:
             return self._here[id(value)]
+        if isinstance(value, tuple):
+            return _each(lambda member: self._out(member, new), value)
         return tree_map(lambda each: new(each) if isinstance(each, torch.Tensor) else each, value)
+
+
+def _each(new: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a tuple of the class of ``value``, of what is ``new`` for its members."""
+    members = [new(member) for member in value]
+    return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
 
 
 def _members(value: Any) -> dict[Any, Any]:

@@ -157,6 +157,29 @@ class Tied(Model):
         self.head.weight = self.embed.weight
 
 
+class TurnedBlock(Block):
+    """Gets tensors in a tuple, by its keyword, and returns a tuple."""
+
+    def forward(self, x: Tensor, *, turn: Any) -> Any:  # type: ignore[override]
+        cos, sin = turn
+        y: Tensor = super().forward(x) * cos + x.flip(-1) * sin
+        return y, None
+
+
+class Turned(Model):
+    """More blocks than its tensors have dimensions: what is taken for a tuple loses one at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TurnedBlock() for _ in range(10))
+
+    def through(self, x: Tensor) -> Tensor:
+        angles = 0.1 * torch.arange(x.size(1)).unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x, turn=(angles.cos(), angles.sin()))[0]
+        return x
+
+
 def freeze_embedding(model: nn.Module, step: int) -> None:
     if step == 1:
         model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
@@ -190,6 +213,7 @@ class Criterion(nn.Module):
 
 CASES: dict[str, tuple[Any, ...]] = {
     "tasks": (ByTask, of_tasks, of_ids, nothing, None),
+    "tuples": (Turned, batch_of, loss_of, nothing, None),
     "blocks that count": (Counted, batch_of, loss_of, nothing, None),
     "counts that are set": (CountedAround, batch_of, loss_of, begin_again, None),
     "a tied weight frozen": (Tied, batch_of, loss_of, freeze_embedding, None),
