@@ -30,6 +30,7 @@ _HEADS_OF_SEQUENCES = (
     "ForNextSentencePrediction",
     "ForPreTraining",
 )
+_WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
 
 
@@ -37,12 +38,18 @@ def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
     """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"{name} has two sequences, an encoder's and a decoder's; they are not cut")
+        raise ConfigError(
+            f"{name} has two sequences, an encoder's and a decoder's; they are not cut: {_WITHOUT}"
+        )
     if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"{name} computes attention by itself, not by a function that can be replaced")
+        raise ConfigError(
+            f"{name} computes attention by itself, not by a function that can be replaced: {_WITHOUT}"
+        )
     mixing = _mixes_tokens(model)
     if mixing:
-        raise ConfigError(f"{name} mixes tokens outside of attention, by {mixing}: only those of a part")
+        raise ConfigError(
+            f"{name} mixes tokens outside of attention, by {mixing}: only those of a part; {_WITHOUT}"
+        )
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             f"{name} takes a loss of the routers over all tokens (config.output_router_logits), and each "
@@ -140,7 +147,7 @@ def _attend(
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ConfigError(
-                f"{type(module).__name__} gives attention a {name}, which is not known for parts"
+                f"{type(module).__name__} gives attention a {name}, which is not known for parts; {_WITHOUT}"
             )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -215,7 +222,7 @@ def _complete(
         if makes_its_own or any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
             raise ConfigError(
                 f"{type(model).__name__} makes position_ids of its input, which is a part of a sequence; "
-                "pass those of the whole one to SequenceParallel.cut"
+                "put those of the whole one into the batch, as position_ids"
             )
         given["position_ids"] = _positions(attention, model, tokens, given.get("attention_mask"))
     elif given.get("attention_mask") is None and is_causal(model):
