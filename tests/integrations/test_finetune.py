@@ -198,6 +198,19 @@ def test_adapters_merge_into_what_transformers_makes_of_them(config: FineTuneCon
     assert_same(LLAMA.from_pretrained(merged.summary.model), adapted.merge_and_unload().requires_grad_())
 
 
+def test_a_chat_template_that_does_not_end_is_refused(
+    config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"messages": [{"role": "user", "content": "some"}]}
+    Path(config.data).write_text(json.dumps(record) + "\n")
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    save_tokenizer(Path(config.model), chat_template=loops)
+    monkeypatch.setattr("gemini.jobs.finetune.checkpoint_directory._MOST_SECONDS", 0.1)
+    model = ModelDirectory(config)
+    with pytest.raises(ConfigError, match=r"template takes more than 0\.1 s for line 1 of .*data\.jsonl"):
+        list(model.tokens(model.tokenizer()))
+
+
 def test_messages_become_what_the_chat_template_makes_of_them(config: FineTuneConfig) -> None:
     messages = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
     Path(config.data).write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"text": "ab"}))

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, InputError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.documents import Document, data_files, documents
+from gemini.system.bounded import seconds_in
 from gemini.system.files import read_regular
 from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
+_OF_JINJA = "<template>"  # what it compiles a text as
+_MOST_SECONDS = 10  # a conversation of a thousand messages takes some milliseconds
 _WEIGHTS = (".safetensors", ".bin")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -146,7 +149,12 @@ def _encoded(tokenizer: Any, document: Document) -> list[int]:
             f"{document.place} has messages, and the tokenizer has no chat template; put chat_template.jinja "
             'beside tokenizer.json, or give documents with a "text"'
         )
-    with errors_of(f"the chat template refuses {document.place}", way_out="correct the roles"):
+    endless = InputError(
+        f"the chat template takes more than {_MOST_SECONDS} s for {document.place}; correct its loops, or "
+        "split the conversation"
+    )
+    refused = errors_of(f"the chat template refuses {document.place}", way_out="correct the roles")
+    with refused, seconds_in(_OF_JINJA, _MOST_SECONDS, endless):
         text = tokenizer.apply_chat_template(document.messages, tokenize=False)
     return _tokens(tokenizer, document, text, add_special_tokens=False)
 
