@@ -13,15 +13,19 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from transformers import TrainerState
 
 from gemini.checkpoint import latest
 from gemini.checkpoint.directory import identity_of
-from gemini.errors import CheckpointError, in_words
+from gemini.errors import CheckpointError, InputError
 from gemini.integrations.whole_files import partial_of
 from gemini.system.durable import rename, restore, set_aside_in, write_text
-from gemini.system.files import io_errors, parse_json, read_regular
+from gemini.system.files import io_errors
 from gemini.system.formats import KEY, Format
+from gemini.system.input_files import AGAIN, InputDirectory, errors_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +114,16 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def check(directory: Path) -> None:
-    """Look for all that a run needs to go on as if it had not ended. Raises CheckpointError, in one line."""
-    step = _read(directory / _STATE).get("global_step")
-    record = _read(directory / _RECORD) if (directory / _RECORD).exists() else None
+    """Look for all that a run needs to go on as if it had not ended. Raises CheckpointError, in one line.
+
+    Whatever transformers may open in the directory is a regular file inside it.
+    """
+    files_there = InputDirectory(directory)
+    for name in files_there.names:
+        if not (directory / name).is_dir():  # one in a file's place is refused where the file is read
+            files_there.check(name)
+    step = _step_of(files_there)
+    record = files_there.json(_RECORD, _MAX_BYTES) if _RECORD in files_there else None
     if record is None and not is_ours(directory):
         _check_plain(directory)
         return
@@ -156,33 +167,52 @@ def _check_save(directory: Path, record: dict[str, Any], step: object) -> None:
 def _check_plain(directory: Path) -> None:
     """Raise CheckpointError for a checkpoint of a Trainer that has no states."""
     for name in (_OPTIMIZER, SCHEDULER):
-        if not (directory / name).is_file():
+        if not (directory / name).exists():
             raise CheckpointError(f"{directory} has neither {FOLDER}/ nor {name}: {_FRESH}")
         _check_torch_file(directory / name)
 
 
 def _check_torch_file(path: Path) -> None:
     """Raise CheckpointError for what is no whole file of ``torch.save``. Nothing in it is looked at."""
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not there; copy all of a checkpoint")
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {in_words(error)}") from error
+    if not path.exists():
+        raise CheckpointError(f"{path} is not there; copy all of a checkpoint")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file; copy all of a checkpoint")
+    with errors_of(f"{path} is damaged"), zipfile.ZipFile(path) as file:
+        # torch stores members as they are: those that unpack to more than the file has are of another maker,
+        # and there is no end to what they may unpack to.
+        if sum(member.file_size for member in file.infolist()) > path.stat().st_size:
+            raise InputError(f"{path} is damaged: it unpacks to more than it has; {AGAIN}")
+        damaged = file.testzip()
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: {damaged} in it is not what was written")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_json(read_regular(path, _MAX_BYTES))
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise CheckpointError(f"cannot read {path}: {reason}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return document
+def _step_of(directory: InputDirectory) -> int:
+    """Return the step of a checkpoint, whose state transformers will take as it is."""
+    state = directory.json(_STATE, _MAX_BYTES)
+    path, step = directory.path / _STATE, state.get("global_step")
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise InputError(f"{path} is damaged: its global_step is {step!r:.200}, no number of steps; {AGAIN}")
+    # As it is declared, but for what the program of a Trainer turns into objects.
+    kinds = {**get_type_hints(TrainerState), "stateful_callbacks": dict}
+    for name, value in state.items():
+        if name not in kinds or not _is_of(value, kinds[name]):
+            raise InputError(
+                f"{path}: {name:.200} is {value!r:.200}, which transformers does not take; {AGAIN}"
+            )
+    if not all(isinstance(entry, dict) for entry in state.get("log_history", [])):
+        raise InputError(f"{path} is damaged: log_history has an entry that is no object; {AGAIN}")
+    return step
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Say whether a value of a document can be one of what a program declares."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = tuple(get_origin(kind) or kind for kind in kinds)
+    if type(value) in (int, float):
+        return (int in kinds or float in kinds) and not (isinstance(value, int) and abs(value) >= 2**63)
+    return type(value) in kinds
 
 
 _FRESH = (

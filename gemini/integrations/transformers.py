@@ -18,6 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
 from gemini.system.device import ran_out_of_memory
+from gemini.system.input_files import errors_of
 
 logger = logging.getLogger(__name__)
 
@@ -267,17 +269,32 @@ class GeminiTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leave weights to :meth:`_load_optimizer_and_scheduler` where it has them."""
         if not trainer_files.is_ours(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            with _resuming(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what :meth:`_save_optimizer_and_scheduler` has saved."""
         if checkpoint is None or not trainer_files.is_ours(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            with _resuming(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         folder = Path(checkpoint) / trainer_files.FOLDER
         load_keeping_random(folder, self.handle, unwrapped(self.optimizer))
-        state = torch.load(Path(checkpoint) / trainer_files.SCHEDULER, weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        with _resuming(checkpoint):
+            state = torch.load(Path(checkpoint) / trainer_files.SCHEDULER, weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _resuming(checkpoint):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with _resuming(checkpoint):
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_callback_state(self) -> None:
+        with _resuming(TRAINER_STATE_NAME):
+            super()._load_callback_state()  # type: ignore[misc]
 
     # -- what is logged --------------------------------------------------------------------------
 
@@ -301,6 +318,12 @@ class GeminiTrainerMixin:
                 raise
             self.handle.zero_grad()
             raise RuntimeError(f"{error}: out of memory.") from error  # what Accelerate looks for
+
+
+def _resuming(checkpoint: str | None) -> AbstractContextManager[None]:
+    """Return what names the checkpoint where something in it cannot be taken over. Without one a Trainer's
+    errors stay as they are."""
+    return nullcontext() if checkpoint is None else errors_of(f"cannot go on from {checkpoint}")
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]

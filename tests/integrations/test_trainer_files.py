@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from trainer_runs import Tokens, arguments, build, figures, ours, tight
 
@@ -64,9 +68,9 @@ def save_only_model(path: Path) -> None:
         ("gemini", replace_by_older, "of another save than it was saved with"),
         ("gemini/step-00000006/seal.json", Path.unlink, "no complete checkpoint"),
         ("gemini/step-00000006/optimizer.index.json", truncate, "is damaged"),
-        ("gemini.json", truncate, "cannot read"),
+        ("gemini.json", truncate, "copy or download the file again"),
         ("gemini.json", save_only_model, "save_only_model"),
-        ("trainer_state.json", truncate, "cannot read"),
+        ("trainer_state.json", truncate, "copy or download the file again"),
         ("trainer_state.json", Path.unlink, "cannot read"),
         ("trainer_state.json", another_step, "is of step 6, .* of step 2"),
         ("scheduler.pt", truncate, "is damaged"),
@@ -86,6 +90,91 @@ def test_what_is_not_whole_is_named_and_passed_over(
     with caplog.at_level(logging.WARNING):
         assert trainer_files.newest(run) == run / "checkpoint-4"
     assert str(caught.value) in caplog.text
+
+
+def link_out(path: Path) -> None:
+    shutil.copy(path, path.parents[2] / "outside")
+    path.unlink()
+    path.symlink_to(path.parents[2] / "outside")
+
+
+def become(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+def unpacks_to_more(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", bytes(10**6))
+
+
+def needs_a_password(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        data[data.index(mark) + flags] |= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "fifo": become(os.mkfifo),
+    "directory": become(Path.mkdir),
+    "link to nothing": become(lambda path: path.symlink_to("nowhere")),
+    "link to itself": become(lambda path: path.symlink_to(path.name)),
+    "link to a device": become(lambda path: path.symlink_to("/dev/zero")),
+    "link out": link_out,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": truncate,
+    "text": lambda path: path.write_text("[NaN]"),
+    "sparse": lambda path: os.truncate(path, 2**40),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["trainer_state.json", "gemini.json", "scheduler.pt", "rng_state.pth"])
+def test_no_damage_of_a_file_is_waited_for_or_raises_anything_raw(run: Path, name: str, damage: str) -> None:
+    DAMAGES[damage](run / "checkpoint-6" / name)
+    with pytest.raises(CheckpointError, match="checkpoint-6") as caught:
+        trainer_files.check(run / "checkpoint-6")
+    assert "\n" not in str(caught.value)
+    assert trainer_files.newest(run) == run / "checkpoint-4"
+
+
+@pytest.mark.parametrize("damage", [unpacks_to_more, needs_a_password])
+def test_an_archive_that_torch_does_not_write_is_refused(run: Path, damage: Callable[[Path], Any]) -> None:
+    damage(run / "checkpoint-6" / "scheduler.pt")
+    with pytest.raises(CheckpointError, match=r"scheduler\.pt is damaged"):
+        trainer_files.check(run / "checkpoint-6")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_step": "6"}, {"global_step": -6}, {"global_step": True}, {"global_step": 10**400},
+        {"log_history": {}}, {"log_history": [1]}, {"best_metric": "x"}, {"stateful_callbacks": []},
+        {"total_flos": None}, {"another": 1},
+    ],
+)  # fmt: skip
+def test_a_state_that_transformers_would_stumble_over_is_refused(run: Path, change: dict[str, Any]) -> None:
+    path = run / "checkpoint-6" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=rf"trainer_state\.json.*{next(iter(change))}"):
+        trainer_files.check(path.parent)
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("content", [[1], {"python": 1}, torch.ones(2)])
+def test_a_whole_file_of_something_else_is_an_error_in_one_line(run: Path, name: str, content: Any) -> None:
+    if name == "scheduler.pt" and isinstance(content, dict):
+        pytest.skip("a schedule takes any attribute")
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    (run / "checkpoint-4" / name).write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match=r"cannot go on from .*checkpoint-4") as caught:
+        ours(arguments(run), resume=str(run / "checkpoint-4"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(

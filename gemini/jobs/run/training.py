@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -186,22 +186,28 @@ class Training(Generic[EngineT]):
     def _restore(self, engine: EngineT, scheduler: Any) -> None:
         assert self._directory is not None
         extra = engine.load(self._directory.checkpoint, scheduler)
-        if not {"step", "horizons"} <= extra.keys():
+        step, horizons, devices = extra.get("step"), extra.get("horizons"), extra.get("devices", ["cpu"])
+        is_ours = type(step) is int and step >= 0
+        if not (is_ours and _is_list_of(horizons, int) and _is_list_of(devices, str)):
             raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._work.command}")
-        step = int(extra["step"])
         if step > self._options.steps:
             raise ConfigError(
                 f"{self._directory.path} is at step {step}, past --steps {self._options.steps}; "
                 "give more --steps"
             )
-        self._horizons = _followed_by(list(extra["horizons"]), self._options.steps)
-        self._devices = _followed_by(list(extra.get("devices", ["cpu"])), self._options.device_kind)
+        self._horizons = _followed_by(list(horizons), self._options.steps)
+        self._devices = _followed_by(list(devices), self._options.device_kind)
         self._work.check_history(self._horizons, self._devices)
         self._directory.keep_options(self._options.kept)
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):
             self._progress.losses[record["step"] - 1] = float(record["loss"])
         self._display.note(f"resumed after step {step}")
+
+
+def _is_list_of(values: object, kind: type) -> TypeGuard[list[Any]]:
+    """Say whether these are some values of one kind, as a run has saved them."""
+    return isinstance(values, list) and values != [] and all(type(value) is kind for value in values)
 
 
 def _followed_by(values: list[Value], value: Value) -> list[Value]:
