@@ -1,7 +1,8 @@
 """The directory of a run: its checkpoint, and metrics, summary and picture next to it.
 
 ``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
-``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched.
+``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched. DIR and
+``DIR/checkpoint`` may be links to another disk; a link in the place of a file is not followed.
 """
 
 from __future__ import annotations
@@ -250,7 +251,11 @@ class RunDirectory:
         records: list[dict[str, Any]] = []
         self._check_metrics()
         with io_errors("read metrics", self.metrics):
-            data = read_regular(self.metrics, _MAX_METRICS_BYTES) if self.metrics.exists() else b""
+            data = (
+                read_regular(self.metrics, _MAX_METRICS_BYTES, os.O_NOFOLLOW)
+                if self.metrics.exists()
+                else b""
+            )
         lines = data.decode("ascii", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
             try:
@@ -269,9 +274,9 @@ class RunDirectory:
         return records
 
     def _check_metrics(self) -> None:
-        """Raise CheckpointError for what is no file: a FIFO would be waited for."""
+        """Raise CheckpointError for what is no file: a FIFO keeps its reader, and a link leads elsewhere."""
         with io_errors("read metrics", self.metrics):
-            is_other = self.metrics.exists() and not self.metrics.is_file()
+            is_other = self.metrics.is_symlink() or (self.metrics.exists() and not self.metrics.is_file())
         if is_other:
             raise CheckpointError(
                 f"{self.metrics} is no regular file; remove it to go on without the losses of the steps "
@@ -297,7 +302,7 @@ def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -
     """
     file = Path(path) / _RUN
     with io_errors("look for an older run", file):
-        exists = file.exists()
+        exists = file.is_symlink() or file.exists()
     options = _read_run(file).get("options", {}) if exists else {}
     if not isinstance(options, dict):
         raise CheckpointError(
@@ -314,7 +319,7 @@ def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -
 
 def _read_run(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(file, _MAX_RUN_BYTES).decode("ascii"))
+        found = json.loads(read_regular(file, _MAX_RUN_BYTES, os.O_NOFOLLOW).decode("ascii"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}; {_REPAIR}") from error
     if not isinstance(found, dict):
