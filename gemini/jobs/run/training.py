@@ -186,9 +186,10 @@ class Training(Generic[EngineT]):
     def _restore(self, engine: EngineT, scheduler: Any) -> None:
         assert self._directory is not None
         extra = engine.load(self._directory.checkpoint, scheduler)
-        step, horizons, devices = extra.get("step"), extra.get("horizons"), extra.get("devices", ["cpu"])
-        is_ours = type(step) is int and step >= 0
-        if not (is_ours and _is_list_of(horizons, int) and _is_list_of(devices, str)):
+        step: Any = extra.get("step")
+        horizons, devices = extra.get("horizons"), extra.get("devices", ["cpu"])
+        is_step = type(step) is int and step >= 0
+        if not (is_step and _is_list_of(horizons, int) and _is_list_of(devices, str)):
             raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._work.command}")
         if step > self._options.steps:
             raise ConfigError(
