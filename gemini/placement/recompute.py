@@ -163,10 +163,12 @@ def best_count(judge: Callable[[int], Judged], most: int) -> tuple[int, Judged, 
 
     stride = max(1, most // _GRID)
     while stride:
-        for count in (best() - stride, best() + stride):
+        before = best()
+        for count in (before - stride, before + stride):
             if 0 <= count <= most and count not in judged:
                 judged[count] = judge(count)
-        stride //= 2
+        if best() == before:  # a better one may have a better neighbour yet
+            stride //= 2
     nearly = (1 + _WORTH_IT) * judged[best()].cost
     chosen = min(count for count in judged if judged[count].cost <= nearly)
     return chosen, judged[chosen], judged[0]

@@ -172,18 +172,20 @@ def test_the_report_names_what_is_recomputed_and_what_cannot_be() -> None:
     assert "not chosen yet" in "".join(RecomputeReport((), (), 3, None).lines())
 
 
+@pytest.mark.parametrize("steeper", [1, 3, 1 / 3])
 @pytest.mark.parametrize("most", [*range(14), 40])
-def test_the_best_number_of_blocks_is_found_wherever_it_is(most: int) -> None:
+def test_the_best_number_of_blocks_is_found_wherever_it_is(most: int, steeper: float) -> None:
     for best in range(most + 1):
         asked: list[int] = []
 
         def judge(count: int, best: int = best, asked: list[int] = asked) -> Judged:
             asked.append(count)
-            return Judged(1.0 + 0.1 * abs(count - best), float(count), moves=True)
+            rises = 0.1 * (steeper if count > best else 1)
+            return Judged(1.0 + rises * abs(count - best), float(count), moves=True)
 
         count, found, without = best_count(judge, most)
         assert (count, found.seconds, without.seconds) == (best, best, 0)
-        assert len(asked) == len(set(asked)) <= 11
+        assert len(asked) == len(set(asked)) <= 14
 
 
 @pytest.mark.parametrize(
