@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import Family, family_of
 from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, outline_of
 from gemini.parallel.pipeline.containers import containers_in, containers_named_in, pairs_of
 from gemini.parallel.pipeline.partition import partition_balanced
@@ -114,8 +115,9 @@ def split(
     Raises:
         ConfigError: the model leaves out layers at random, or takes a loss from all of them.
     """
-    _refuse_random_depth(model, units)
-    _refuse_router_losses(model)
+    family = family_of(model)
+    _refuse_random_depth(model, units, family)
+    _refuse_router_losses(family)
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
@@ -167,33 +169,28 @@ def _pairs_by_unit(
     }
 
 
-def _refuse_random_depth(model: nn.Module, units: Units) -> None:
-    """Raise ConfigError where transformers' ``layerdrop`` is on: each stage would draw for itself whether the
-    next one begins."""
-    for name, module in model.named_modules():
+def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None:
+    """Raise ConfigError where a module around blocks leaves some out at random: each stage would draw for
+    itself whether the next one begins."""
+    for name, chance in family.random_depth.items():
         if _holds_units(name, units.blocks):
-            said = getattr(module, "layerdrop", None) or getattr(
-                getattr(module, "config", None), "layerdrop", 0
-            )
-            if isinstance(said, float) and said > 0:
-                own = name or type(module).__name__
-                raise ConfigError(
-                    f"{own!r} leaves out layers at random while it trains (layerdrop = {said}), and each "
-                    "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
-                    "decoder_layerdrop) to 0 in the configuration before the model is built"
-                )
-
-
-def _refuse_router_losses(model: nn.Module) -> None:
-    """Raise ConfigError where transformers adds up a loss of what the routers of all layers return: a stage
-    has those of its own layers."""
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            own = name or type(model).__name__
             raise ConfigError(
-                f"{type(module).__name__} adds a loss of the routers of all its layers (config."
-                "output_router_logits), and a stage of a pipeline has its own layers alone; set it to False, "
-                "which trains without that loss, or train without pp"
+                f"{own!r} leaves out layers at random while it trains (layerdrop = {chance}), and each "
+                "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
+                "decoder_layerdrop) to 0 in the configuration before the model is built"
             )
+
+
+def _refuse_router_losses(family: Family) -> None:
+    """Raise ConfigError where a loss is added up of what the routers of all layers return: a stage has those
+    of its own layers."""
+    if family.router_loss:
+        raise ConfigError(
+            f"{family.router_loss} adds a loss of the routers of all its layers (config."
+            "output_router_logits), and a stage of a pipeline has its own layers alone; set it to False, "
+            "which trains without that loss, or train without pp"
+        )
 
 
 def _holds_units(name: str, units: Collection[str]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import family_of
 
 _WAY_OUT = "say which modules run one after another with blocks=['layer1', 'layer2', ...]"
 
@@ -204,7 +205,7 @@ def _of(owner: str, node: ast.AST) -> str | None:
 def _rows_of(model: nn.Module) -> tuple[str, ...]:
     """Return the blocks of ``model``: its longest list or, where transformers says that it has an encoder and
     a decoder, and the model has both, the longest of each."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if not family_of(model).two_sequences:
         return _longest_list(model)
     halves = [_half_of(model, way) for way in ("get_encoder", "get_decoder")]
     if "" in halves or halves[0] == halves[1]:  # one of the two alone, which has the configuration of both

@@ -14,104 +14,64 @@ from torch import nn
 from torch.nn import functional
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import Family, Loss, Positions, family_of
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.wrapped import complete_calls
 
 _NUMBERS = itertools.count()
-_COUNTS_WHAT_IS_SEEN = ("opt",)  # models whose positions leave out what the mask hides
-_MAKES_POSITIONS = ("esm",)  # models whose positions come of a function, by what is padding
-_IGNORES_DOCUMENTS = ("opt", "bert", "roberta", "electra")  # models whose masks do not see position_ids
-_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_ROPE_BY_LENGTH = ("longrope", "dynamic")
-_HEADS_OF_SEQUENCES = (
-    "ForSequenceClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForNextSentencePrediction",
-    "ForPreTraining",
-)
 _WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
 
 
 def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
     """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
+    name, family = type(model).__name__, family_of(model)
+    if family.two_sequences:
         raise ConfigError(
             f"{name} has two sequences, an encoder's and a decoder's; they are not cut: {_WITHOUT}"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if family.mixes_tokens:
+        raise ConfigError(
+            f"{name} mixes tokens outside of attention, by {family.mixes_tokens}: only those of a part; "
+            f"{_WITHOUT}"
+        )
+    if not family.replaceable_attention:
         raise ConfigError(
             f"{name} computes attention by itself, not by a function that can be replaced: {_WITHOUT}"
         )
-    mixing = _mixes_tokens(model)
-    if mixing:
-        raise ConfigError(
-            f"{name} mixes tokens outside of attention, by {mixing}: only those of a part; {_WITHOUT}"
-        )
-    if getattr(model.config, "output_router_logits", False):
+    if family.router_loss:
         raise ConfigError(
             f"{name} takes a loss of the routers over all tokens (config.output_router_logits), and each "
             "rank has a part of them; set it to False"
         )
     if not cuts_blocks:
-        _refuse_parts_of_batches(model)
-    if not cuts_blocks and "position_ids" not in _parameters(model):
-        raise ConfigError(
-            f"{name} makes its positions of the length of its input, which would be that of a part; give "
-            "whole batches to all ranks and cut='blocks'"
-        )
+        _refuse_parts_of_batches(name, family)
 
 
-def _mixes_tokens(model: Any) -> str:
-    """Return what of ``model`` computes with neighbouring tokens and is no attention; "": nothing."""
-    for kinds in (
-        getattr(getattr(module, "config", None), "layer_types", None) for module in model.modules()
-    ):
-        others = [kind for kind in kinds or () if kind not in _ATTENTIONS]
-        if others:
-            return f"layers of type {others[0]!r}"
-    for name, module in model.named_modules():
-        is_in_block = any(part.isdigit() for part in name.split("."))
-        is_wide = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        if is_in_block and (is_wide or isinstance(module, nn.RNNBase)):
-            return f"{name}, a {type(module).__name__}"
-    return ""
-
-
-def _refuse_parts_of_batches(model: Any) -> None:
-    """Raise ConfigError where ``model`` makes something of whole sequences around its blocks."""
-    name, way_out = type(model).__name__, "give whole batches to all ranks and cut='blocks'"
-    if name.endswith(_HEADS_OF_SEQUENCES):
+def _refuse_parts_of_batches(name: str, family: Family) -> None:
+    """Raise ConfigError where a model makes something of whole sequences around its blocks."""
+    way_out = "give whole batches to all ranks and cut='blocks'"
+    if family.loss is Loss.WHOLE_SEQUENCE:
         raise ConfigError(f"{name} takes its loss of a whole sequence, and each rank has a part; {way_out}")
-    kinds = {kind for m in model.modules() if isinstance(kind := getattr(m, "rope_type", None), str)}
-    if kinds & set(_ROPE_BY_LENGTH):
+    if family.rotates_by_length:
         raise ConfigError(
-            f"{name} rotates by the length of its input (rope_type {min(kinds & set(_ROPE_BY_LENGTH))!r}), "
+            f"{name} rotates by the length of its input (rope_type {family.rotates_by_length!r}), "
             f"which would be that of a part; {way_out}"
         )
-    if hasattr(model.config, "vision_config") or hasattr(model.config, "audio_config"):
+    if family.other_tokens:
         raise ConfigError(f"{name} puts images or sounds between tokens, which are not cut; {way_out}")
-    if str(model.config.model_type).startswith("llama4"):
+    if family.scales_by_position:
         raise ConfigError(f"{name} scales attention by positions that it makes of a part; {way_out}")
-
-
-def is_causal(model: nn.Module) -> bool:
-    """Say whether all attention of ``model`` looks back only."""
-    found = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    return bool(found) and all(bool(each) for each in found)
-
-
-def has_causal_loss(model: nn.Module) -> bool:
-    """Say whether ``model`` takes the loss of a causal language model, by a function that can be replaced."""
-    replaceable = isinstance(getattr(type(model), "loss_function", None), property)
-    return replaceable and getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    if family.positions is Positions.OF_LENGTH:
+        raise ConfigError(
+            f"{name} makes its positions of the length of its input, which would be that of a part; {way_out}"
+        )
 
 
 def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: bool) -> None:
     """Have ``model`` call ``attention``; with ``cuts_blocks`` its masks are of whole sequences as they are.
     Other models that share its configuration are left alone."""
+    family = family_of(model)
     modeling = importlib.import_module("transformers.modeling_utils")
     masking = importlib.import_module("transformers.masking_utils")
     name = f"gemini_sequence_{next(_NUMBERS)}"
@@ -128,7 +88,7 @@ def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: 
                 configs[id(config)]._attn_implementation = name
             module.config = configs[id(config)]
     if not cuts_blocks:
-        complete_calls(model, partial(_complete, attention, model))
+        complete_calls(model, partial(_complete, attention, model, family))
 
 
 def _attend(
@@ -206,7 +166,11 @@ def _is_at_the_end(padding: torch.Tensor) -> bool:
 
 
 def _complete(
-    attention: SequenceAttention, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attention: SequenceAttention,
+    model: Any,
+    family: Family,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a forward pass what the model would make of the length of its input: positions, and the mask of
     documents that positions which begin anew tell apart."""
@@ -218,17 +182,16 @@ def _complete(
         return args, kwargs
     positions = given.get("position_ids")
     if positions is None:
-        makes_its_own = model.config.model_type in _MAKES_POSITIONS
-        if makes_its_own or any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
+        if family.positions is Positions.OF_TOKENS:
             raise ConfigError(
                 f"{type(model).__name__} makes position_ids of its input, which is a part of a sequence; "
                 "put those of the whole one into the batch, as position_ids"
             )
-        given["position_ids"] = _positions(attention, model, tokens, given.get("attention_mask"))
-    elif given.get("attention_mask") is None and is_causal(model):
-        if model.config.model_type not in _IGNORES_DOCUMENTS:
+        given["position_ids"] = _positions(attention, family, tokens, given.get("attention_mask"))
+    elif given.get("attention_mask") is None and family.looks_back_only:
+        if family.documents_in_mask:
             given["attention_mask"] = _mask_of_documents(attention, positions)
-        if given.get("attention_mask") is not None and _has_windows(model):
+        if given.get("attention_mask") is not None and family.has_windows:
             raise ConfigError(
                 "documents side by side in a sequence (position_ids that begin anew) are not told apart in "
                 "layers with windows; give whole batches to all ranks and cut='blocks', or one document a row"
@@ -239,22 +202,14 @@ def _complete(
     return (), given
 
 
-def _has_windows(model: Any) -> bool:
-    """Say whether layers of ``model`` look back over a part of the sequence alone."""
-    kinds = getattr(model.config, "layer_types", None)
-    if kinds is not None:
-        return any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    return getattr(model.config, "sliding_window", None) is not None
-
-
 def _positions(
-    attention: SequenceAttention, model: Any, tokens: torch.Tensor, mask: torch.Tensor | None
+    attention: SequenceAttention, family: Family, tokens: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return those of this rank's ``tokens``, (batch or 1, length), as the model makes them of a whole
     sequence. All ranks call this."""
     axis, order = attention.axis, attention.order
     assert axis is not None
-    if model.config.model_type in _COUNTS_WHAT_IS_SEEN and mask is not None:
+    if family.positions is Positions.COUNTED_IN_MASK and mask is not None:
         seen = order.whole(axis.all_gather(mask.long()), 1)
         return order.part(seen.cumsum(1) * seen - 1, axis.rank, 1)
     return order.positions(tokens.size(1), axis.rank, tokens.device).unsqueeze(0)

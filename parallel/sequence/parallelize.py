@@ -9,17 +9,13 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import Loss, family_of
 from gemini.parallel.mesh import Axis, HasAxes
 from gemini.parallel.pretrained import find_pretrained
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.batch import Batch, cut_batch, filled, shifted
 from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
-from gemini.parallel.sequence.hugging_face import (
-    has_causal_loss,
-    is_causal,
-    refuse_unfit,
-    replace_attention,
-)
+from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
 from gemini.parallel.sequence.loss import IGNORED, mean_loss, take_loss_over_ranks
 from gemini.parallel.sequence.modules import refuse_torch_attention, replace_torch_attention
 from gemini.parallel.sequence.order import Order
@@ -218,8 +214,9 @@ def parallelize_sequence(
         return sequence
     inner = find_pretrained(model)
     if inner is not None:
-        sequence.looks_back_only = is_causal(inner)
-        sequence.shifts_labels = sequence.looks_back_only and has_causal_loss(inner)
+        family = family_of(inner)
+        sequence.looks_back_only = family.looks_back_only
+        sequence.shifts_labels = family.looks_back_only and family.loss is Loss.CAUSAL
         sequence.refuses_labels = sequence.looks_back_only and not sequence.shifts_labels
         if sequence.shifts_labels:
             take_loss_over_ranks(inner, sequence.averaging if takes_loss else None)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import Loss, family_of
 from gemini.parallel.mesh import Axis
 
 
@@ -79,8 +80,7 @@ def take_loss_by_parts(model: nn.Module, axis: Axis) -> None:
 def refuse_unknown_loss(model: nn.Module) -> None:
     """Raise ConfigError unless ``model`` is a causal language model of transformers, which takes its loss by
     a function that can be replaced."""
-    replaceable = isinstance(getattr(type(model), "loss_function", None), property)
-    if not replaceable or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+    if family_of(model).loss is not Loss.CAUSAL:
         raise ConfigError(
             f"gather_logits=False: {type(model).__name__} is no causal language model of transformers; give "
             "its head the style Head(gathers=False) in a plan and take its loss by vocabulary_cross_entropy"

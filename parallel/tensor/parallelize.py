@@ -9,6 +9,7 @@ from functools import partial
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import GROUPS
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition
@@ -16,7 +17,7 @@ from gemini.parallel.tensor.agreement import FirstGradients, WholeModel
 from gemini.parallel.tensor.cutting import cut_parameters
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
-from gemini.parallel.tensor.plan import GROUPS, Resolved, resolve
+from gemini.parallel.tensor.plan import Resolved, resolve
 from gemini.parallel.tensor.region import Region, device_of, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style

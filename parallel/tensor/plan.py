@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import family_of, head_numel, partial_children, rule_of, shares_heads
 from gemini.parallel.pretrained import pretrained_in
 from gemini.parallel.tensor.styles import (
     AlibiHeads,
@@ -40,103 +41,13 @@ STYLES: Mapping[str, Style | None] = {
     "replicate": None,
 }
 
-
-@dataclass(frozen=True)
-class Rule:
-    """How a module of some class (``own``), or its ``children``, are cut. ``divided``: its attributes that
-    count heads, or outputs, of one rank afterwards; ``settings``: what others become."""
-
-    children: Mapping[str, Style] = field(default_factory=dict)
-    divided: tuple[str, ...] = ()
-    own: Style | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _attention(*, out: str | None, divided: tuple[str, ...], inputs: tuple[str, ...]) -> Rule:
-    children: dict[str, Style] = {name: Column() for name in inputs}
-    if out is not None:
-        children[out] = Row()
-    return Rule(children, divided)
-
-
-def _mlp(column: str, row: str) -> Rule:
-    return Rule({column: Column(), row: Row()})
-
-
-_BERT_ATTENTION = _attention(
-    out=None, divided=("num_attention_heads", "all_head_size"), inputs=("query", "key", "value")
-)
-_QKV = ("q_proj", "k_proj", "v_proj")
-_ROW, _COLUMN = Rule({"dense": Row()}), Rule({"dense": Column()})
-
-# By the name of a class, so that they hold for every model that is made of such modules.
-RULES: Mapping[str, Rule] = {
-    # torch
-    "TransformerEncoder": Rule(settings={"use_nested_tensor": False}),
-    "TransformerEncoderLayer": _mlp("linear1", "linear2"),
-    "TransformerDecoderLayer": _mlp("linear1", "linear2"),
-    "MultiheadAttention": Rule(own=TorchAttention()),
-    # transformers: GPT-2
-    "GPT2Attention": Rule(
-        {"c_attn": Column(square=True), "q_attn": Column(), "c_proj": Row()}, ("num_heads", "split_size")
-    ),
-    "GPT2MLP": _mlp("c_fc", "c_proj"),
-    # BERT, RoBERTa
-    "BertSelfAttention": _BERT_ATTENTION,
-    "BertSelfOutput": _ROW,
-    "BertIntermediate": _COLUMN,
-    "BertOutput": _ROW,
-    "RobertaSelfAttention": _BERT_ATTENTION,
-    "RobertaSelfOutput": _ROW,
-    "RobertaIntermediate": _COLUMN,
-    "RobertaOutput": _ROW,
-    # ALBERT
-    "AlbertAttention": _attention(
-        out="dense", divided=("num_attention_heads", "all_head_size"), inputs=("query", "key", "value")
-    ),
-    "AlbertLayer": _mlp("ffn", "ffn_output"),
-    # BLOOM: query, key and value of a head lie side by side
-    "BloomAttention": Rule({"query_key_value": Column(), "dense": Row()}, ("num_heads",), AlibiHeads()),
-    "BloomMLP": _mlp("dense_h_to_4h", "dense_4h_to_h"),
-    # OPT
-    "OPTAttention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
-    "OPTDecoderLayer": _mlp("fc1", "fc2"),
-    # T5
-    "T5Attention": Rule(
-        {
-            "q": Column(),
-            "k": Column(),
-            "v": Column(),
-            "o": Row(),
-            "relative_attention_bias": EmbeddingColumns(),
-        },
-        ("n_heads", "inner_dim"),
-    ),
-    "T5DenseActDense": _mlp("wi", "wo"),
-    "T5DenseGatedActDense": Rule({"wi_0": Column(), "wi_1": Column(), "wo": Row()}),
-    # ViT
-    "ViTAttention": _attention(out="o_proj", divided=("num_attention_heads",), inputs=_QKV),
-    "ViTMLP": _mlp("fc1", "fc2"),
-    # Whisper, and the encoders and decoders that are built as BART's are
-    **{
-        f"{family}{part}": rule
-        for family in ("Whisper", "Bart", "MBart", "PLBart", "Pegasus", "Marian", "Blenderbot", "M2M100")
-        for part, rule in {
-            "Attention": _attention(out="out_proj", divided=("num_heads",), inputs=_QKV),
-            "EncoderLayer": _mlp("fc1", "fc2"),
-            "DecoderLayer": _mlp("fc1", "fc2"),
-        }.items()
-    },
+# What records of families (parallel/families.py) call them, beside those.
+_OWN_STYLES: Mapping[str, Style] = {
+    "colwise_by_projection": Column(square=True),
+    "embedding_colwise": EmbeddingColumns(),
+    "torch_attention": TorchAttention(),
+    "alibi_heads": AlibiHeads(),
 }
-
-# Of transformers' classes, what is between column and row layers, by heads or by elements, and in no plan.
-_WITHIN: Mapping[str, tuple[str, ...]] = {
-    "ApertusMLP": ("act_fn",),
-    "PhiAttention": ("q_layernorm", "k_layernorm"),
-}
-_SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_OF_KEYS = ("k_proj", "v_proj")
-GROUPS = "num_key_value_groups"  # what transformers calls how many query heads share a key head
 
 
 @dataclass
@@ -174,8 +85,7 @@ def _automatic(model: nn.Module, *, gather_logits: bool) -> Resolved:
     found = Resolved()
     planned: set[int] = set()
     for prefix, inner in (pretrained_in(model) or {"": model}).items():
-        own = getattr(inner, "_tp_plan", None) or {}
-        own = {f"{prefix}.{key}".lstrip("."): style for key, style in own.items()}
+        own = {f"{prefix}.{key}".lstrip("."): style for key, style in family_of(inner).plan.items()}
         own = {key: style for key, style in own.items() if _matching(model, key)}
         _add_named(found, model, own)
         planned |= {id(module) for module in inner.modules()} if own else set()
@@ -222,7 +132,7 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
 def _add_within(found: Resolved, model: nn.Module) -> None:
     """Sum the gradients of known modules that compute with a rank's part and are whole on all."""
     for name, module in model.named_modules():
-        for child in _WITHIN.get(type(module).__name__, ()):
+        for child in partial_children(module):
             inner = getattr(module, child, None)
             if isinstance(inner, nn.Module) and next(inner.parameters(), None) is not None:
                 found.styles.setdefault(f"{name}.{child}", PartialGradient())
@@ -231,17 +141,24 @@ def _add_within(found: Resolved, model: nn.Module) -> None:
 def _add_by_class(found: Resolved, model: nn.Module, planned: Collection[int]) -> None:
     """Add the rules for known classes, but for modules that are ``planned``, by their identities."""
     for name, module in model.named_modules():
-        rule = RULES.get(type(module).__name__)
-        if rule is None or id(module) in planned:
+        rule = None if id(module) in planned else rule_of(module)
+        if rule is None:
             continue
-        if rule.own is not None:
-            found.styles[name] = rule.own
+        if rule.own:
+            found.styles[name] = style_of(rule.own)
         prefix = f"{name}." if name else ""
         for child, style in rule.children.items():
             if isinstance(getattr(module, child, None), nn.Module):
-                found.styles[prefix + child] = style
+                found.styles[prefix + child] = style_of(style)
         found.divided += [(name, key) for key in rule.divided if hasattr(module, key)]
         found.settings += [(name, key, value) for key, value in rule.settings.items()]
+
+
+def style_of(name: str) -> Style:
+    """Return the style that a record calls so."""
+    style = _OWN_STYLES.get(name) or STYLES[name]
+    assert style is not None, name
+    return style
 
 
 def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
@@ -316,10 +233,9 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
     """Cut the projections of attention between heads only."""
     for name, style in found.styles.items():
         around = model.get_submodule(name.rpartition(".")[0])
-        sizes = [getattr(around, key, None) for key in _SIZES_OF_HEADS]
-        unit = next((size for size in sizes if isinstance(size, int)), 1)
+        unit = head_numel(around)
         if unit > 1 and isinstance(style, Column) and style.unit == 1:
-            shares = name.rpartition(".")[2] in _OF_KEYS and hasattr(around, GROUPS)
+            shares = shares_heads(around, name.rpartition(".")[2])
             found.styles[name] = replace(style, unit=unit, repeats=shares)
         elif unit > 1 and isinstance(style, Row) and style.unit == 1:
             found.styles[name] = Row(style.splits_input, unit)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,29 +9,10 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.families import SUBLAYERS
 from gemini.parallel.tensor.layers import RowLayer
 from gemini.parallel.tensor.region import Region
 from gemini.parallel.tensor.styles import PartialGradient, sum_gradient
-
-
-@dataclass(frozen=True)
-class Sublayers:
-    """Of a block: the children whose input is the whole sequence, from there to a row layer, and the norms
-    between them."""
-
-    entries: tuple[str, ...]
-    norms: tuple[str, ...]
-
-
-_LLAMA = Sublayers(("self_attn", "mlp"), ("input_layernorm", "post_attention_layernorm"))
-
-# By the name of a block's class.
-SUBLAYERS: Mapping[str, Sublayers] = {
-    "LlamaDecoderLayer": _LLAMA,
-    "Qwen3DecoderLayer": _LLAMA,
-    "GPT2Block": Sublayers(("attn", "mlp"), ("ln_1", "ln_2")),
-    "TransformerEncoderLayer": Sublayers(("self_attn", "linear1"), ("norm1", "norm2")),
-}
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import LLAMA, ROWS, build, inputs_of
 from processes import run_on_ranks
 from tensor_harness import TOLERANCE, make_mesh, relative
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, init_on
 from gemini.parallel import parallelize
@@ -19,194 +20,12 @@ from gemini.parallel.tensor.plan import STYLES
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-VOCABULARY = 67  # which nothing divides
-TEXT = {"vocab_size": VOCABULARY, "use_cache": False}
-LLAMA = {
-    **TEXT,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-BART = {
-    **TEXT,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "max_position_embeddings": 32,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {
-            **TEXT,
-            "n_embd": 32,
-            "n_head": 4,
-            "n_layer": 2,
-            "n_positions": 16,
-            "embd_pdrop": 0,
-            "attn_pdrop": 0,
-            "resid_pdrop": 0,
-        },
-    ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "llama, tied": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
-    "llama, one key head": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "num_key_value_heads": 1}),
-    "qwen3, one key head": (
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        {**LLAMA, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True},
-    ),
-    **{
-        f"cohere, norms by head, {heads} key heads": (
-            "CohereForCausalLM",
-            "CohereConfig",
-            {
-                **LLAMA,
-                "use_qk_norm": True,
-                "num_key_value_heads": heads,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-        )
-        for heads in (1, 2)
-    },
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 8}),
-    "bert": ("BertForMaskedLM", "BertConfig", BERT),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1}),
-    "albert": (
-        "AlbertForMaskedLM",
-        "AlbertConfig",
-        {**BERT, "embedding_size": 16, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2},
-    ),
-    "bloom": (
-        "BloomForCausalLM",
-        "BloomConfig",
-        {**TEXT, "hidden_size": 32, "n_head": 4, "n_layer": 2, "hidden_dropout": 0.0},
-    ),
-    "opt": (
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            **TEXT,
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "dropout": 0.0,
-            "word_embed_proj_dim": 32,
-        },
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            **TEXT,
-            "d_model": 32,
-            "d_ff": 48,
-            "d_kv": 8,
-            "num_heads": 4,
-            "num_layers": 2,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-    ),
-    **{
-        name.lower(): (f"{name}ForConditionalGeneration", f"{name}Config", BART)
-        for name in ("Bart", "MBart", "Pegasus", "Blenderbot", "M2M100", "PLBart")
-    },
-    "marian": ("MarianMTModel", "MarianConfig", {**BART, "decoder_start_token_id": 0}),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTConfig",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 8,
-            "num_labels": 5,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
-    ),
-    "whisper": (
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "num_mel_bins": 8,
-            "max_source_positions": 12,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-            "dropout": 0.0,
-        },
-    ),
-}
 LANGUAGE = ["gpt2", "llama, tied", "bloom", "opt"]
 
 
 def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call it there; the first call imports transformers, which takes its time on a busy machine."""
     return run_on_ranks(function, 2, *args, timeout=180.0)
-
-
-def build(name: str) -> nn.Module:
-    model, config, options = MODELS[name]
-    torch.manual_seed(13)
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
-    with torch.no_grad():  # biases and norms begin as zeros and ones, which hides mistakes
-        for index, param in enumerate(built.parameters()):
-            param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(index)))
-    return built
-
-
-def inputs_of(name: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, VOCABULARY, (2, 9), generator=generator)
-    if name == "vit":
-        images = torch.randn(2, 3, 16, 16, generator=generator)
-        return {"pixel_values": images, "labels": torch.tensor([1, 4])}
-    if name == "whisper":
-        return {"input_features": torch.randn(2, 8, 24, generator=generator), "labels": ids}
-    labels = ids.clone()
-    labels[0, :3] = -100
-    if name == "bloom":  # whose bias depends on the mask
-        seen = torch.ones_like(ids)
-        seen[1, :2] = 0
-        return {"input_ids": ids, "labels": labels, "attention_mask": seen}
-    return {"input_ids": ids, "labels": labels}
 
 
 def compare(name: str, gather_logits: bool, sequence_norms: bool = False) -> dict[str, float]:
@@ -237,7 +56,7 @@ def compare(name: str, gather_logits: bool, sequence_norms: bool = False) -> dic
     return errors
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ROWS)
 def test_cut_model_computes_what_the_whole_one_does(name: str) -> None:
     for errors in on_two_ranks(compare, name, True):
         assert max(errors.values()) <= TOLERANCE, errors
@@ -256,7 +75,7 @@ def test_norms_on_parts_of_the_sequence_compute_what_whole_ones_do(name: str) ->
 
 
 def count(name: str, layers: int, gather_logits: bool) -> tuple[dict[str, int], int]:
-    MODELS["counted"] = (*MODELS[name][:2], {**MODELS[name][2], "num_hidden_layers": layers})
+    ROWS["counted"] = (*ROWS[name][:2], {**ROWS[name][2], "num_hidden_layers": layers})
     mesh = make_mesh(tp=2)
     model = build("counted")
     parallelize(model, mesh, gather_logits=gather_logits)
@@ -298,7 +117,7 @@ def test_key_heads_fewer_than_ranks_are_on_several() -> None:
 
 
 def refuse_slices() -> str:
-    _, _, options = MODELS["bloom"]
+    _, _, options = ROWS["bloom"]
     config = transformers.BloomConfig(**options, pretraining_tp=2, slow_but_exact=True)
     with pytest.raises(ConfigError) as caught:
         parallelize(transformers.BloomForCausalLM(config), make_mesh(tp=2))
@@ -323,7 +142,7 @@ def test_loss_that_cannot_be_replaced_is_refused() -> None:
 
 def on_meta(name: str) -> nn.Module:
     """Return the model without values, and torch's generator at the beginning."""
-    kind, config, options = MODELS[name]
+    kind, config, options = ROWS[name]
     torch.manual_seed(3)
     with init_on("meta"):
         model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**options))
