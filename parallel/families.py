@@ -12,7 +12,7 @@ says what each of them does, so a record imports no strategy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -68,8 +68,8 @@ class Family:
 
     The record says:
         model_types: as ``config.model_type`` has them.
-        modules: by the name of a class, the rule of its modules. They hold for every model that is made of
-            such modules.
+        modules: by the name of a class, the rule of its modules, or a function from a module to its rule.
+            They hold for every model that is made of such modules.
         partial: by the name of a class, children that stay whole inside a cut module and compute with a part
             of its features, for modules that transformers' own plan cuts.
         sublayers: by the name of a block's class, where its norms are.
@@ -91,7 +91,7 @@ class Family:
 
     name: str = "unknown"
     model_types: tuple[str, ...] = ()
-    modules: Mapping[str, Rule] = field(default_factory=dict)
+    modules: Mapping[str, Rule | Callable[[Any], Rule]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sublayers: Mapping[str, Sublayers] = field(default_factory=dict)
     positions: Positions = Positions.COUNTED
@@ -152,6 +152,30 @@ def _like_bart(name: str, model_type: str) -> Family:
     )
 
 
+def _falcon_attention(attention: Any) -> Rule:
+    """Return the rule of a ``FalconAttention``. Its fused projection has the heads of a group side by side:
+    query heads, then a key and a value head. Multi-query attention is one group, which ranks share."""
+    is_one_group = attention.multi_query and not attention.new_decoder_architecture
+    return Rule(
+        {"query_key_value": "colwise_shared_keys" if is_one_group else "colwise", "dense": "rowwise"},
+        ("num_heads",) if is_one_group else ("num_heads", "num_kv_heads"),
+        "alibi_heads",
+    )
+
+
+_STATE_SPACE = Rule(
+    {
+        "in_proj": "packed_colwise",  # the input of the state space, and its gate
+        "conv1d": "channels",
+        "x_proj": "rowwise_for_parts",  # to the time step, B and C, which all channels share
+        "dt_proj": "channels",
+        "out_proj": "rowwise",
+    },
+    ("intermediate_size",),
+    "state_space",
+)
+
+
 # -- the records -------------------------------------------------------------------------------------
 
 FAMILIES: tuple[Family, ...] = (
@@ -199,6 +223,17 @@ FAMILIES: tuple[Family, ...] = (
             "BloomMLP": _mlp("dense_h_to_4h", "dense_4h_to_h"),
         },
     ),
+    Family(
+        "falcon",
+        ("falcon",),
+        {
+            "FalconAttention": _falcon_attention,
+            "FalconFlashAttention2": _falcon_attention,
+            "FalconMLP": _mlp("dense_h_to_4h", "dense_4h_to_h"),
+        },
+    ),
+    Family("mamba", ("mamba",), {"MambaMixer": _STATE_SPACE}),
+    Family("falcon_mamba", ("falcon_mamba",), {"FalconMambaMixer": _STATE_SPACE}),
     Family(
         "opt",
         ("opt",),
@@ -262,7 +297,8 @@ SUBLAYERS: Mapping[str, Sublayers] = {
 
 def rule_of(module: nn.Module) -> Rule | None:
     """Return the rule by which tensor parallelism cuts ``module``, None for none."""
-    return _RULES.get(type(module).__name__)
+    found = _RULES.get(type(module).__name__)
+    return found if found is None or isinstance(found, Rule) else found(module)
 
 
 def partial_children(module: nn.Module) -> tuple[str, ...]:

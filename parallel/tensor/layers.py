@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemini.parallel.mesh import Axis
-from gemini.parallel.tensor.collectives import reduce
+from gemini.parallel.tensor.collectives import copy, reduce
 from gemini.parallel.tensor.region import Region
 
 
@@ -89,6 +89,48 @@ class TransposedRowLayer(RowLayer):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
+
+
+class InnerRowLayer(RowLayer):
+    """As :class:`RowLayer`, inside a region: each rank uses the sum for its own part, so that the gradient of
+    the sum is summed as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises as the layer that it was."""
+        out = reduce(self.product(x), self.tensor_region.axis)
+        return copy(out if self.bias is None else out + self.bias, self.tensor_region.axis)
+
+
+class SharedKeysLayer(ColumnLayer):
+    """A column layer with a whole weight: this rank's part of the first outputs, and all of the last
+    ``shared_features``."""
+
+    shared_features: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises as the layer that it was."""
+        x = self.tensor_region.enter(x, training=self.training, layer=id(self), sublayer=self.tensor_sublayer)
+        axis, first = self.tensor_region.axis, self.weight.size(0) - self.shared_features
+        own = first // axis.size
+        rows = ((axis.rank * own, own), (first, self.shared_features))
+        biases = (None if self.bias is None else self.bias.narrow(0, *each) for each in rows)
+        parts = zip(rows, biases, strict=True)
+        return torch.cat([functional.linear(x, self.weight.narrow(0, *each), b) for each, b in parts], -1)
+
+
+class StateSpaceLayer(CutLayer):
+    """A mixer of transformers' Mamba with this rank's channels."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, without the fused kernel that the mixer has for training: that one
+        multiplies by the weight of ``out_proj`` itself, so that nothing would add up the ranks' products."""
+        training, self.training = self.training, False
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.training = training
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):
@@ -189,16 +231,27 @@ class Attention(CutLayer, nn.MultiheadAttention):
 
 
 class AlibiAttention(CutLayer):
-    """Attention of transformers' BLOOM with this rank's heads: the bias that the model makes is for all."""
+    """Attention of transformers' BLOOM and Falcon with this rank's heads. The model makes a bias for all."""
 
     num_heads: int  # of this rank
 
-    def forward(self, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
-        """Return the module's output; ``alibi``, (batch x all heads, 1, keys), is cut to own heads."""
-        axis = self.tensor_region.axis
-        every = alibi.unflatten(0, (-1, axis.size * self.num_heads))
-        own = every.narrow(1, axis.rank * self.num_heads, self.num_heads).flatten(0, 1)
+    def forward(self, *args: Any, alibi: torch.Tensor | None, **kwargs: Any) -> Any:
+        """Return the module's output; ``alibi``, (batch x all heads, 1, keys) or (batch, all heads, 1, keys),
+        is cut to own heads, and so is a mask that the model added it to."""
+        if alibi is None:  # a Falcon that rotates
+            return super().forward(*args, alibi=None, **kwargs)
+        count = self.tensor_region.axis.size * self.num_heads
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.size(1) == count:
+            kwargs["attention_mask"] = self._own(mask)
+        if alibi.dim() == 4:
+            own = self._own(alibi)
+        else:
+            own = self._own(alibi.unflatten(0, (-1, count))).flatten(0, 1)
         return super().forward(*args, alibi=own, **kwargs)
+
+    def _own(self, every: torch.Tensor) -> torch.Tensor:
+        return every.narrow(1, self.tensor_region.axis.rank * self.num_heads, self.num_heads)
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -15,12 +15,16 @@ from gemini.parallel.families import family_of, head_numel, partial_children, ru
 from gemini.parallel.pretrained import pretrained_in
 from gemini.parallel.tensor.styles import (
     AlibiHeads,
+    Channels,
     Column,
     EmbeddingColumns,
     Head,
+    InnerRow,
     PartialGradient,
     PerHead,
     Row,
+    SharedKeys,
+    StateSpace,
     Style,
     TorchAttention,
     Vocabulary,
@@ -47,6 +51,10 @@ _OWN_STYLES: Mapping[str, Style] = {
     "embedding_colwise": EmbeddingColumns(),
     "torch_attention": TorchAttention(),
     "alibi_heads": AlibiHeads(),
+    "colwise_shared_keys": SharedKeys(),
+    "rowwise_for_parts": InnerRow(),
+    "channels": Channels(),
+    "state_space": StateSpace(),
 }
 
 
@@ -209,7 +217,7 @@ def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, S
     if isinstance(style, Column) and style.square:
         style = style.as_sections(base)
     found: dict[str, Style] = {f"{name}.base_layer": style}
-    if isinstance(style, Column | Head):
+    if isinstance(style, Column | Head | SharedKeys):
         found |= {f"{name}.lora_B.{key}": style for key in getattr(adapted, "lora_B", ())}
     elif isinstance(style, Row):
         found |= {f"{name}.lora_A.{key}": style for key in getattr(adapted, "lora_A", ())}
@@ -237,6 +245,8 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
         if unit > 1 and isinstance(style, Column) and style.unit == 1:
             shares = shares_heads(around, name.rpartition(".")[2])
             found.styles[name] = replace(style, unit=unit, repeats=shares)
+        elif unit > 1 and isinstance(style, SharedKeys):
+            found.styles[name] = SharedKeys(unit)
         elif unit > 1 and isinstance(style, Row) and style.unit == 1:
             found.styles[name] = Row(style.splits_input, unit)
 

@@ -19,8 +19,11 @@ from gemini.parallel.tensor.layers import (
     ColumnLayer,
     GatheredColumnLayer,
     GatheredEmbedding,
+    InnerRowLayer,
     LocalColumnLayer,
     RowLayer,
+    SharedKeysLayer,
+    StateSpaceLayer,
     TransposedRowLayer,
     VocabularyEmbedding,
     become,
@@ -196,9 +199,72 @@ class TorchAttention:
 
 
 @dataclass(frozen=True)
+class SharedKeys:
+    """Linear to query heads, then one key head and one value head that all query heads share, of ``unit``
+    features each. Its parameters stay whole; a rank computes its own query heads and both shared heads, and
+    the gradients are summed."""
+
+    unit: int = 1
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        heads = _linear_weight(module).shape[0] // self.unit - 2
+        if heads % size:
+            raise ConfigError(f"{heads} query heads are not divided by {size} ranks; {_fitting(heads)}")
+        return {}
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, SharedKeysLayer, region, shared_features=2 * self.unit)
+        PartialGradient().apply(module, region, cuts)
+
+
+@dataclass(frozen=True)
+class InnerRow:
+    """Linear by its inputs, which a column layer left cut. Each rank uses the output for its own part."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        return Row().cuts(module, size)
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, InnerRowLayer, region)
+        _set_features(module, "in_features", region.axis.size)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Parameters of a module by their first dimension, where the module around it computes with them: of a
+    Linear, of a depthwise Conv1d, or of any module that holds parameters of channels."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        if isinstance(module, nn.Conv1d) and not module.groups == module.in_channels == module.out_channels:
+            raise ConfigError("a Conv1d that mixes channels is not cut by them")
+        found = {}
+        for key, param in module.named_parameters(recurse=False):
+            if param.shape[0] % size:
+                raise ConfigError(
+                    f"{param.shape[0]} channels of {key} are not divided by {size} ranks; "
+                    f"{_fitting(param.shape[0])}"
+                )
+            found[key] = Cut(tuple(param.shape), 0, size)
+        return found
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        for name in ("in_channels", "out_channels", "groups", "out_features"):
+            _set_features(module, name, region.axis.size)
+
+
+@dataclass(frozen=True)
+class StateSpace(Channels):
+    """A selective state space (transformers' Mamba): the parameters of its channels, beside children that are
+    cut by their own styles."""
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, StateSpaceLayer, region)
+
+
+@dataclass(frozen=True)
 class AlibiHeads:
-    """Attention of transformers' BLOOM, whose projections are cut by their own styles, takes this rank's part
-    of the bias that the model makes for all heads."""
+    """Attention of transformers' BLOOM and Falcon, whose projections are cut by their own styles, takes this
+    rank's part of the bias that the model makes for all heads."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:

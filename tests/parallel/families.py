@@ -52,6 +52,17 @@ BART = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
+FALCON = {
+    **TEXT,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MAMBA = {**TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 3}
 ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -134,6 +145,20 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
         for name in ("Bart", "MBart", "Pegasus", "Blenderbot", "M2M100", "PLBart")
     },
     "marian": ("MarianMTModel", "MarianConfig", {**BART, "decoder_start_token_id": 0}),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {**FALCON, "multi_query": False, "bias": True}),
+    "falcon, one key head": ("FalconForCausalLM", "FalconConfig", {**FALCON, "bias": True}),
+    "falcon, groups": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon, alibi": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "multi_query": False, "alibi": True, "parallel_attn": False},
+    ),
+    "mamba": ("MambaForCausalLM", "MambaConfig", MAMBA),
+    "falcon_mamba": ("FalconMambaForCausalLM", "FalconMambaConfig", {**MAMBA, "bos_token_id": 1}),
     "vit": (
         "ViTForImageClassification",
         "ViTConfig",
@@ -186,6 +211,11 @@ READ: dict[str, tuple[str, str, dict[str, Any]]] = {
 # What the record of a row says that is not what an unknown model's does, but for its rules.
 _CAUSAL = {"loss": Loss.CAUSAL, "looks_back_only": True, "replaceable_attention": True}
 _MASKED = {"replaceable_attention": True, "documents_in_mask": False}
+_STATE_SPACE = {
+    "loss": Loss.CAUSAL,
+    "positions": Positions.OF_LENGTH,
+    "mixes_tokens": "layers of type 'linear_attention'",
+}
 _HALVES = {"two_sequences": True, "positions": Positions.OF_LENGTH}
 SAYS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gpt2", "llama", "qwen3", "apertus", "phi"), _CAUSAL),
@@ -193,6 +223,8 @@ SAYS: dict[str, dict[str, Any]] = {
     "llama4": {**_CAUSAL, "scales_by_position": True, "has_windows": True},
     "opt": {**_CAUSAL, "positions": Positions.COUNTED_IN_MASK, "documents_in_mask": False},
     "bloom": {"loss": Loss.CAUSAL, "positions": Positions.OF_LENGTH},
+    "falcon": {"loss": Loss.CAUSAL, "looks_back_only": True},
+    **dict.fromkeys(("mamba", "falcon_mamba"), _STATE_SPACE),
     "bert": _MASKED,
     "electra": _MASKED,
     "roberta": {**_MASKED, "positions": Positions.OF_TOKENS},

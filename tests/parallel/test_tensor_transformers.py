@@ -149,18 +149,19 @@ def on_meta(name: str) -> nn.Module:
     return model
 
 
-def weights_from_meta() -> bool:
+def weights_from_meta(name: str) -> bool:
     mesh = make_mesh(tp=2)
-    with GeminiDDP(on_meta("gpt2"), process_group=mesh["dp"], device_bytes="64MiB") as managed:
+    with GeminiDDP(on_meta(name), process_group=mesh["dp"], device_bytes="64MiB") as managed:
         whole = {key: value.clone() for key, value in managed.state_dict().items()}
-    model = on_meta("gpt2")
+    model = on_meta(name)
     partition = parallelize(model, mesh)
     got = partition.gather_state(model.state_dict())
     return got.keys() == whole.keys() and all(torch.equal(got[key], value) for key, value in whole.items())
 
 
-def test_model_of_transformers_on_meta_begins_with_the_bits_of_one_process() -> None:
-    assert all(on_two_ranks(weights_from_meta))
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "mamba"])
+def test_model_of_transformers_on_meta_begins_with_the_bits_of_one_process(name: str) -> None:
+    assert all(on_two_ranks(weights_from_meta, name))
 
 
 def train(name: str, device_bytes: str, gather_logits: bool) -> tuple[list[float], list[float], int]:
@@ -205,7 +206,13 @@ def train_whole(name: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(
     ("name", "gather_logits"),
-    [("gpt2", True), ("bloom", True), ("qwen3", False), ("qwen3, one key head", False)],
+    [
+        ("gpt2", True),
+        ("bloom", True),
+        ("qwen3", False),
+        ("qwen3, one key head", False),
+        ("falcon, one key head", True),
+    ],
 )
 def test_managed_parts_train_as_the_whole_model_within_any_budget(name: str, gather_logits: bool) -> None:
     wanted_losses, wanted_norms = train_whole(name)
