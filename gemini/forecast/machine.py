@@ -13,6 +13,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.memstats import LinkSpeed
+from gemini.memstats.collectives import CollectiveSpeeds
 from gemini.system.durable import write_text
 from gemini.system.files import parse_json, read_regular
 
@@ -30,7 +31,8 @@ class MachineSpeeds:
     ``adam_bytes_per_second``: read and written by the optimizer's kernel. ``moment_seconds``: what an
     operator costs besides its arithmetic: Python, autograd, PreOp and PostOp. ``links``: those between the
     tiers. ``transfers_take``: as :class:`gemini.placement.machine.Machine` has it. ``device_bytes``,
-    ``host_bytes``, ``disk_bytes``: budgets where the command line names none.
+    ``host_bytes``, ``disk_bytes``: budgets where the command line names none. ``collectives``: how long ranks
+    take to exchange tensors.
 
     Raises:
         ConfigError: a field that no machine can have.
@@ -46,6 +48,7 @@ class MachineSpeeds:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     transfers_take: float = 0.0
+    collectives: CollectiveSpeeds = field(default=CollectiveSpeeds())
 
     def __post_init__(self) -> None:
         rates = {f"matmul_flops {dtype}": rate for dtype, rate in self.matmul_flops.items()}
@@ -80,7 +83,7 @@ class MachineSpeeds:
 
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads. Raises IoError."""
-        document = {"format": _FORMAT, **asdict(self)}
+        document = {"format": _FORMAT, **asdict(self), "collectives": self.collectives.to_json()}
         write_text(path, json.dumps(document, indent=2) + "\n", "write the machine")
 
     @classmethod
@@ -110,6 +113,7 @@ class MachineSpeeds:
             raise ConfigError(f"{path}: unknown fields {', '.join(sorted(unknown))}")
         try:
             links = tuple(LinkSpeed(**link) for link in document.pop("links", []))
-            return cls(**document, links=links)
+            collectives = CollectiveSpeeds.from_json(document.pop("collectives", []))
+            return cls(**document, links=links, collectives=collectives)
         except (TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{path}: {error}; see docs/plan.md for the fields") from error

@@ -13,6 +13,7 @@ from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats.collectives import CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.memstats.trace_file import digest
 
 TRACE = Trace(
@@ -29,7 +30,10 @@ TRACE = Trace(
     param_order=("a", "b"),
     chunk_signature="x",
 )
-MACHINE = MachineSpeeds("m", {"fp32": 1e12}, 1e10, 1e10, 1e-5, TRACE.links, device_bytes=2**30)
+COLLECTIVES = CollectiveSpeeds((CollectiveSpeed("all_reduce", 2, Figure(1e-4, "measured"), Figure(1e9)),))
+MACHINE = MachineSpeeds(
+    "m", {"fp32": 1e12}, 1e10, 1e10, 1e-5, TRACE.links, device_bytes=2**30, collectives=COLLECTIVES
+)
 
 
 def _sealed(fields: dict[str, object]) -> dict[str, object]:
