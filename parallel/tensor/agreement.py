@@ -7,6 +7,10 @@ have shapes that fit. So numbers are compared, and the program ends before its f
 
 - gradients of parameters that are whole on all ranks are the same on all;
 - outputs are those of the whole model, where the plan is the user's.
+
+A weight of zeros hides what is before and behind it: an adapter, a gate or an output projection often begins
+so. A gradient of zeros is therefore looked at again, and outputs are compared with other numbers in the place
+of such weights.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Partition
 from gemini.parallel.tensor.region import device_of
@@ -35,8 +39,17 @@ _TRUSTED_DIGITS = 0.6  # of those of a type: 7e-5 of fp32, 0.05 of bf16
 _LOOK = ("is there", "epsilon", "norm", "sum over a sine", "sum over a cosine")  # what is kept of a gradient
 
 
+_CAUSES = (
+    "something computes over features of which each rank has a part (a softmax, a mean or a norm between a "
+    "column and a row layer), a row layer is given whole features, another layer is given the part that a "
+    "column layer returns, or a weight that holds several projections side by side, as query, key and value, "
+    "is cut in one piece (Column(sections=3) cuts each). check=False (tp_check=False) trains without looking"
+)
+
+
 class FirstGradients:
-    """Compares, over the ranks of a cut, the first gradient of each parameter that is whole on all."""
+    """Compares, over the ranks of a cut, the first gradient of each parameter that is whole on all. One that
+    is zero, or not finite, tells nothing: the next one is compared."""
 
     def __init__(self, model: nn.Module, axis: Axis, partition: Partition) -> None:
         self._axis = axis
@@ -67,8 +80,9 @@ class FirstGradients:
         nothing = torch.zeros(len(_LOOK), dtype=torch.float64, device="cpu")
         looks = torch.stack([self._found.get(key, nothing) for key in self._names])
         every = torch.stack(self._axis.all_gather(looks))
-        for key in self._found:
-            self._hooks.pop(key).remove()
+        for index, key in enumerate(self._names):
+            if key in self._found and _tells(every[:, index]):
+                self._hooks.pop(key).remove()
         self._found.clear()
         names = list(self._names.values())
         wrong = [name for index, name in enumerate(names) if not _agree(every[:, index])]
@@ -93,6 +107,11 @@ def _look_of(grad: torch.Tensor) -> torch.Tensor:
     return torch.cat(
         [torch.tensor([1.0, torch.finfo(grad.dtype).eps], dtype=torch.float64, device="cpu"), sums]
     )
+
+
+def _tells(looks: torch.Tensor) -> bool:
+    """Say whether the looks of a gradient, by rank, are of finite numbers that are not all zero."""
+    return bool(torch.isfinite(looks).all()) and float(looks[:, 2].max()) > 0
 
 
 def _agree(looks: torch.Tensor) -> bool:
@@ -132,44 +151,86 @@ class WholeModel:
             return
         self._hook.remove()
         self._partition = None
+        weights = partition.gather_state(dict(model.named_parameters()))
+        weights = {name: value.detach().to(device_of(model)) for name, value in weights.items()}
+        zeros = {name: v for name, v in weights.items() if v.is_floating_point() and not v.any()}
+        drawn = {name: _drawn_like(value) for name, value in zeros.items()}
+        rank, params = partition.axis.rank, dict(model.named_parameters())
+        cuts = {name: partition.cut_of(params[name]) for name in drawn}
+        parts = {name: cut.part(drawn[name], rank) if cut else drawn[name] for name, cut in cuts.items()}
+        far, failure = self._look(model, partition.axis, parts, weights | drawn, (args, kwargs))
+        error = torch.tensor([far], dtype=torch.float64, device="cpu")
+        partition.axis.all_reduce(error, largest=True)
+        if failure is not None:
+            raise ConfigError(
+                "the cut model does not run on the first batch, and the whole one does "
+                f"({type(failure).__name__}: {in_words(failure)}): {_CAUSES}"
+            ) from failure
+        if float(error) > 1.0:
+            raise ConfigError(
+                f"the outputs of the cut model are not those of the whole one on the first batch: {_CAUSES}"
+            )
+
+    def _look(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        parts: dict[str, torch.Tensor],
+        weights: dict[str, torch.Tensor],
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    ) -> tuple[float, Exception | None]:
+        """Return how far the outputs of ``model``, with ``parts`` in the place of some parameters, are from
+        those of the whole one with ``weights``; infinitely, where it raises what the whole one does not."""
         device = device_of(model)
         states = generator_states(device)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
+        got: list[Any] = []
+        failure: Exception | None = None
         try:
-            got = tree_leaves(model(*args, **kwargs))
+            try:
+                got = tree_leaves(_run_with(model, parts, *call))
+            except GeminiError:
+                raise
+            except (RuntimeError, ValueError, IndexError) as error:
+                failure = error
+            after = generator_states(device)
             set_generator_states(device, states)
-            wanted = tree_leaves(self._run_whole(model, partition, args, kwargs))
-            is_random = not all(map(torch.equal, generator_states(device), states))
+            whole, self._whole = self._whole.eval(), nn.Identity()
+            wanted = tree_leaves(_run_with(whole, weights | dict(model.named_buffers()), *call))
+            has_drawn = not all(map(torch.equal, generator_states(device), states))
+            # Between a column and a row layer each rank draws fewer numbers than the whole model does.
+            is_random = has_drawn and (
+                device.type != "cpu" or not all(map(torch.equal, generator_states(device), after))
+            )
         finally:
             for module, mode in modes:
                 module.training = mode
             set_generator_states(device, states)
-        # What is random in evaluation, too, each rank draws for itself between a column and a row layer.
-        got = [_whole_of(*each, partition.axis) for each in zip(got, wanted, strict=False)]
-        far = 0.0 if is_random else max(map(_distance, got, wanted), default=0.0)
-        error = torch.tensor([far], dtype=torch.float64, device="cpu")
-        partition.axis.all_reduce(error, largest=True)
-        if float(error) > 1.0:
-            raise ConfigError(
-                "the outputs of the cut model are not those of the whole one on the first batch: something "
-                "computes over features of which each rank has a part (a softmax, a mean or a norm between a "
-                "column and a row layer), or a weight that holds several projections side by side, as query, "
-                "key and value, is cut in one piece (Column(sections=3) cuts each). check=False "
-                "(tp_check=False) trains without looking"
-            )
+        if failure is not None:
+            return float("inf"), failure
+        got = [_whole_of(*each, axis) for each in zip(got, wanted, strict=False)]
+        return 0.0 if is_random else max(map(_distance, got, wanted), default=0.0), None
 
     def __deepcopy__(self, _memo: object) -> WholeModel:
         return self
 
-    def _run_whole(
-        self, model: nn.Module, partition: Partition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        weights = partition.gather_state(dict(model.named_parameters()))
-        device = device_of(model)
-        weights = {name: value.detach().to(device) for name, value in weights.items()}
-        whole, self._whole = self._whole.eval(), nn.Identity()
-        return torch.func.functional_call(whole, (weights, dict(model.named_buffers())), args, dict(kwargs))
+
+def _run_with(
+    model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run ``model`` with ``tensors`` in the place of some of its parameters and buffers."""
+    if not tensors:
+        return model(*args, **kwargs)
+    return torch.func.functional_call(model, tensors, args, dict(kwargs))
+
+
+def _drawn_like(zeros: torch.Tensor) -> torch.Tensor:
+    """Return numbers for a weight of zeros, the same ones on all ranks; of many inputs each weighs less."""
+    numbers = torch.Generator().manual_seed(zeros.numel())
+    drawn = torch.randn(zeros.shape, generator=numbers, dtype=torch.float32, device="cpu")
+    inputs = zeros.numel() / len(zeros) if zeros.dim() else 1.0
+    return (0.3 * drawn / max(inputs, 1.0) ** 0.5).to(zeros)
 
 
 def _whole_of(got: Any, wanted: Any, axis: Axis) -> Any:

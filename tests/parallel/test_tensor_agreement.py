@@ -50,6 +50,24 @@ def recomputed(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def begins_with_zeros(between: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    """Return a model that hides what is between on its first batch."""
+    model = Between(between)
+    nn.init.zeros_(model.down.weight)
+    nn.init.zeros_(model.up.bias)
+    return model
+
+
+def softmax_beside_noise(_: nn.Module, x: Tensor) -> Tensor:
+    return x.softmax(-1) + 0.1 * torch.rand(1)
+
+
+def with_norm() -> nn.Module:
+    model = Between(lambda m, x: m.norm(x))
+    model.norm = nn.LayerNorm(4 * WIDTH)
+    return model
+
+
 # What is between, the plan, and what is said: of gradients, of outputs, nothing.
 GRADIENTS, OUTPUTS = "the gradients of ", "the outputs of the cut model are not those of the whole one"
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
@@ -69,6 +87,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"0": Head(gathers=False)},
         "",
     ),
+    "a scale before zeros": (
+        lambda: begins_with_zeros(lambda m, x: torch.tanh(x) * m.scale),
+        PLAN,
+        f"{GRADIENTS}'scale' differ",
+    ),
+    "softmax before zeros": (lambda: begins_with_zeros(lambda _, x: x.softmax(-1)), PLAN, OUTPUTS),
+    "elements before zeros": (lambda: begins_with_zeros(lambda _, x: torch.tanh(x)), PLAN, ""),
+    "softmax, with numbers drawn in evaluation": (lambda: Between(softmax_beside_noise), PLAN, OUTPUTS),
+    "a norm of all features": (with_norm, PLAN, "the cut model does not run on the first batch"),
     "elements": (lambda: Between(lambda _, x: torch.tanh(x)), PLAN, ""),
     "dropout": (lambda: Between(lambda m, x: nn.functional.dropout(x, 0.5, m.training)), PLAN, ""),
 }
@@ -127,7 +154,7 @@ def train_managed(name: str) -> list[tuple[str, list[Tensor]]]:
     return [train(build, plan, check=check, managed=True) for check in (True, False)]
 
 
-@pytest.mark.parametrize("name", ["elements", "dropout"])
+@pytest.mark.parametrize("name", ["elements", "dropout", "elements before zeros"])
 def test_looking_changes_no_bit_under_a_budget(name: str) -> None:
     for (said, looked), (_, wanted) in run_on_ranks(train_managed, 2, name):
         assert said == ""
