@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.containers import SharedContents, collections_in, replace_tensors
+from gemini.parallel.pipeline.containers import (
+    SharedContents,
+    collections_in,
+    left_in,
+    members_of,
+    plain_values,
+    replace_tensors,
+    restore_plain_values,
+)
 from gemini.parallel.pipeline.numbers import drawn
 from gemini.parallel.pipeline.passage import ARRIVED, EndOfStage, Passage, device_of
 
@@ -31,7 +40,7 @@ class _OfKind:
     def __class__(self) -> type:
         """The class that isinstance() goes by, beside the true one."""
         state = self.__dict__
-        return state["_taken_for"] if "_taken_for" in state and state["_passage"].runs else type(self)
+        return state["_taken_for"] if "_taken_for" in state and state["_passage"].shows else type(self)
 
 
 def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
@@ -44,6 +53,13 @@ def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None)
         memo[id(param)] = nn.Parameter(values, requires_grad=False)
     memo.update((id(buffer), torch.empty_like(buffer, device="meta")) for buffer in model.buffers())
     return copy.deepcopy(model, memo)
+
+
+def _keep_own(name: str) -> Callable[[Any, Any], None]:
+    def keep(module: nn.Module, value: Any) -> None:
+        module.__dict__[f"own{name}"] = value
+
+    return keep
 
 
 class Absent(_OfKind, nn.Module):
@@ -62,6 +78,11 @@ class Absent(_OfKind, nn.Module):
         self._name, self._passage, self._taken_for = name, passage, type(outline)
         self._answers: dict[str, Any] = {}
         self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple: they are no submodules
+
+    @property
+    def outline(self) -> nn.Module:
+        """The module on ``meta``."""
+        return self._held[0]
 
     def __getattr__(self, name: str) -> Any:
         """Return what the module has; its own modules are absent too, and its parameters, and what a forward
@@ -109,14 +130,22 @@ class Absent(_OfKind, nn.Module):
             self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage, self._pairs),)
         return self._inner[name][0]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what stands for the module's parameters within a forward pass, which may look for a type or
-        add up all weights; else nothing."""
-        if self._passage.runs:
-            for name, param in self._held[0].named_parameters(prefix, recurse, remove_duplicate):
-                yield name, self._passage.stands_for(param)  # type: ignore[misc]
+    def _shown(self, name: str) -> dict[str, Any]:
+        """Return the module's own modules, parameters or buffers, as what stands for them, within
+        a forward pass and a criterion, which may add up all weights; else nothing."""
+        found: dict[str, Any] = {}
+        if "_held" not in self.__dict__ or not self._passage.shows:
+            own: dict[str, Any] = self.__dict__.get(f"own{name}", found)
+            return own
+        for key, value in getattr(self._held[0], name).items():
+            is_module = isinstance(value, nn.Module)
+            found[key] = self._inside(key, value) if is_module else self._placeholder(value)
+        return found
+
+    # What torch's modules() and parameters() read.
+    _modules = property(partial(_shown, name="_modules"), _keep_own("_modules"))
+    _parameters = property(partial(_shown, name="_parameters"), _keep_own("_parameters"))
+    _buffers = property(partial(_shown, name="_buffers"), _keep_own("_buffers"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what has the shapes of the module's output.
@@ -152,6 +181,34 @@ class Absent(_OfKind, nn.Module):
         return tree_map(lambda value: _of(passage, value, device), answer)
 
     @torch.no_grad()
+    def runs_on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Say whether other stages can run the module without its weights, and know what it leaves."""
+        there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
+        shared, counters = SharedContents(self._pairs, _on_meta), plain_values([self._held[0]])
+        try:
+            self._run(self._held[0], there_args, there_kwargs, shared)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            return False
+        finally:
+            shared.begin_again()
+            shared.take_over(lambda value: value, lambda value: None)
+            restore_plain_values([self._held[0]], counters)
+        return True
+
+    def left(self, module: nn.Module) -> dict[tuple[int, str], Any]:
+        """Return what ``module``, which this stands for, has left in places that others may read."""
+        found = {
+            (-1, f"its attribute {f'{name}.{key}'.lstrip('.')!r}"): value
+            for name, inner in module.named_modules()
+            for key, value in left_in(inner)
+        }
+        for index, (here, _) in enumerate(self._pairs):
+            kind = type(here).__name__
+            members = members_of(here).items()
+            found |= {(index, f"a {kind} of the model, at {key!r}"): value for key, value in members}
+        return found
+
+    @torch.no_grad()
     def _run_outline(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
     ) -> tuple[Any, bool]:
@@ -170,13 +227,15 @@ class Absent(_OfKind, nn.Module):
         shared = SharedContents([*self._pairs, *given], _on_meta)
         shared.note(tree_leaves((args, kwargs)), tree_leaves((there_args, there_kwargs)))
         call = getattr(self._held[0], method) if method else self._held[0]
+        counters = plain_values([self._held[0]])
         try:
             output = self._run(call, there_args, there_kwargs, shared)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
         placeholders = self._passage.placeholders
         has_written = shared.take_over(lambda value: _of(self._passage, value, device), placeholders.mark)
-        return tree_map(_on_meta, output), not has_written
+        has_counted = plain_values([self._held[0]]) != counters
+        return tree_map(_on_meta, output), not (has_written or has_counted)
 
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
@@ -219,11 +278,15 @@ class Present(_OfKind, nn.Module):
     the block, so that computing it again in backward does not run this, unless the model itself calls
     checkpoint() around it."""
 
-    def __init__(self, name: str, block: nn.Module, passage: Passage, *, is_last: bool) -> None:
-        """``is_last``: of the stage."""
+    def __init__(
+        self, name: str, block: nn.Module, passage: Passage, *, is_last: bool, elsewhere: Absent | None = None
+    ) -> None:
+        """``is_last``: of the stage. ``elsewhere``: what stands for the block on stages behind this one."""
         super().__init__()
         self.block = block
         self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
+        self._elsewhere = (elsewhere,)  # in a tuple: it is no submodule
+        self._is_known_elsewhere: dict[bool, bool] = {}  # by whether the block trains
         self._arrived: dict[int, int] = {}  # in how many places of so many values something is put in
 
     def __getattr__(self, name: str) -> Any:
@@ -250,9 +313,37 @@ class Present(_OfKind, nn.Module):
         self._arrived[len(values)] = sum(new is not old for new, old in zip(values, before, strict=True))
         self._refuse_without_gradients(values)
         with self._passage.placeholders.unwatched():
-            output = self.block(*args, **kwargs)
+            if self._leaves_what_others_know(args, kwargs):
+                output = self.block(*args, **kwargs)
+            else:
+                output = self._run_and_compare(args, kwargs)
         if self._is_last:
             self._passage.leave_blocks()
+        return output
+
+    def _leaves_what_others_know(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        elsewhere, training = self._elsewhere[0], self.block.training
+        if elsewhere is None:
+            return True
+        if training not in self._is_known_elsewhere:
+            self._is_known_elsewhere[training] = elsewhere.runs_on_meta(args, kwargs)
+        return self._is_known_elsewhere[training]
+
+    def _run_and_compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block that does not run on ``meta``, which may leave nothing but its output."""
+        elsewhere = self._elsewhere[0]
+        assert elsewhere is not None
+        before = elsewhere.left(self.block)
+        output = self.block(*args, **kwargs)
+        after = elsewhere.left(self.block)
+        changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+        if changed:
+            raise ConfigError(
+                f"{self._name!r} leaves something in {changed[0][1]} in its forward pass, which stages "
+                "behind this one may read, and they cannot find what it is: the block decides on values, and "
+                "does not run on 'meta'. Have blocks return it and take it as an argument, or train without "
+                "pp"
+            )
         return output
 
     def _refuse_without_gradients(self, values: Sequence[Any]) -> None:

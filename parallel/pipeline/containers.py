@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 # (name of a module, attribute, then keys; of a list (index, length), of an attribute of an object its name)
 Path = tuple[Any, ...]
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
+_COLLECTIONS = (list, dict, deque)
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
@@ -84,6 +85,51 @@ def worded(path: Path) -> str:
     return f"the attribute {key!r}{inner} of {owner or 'the model'!r}"
 
 
+def left_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that a forward pass may have set to what it has computed."""
+    for key, value in module.__dict__.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key not in _OF_MODULES and (is_number or isinstance(value, (torch.Tensor, list, tuple, dict))):
+            yield key, value
+
+
+# What is equal where it has not been set.
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def plain_values(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """Return the numbers and the like in classes of ``modules`` and all in them, and in the globals of their
+    files, in which forward passes count: each by where it is, with that and its value."""
+    spaces: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+    for kind in {type(inner) for module in modules for inner in module.modules()}:
+        for owner in kind.__mro__:
+            if _is_of_torch(owner):
+                continue
+            spaces[id(owner)] = (owner, vars(owner))
+            names = getattr(vars(owner).get("forward"), "__globals__", None)
+            if isinstance(names, dict):
+                spaces[id(names)] = (names, names)
+    return {
+        (key, name): (owner, value)
+        for key, (owner, members) in spaces.items()
+        for name, value in members.items()
+        if isinstance(value, _PLAIN) and not name.startswith("__")
+    }
+
+
+def restore_plain_values(
+    modules: Iterable[nn.Module], before: Mapping[tuple[int, str], tuple[Any, Any]]
+) -> None:
+    """Set what :func:`plain_values` has found ``before`` to what it was."""
+    now = plain_values(modules)
+    for key, (owner, value) in before.items():
+        if key not in now or now[key][1] != value:
+            if isinstance(owner, dict):
+                owner[key[1]] = value
+            else:
+                setattr(owner, key[1], value)
+
+
 # -- the same ones in the outline of a model -------------------------------------------------------------
 
 
@@ -98,20 +144,54 @@ def containers_in(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def containers_named_in(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the lists and dicts that ``forward`` of the modules in ``module`` finds outside of them: globals
-    of their files, and what a function around their class has."""
+    """Return the lists and dicts that the modules in ``module`` find outside of them: in their classes, in
+    globals of their files that their methods and the functions called there name, in functions around those,
+    and in modules that their hooks name. Other lists of hooks belong to a program that looks on."""
     found: dict[tuple[str, str], Any] = {}
+    seen: set[int] = set()
     for inner in module.modules():
-        forward = type(inner).forward
-        code = getattr(forward, "__code__", None)
-        if code is None or type(inner).__module__.startswith("torch."):
-            continue
-        named = {name: forward.__globals__.get(name) for name in code.co_names}
-        cells = zip(code.co_freevars, forward.__closure__ or (), strict=True)
-        named |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-        where = f"{type(inner).__module__}.{type(inner).__qualname__}"
-        found |= {(where, k): value for k, value in named.items() if type(value) in (list, dict, deque)}
+        kinds = [kind for kind in type(inner).__mro__ if not _is_of_torch(kind)]
+        for kind in kinds:
+            where = f"{kind.__module__}.{kind.__qualname__}"
+            for key, value in vars(kind).items():
+                if type(value) in _COLLECTIONS and not key.startswith("__"):
+                    found[where, key] = value
+                elif isinstance(value, FunctionType):
+                    _add_named_by(value, where, found, seen)
+        for hook in (*inner._forward_hooks.values(), *inner._forward_pre_hooks.values()):
+            function = getattr(hook, "__func__", hook)
+            for value in _around(function).values() if isinstance(function, FunctionType) else ():
+                if isinstance(value, nn.Module) and not _is_of_torch(function):
+                    where = f"{type(value).__module__}.{type(value).__qualname__}"
+                    held = value.__dict__.items()
+                    found |= {
+                        (where, k): v for k, v in held if type(v) in _COLLECTIONS and k not in _OF_MODULES
+                    }
     return found
+
+
+def _add_named_by(
+    function: FunctionType, where: str, found: dict[tuple[str, str], Any], seen: set[int]
+) -> None:
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    for name, value in {**named, **_around(function)}.items():
+        if type(value) in _COLLECTIONS:
+            found[where, name] = value
+        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            _add_named_by(value, where, found, seen)
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of functions around ``function`` that it reads."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+
+
+def _is_of_torch(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in ("torch", "builtins", "gemini", "parallel")
 
 
 def _is_filled(cell: Any) -> bool:
@@ -189,8 +269,8 @@ class SharedContents:
         self._originals: dict[int, tuple[torch.Tensor, int, Any]] = {}
         self._on_meta = on_meta
         for here, there in self._pairs:
-            _fill(there, {key: self._in(value) for key, value in _members(here).items()})
-        self._before = [_members(there) for _, there in self._pairs]
+            _fill(there, {key: self._in(value) for key, value in members_of(here).items()})
+        self._before = [members_of(there) for _, there in self._pairs]
 
     def _in(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -221,7 +301,7 @@ class SharedContents:
                 mark(value)
                 has_changed = True
         for (here, there), before in zip(self._pairs, self._before, strict=True):
-            now = _members(there)
+            now = members_of(there)
             is_same = now.keys() == before.keys() and all(now[key] is before[key] for key in now)
             if is_same and here is not there:
                 continue
@@ -245,7 +325,8 @@ def _each(new: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
     return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
 
 
-def _members(value: Any) -> dict[Any, Any]:
+def members_of(value: Any) -> dict[Any, Any]:
+    """Return the members of a list, a dict or an object, by index, key or name."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
     return dict(attributes_of(value) or {})

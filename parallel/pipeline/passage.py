@@ -70,6 +70,9 @@ class Passage:
         """``placeholders``: of which stand-ins are made, where stages share them."""
         self.placeholders = Placeholders() if placeholders is None else placeholders
         self.runs, self.has_entered, self.trains, self.is_training = False, False, False, True
+        self._is_judged = False
+        # Parameters of other stages that modules around the blocks have themselves, and what stands for each.
+        self.own_parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.device = torch.device("cpu")  # of the batch
         # Modules around the blocks, and lists and the like in any module, by names: tensors in them travel.
         self.holders: dict[str, nn.Module] = {}
@@ -85,6 +88,31 @@ class Passage:
     def set_training(self, is_training: bool) -> None:
         """Say whether the model trains: modules of other stages are run on ``meta`` as it does."""
         self.is_training = is_training
+
+    @property
+    def shows(self) -> bool:
+        """Whether the modules and parameters of other stages are to be seen, in the shape of placeholders."""
+        return self.runs or self._is_judged
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Show what other stages have to a criterion, which may add up all weights."""
+        self._is_judged = True
+        try:
+            with self._with_own_parameters():
+                yield
+        finally:
+            self._is_judged = False
+
+    @contextmanager
+    def _with_own_parameters(self) -> Iterator[None]:
+        for owner, key, placeholder in self.own_parameters:
+            owner._parameters[key] = placeholder  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for owner, key, _ in self.own_parameters:
+                del owner._parameters[key]
 
     @contextmanager
     def begun(
@@ -106,6 +134,7 @@ class Passage:
             with (
                 nullcontext() if draws is None else drawn(draws.around, self.device),
                 self.placeholders.watched(),
+                self._with_own_parameters(),
                 ExitStack() as blocks,
             ):
                 self._in_blocks = blocks

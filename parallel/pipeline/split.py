@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,19 +129,22 @@ def split(
     _give_first_values(model, every - kept)
     stages: list[Stage] = []
     around = {name for name, _ in model.named_modules() if _holds_units(name, every)}
+    _refuse_references(model, units.blocks, around)
     containers = containers_in(model) | containers_named_in(model)
     beside = _Beside(outline, containers, _pairs_by_unit(model, outline, every))
     placeholders, writers = Placeholders(), {}  # type: ignore[var-annotated]
+    outside = Passage(placeholders)
     for index in own:
         passage, mirrored = Passage(placeholders), []  # type: ignore[var-annotated]
         tree = _mirror(model, "", around, mirrored, passage)
         passage.containers = beside.containers
         _replace_absent(tree, units, ranges[index], beside, passage)
-        _put_before(tree, units.blocks[slice(*ranges[index])], passage)
+        is_last = index == len(ranges) - 1
+        _put_before(tree, units.blocks[slice(*ranges[index])], passage, None if is_last else beside)
         _show_absent([here for here, _ in mirrored], passage)
-        stages.append(Stage(index, tree, passage, mirrored, writers, stages))
+        stages.append(Stage(index, tree, passage, mirrored, writers, stages, outside))
     for name in every - kept:
-        _put(model, name, beside, Passage(placeholders), Absent)
+        _put(model, name, beside, outside, Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
@@ -193,6 +197,31 @@ def _refuse_router_losses(family: Family) -> None:
         )
 
 
+def _refuse_references(model: nn.Module, blocks: Iterable[str], around: Collection[str]) -> None:
+    """Raise ConfigError where a block holds a module around the blocks: each stage runs one of its own, and
+    what the model sets there is not what the block would find."""
+    owners = {id(model.get_submodule(name)): name for name in around}
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            for key, value in module.__dict__.items():
+                held = (
+                    value.values()
+                    if type(value) is dict
+                    else value
+                    if type(value) in (list, tuple)
+                    else [value]
+                )
+                targets = (each() if isinstance(each, weakref.ReferenceType) else each for each in held)
+                owner = next((owners[id(each)] for each in targets if id(each) in owners), None)
+                if owner is not None and key != "_modules":
+                    what = repr(owner) if owner else "the model"
+                    raise ConfigError(
+                        f"{name!r} holds {what}, a module around the blocks, "
+                        f"in its attribute {key!r}: stages would read and write other values there; give "
+                        "blocks what they need as arguments, or train without pp"
+                    )
+
+
 def _holds_units(name: str, units: Collection[str]) -> bool:
     return not name or any(unit.startswith(f"{name}.") for unit in units)
 
@@ -237,14 +266,20 @@ def _replace_absent(
         _put(tree, name, beside, passage, kind)
 
 
-def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage) -> None:
-    """Put before each block of the stage what gives it what was received."""
+def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside: _Beside | None) -> None:
+    """Put before each block of the stage what gives it what was received. ``beside``: what stages behind it
+    make their stand-ins of, where there are any."""
     for name in blocks:
         around, _, key = name.rpartition(".")
         owner = tree.get_submodule(around)
         block = owner._modules[key]
         assert block is not None
-        owner._modules[key] = Present(name, block, passage, is_last=name == blocks[-1])
+        elsewhere = None
+        if beside is not None:
+            outline = beside.outline.get_submodule(name)
+            elsewhere = AbsentBlock(name, outline, passage, beside.pairs.get(name, ()))
+        is_last = name == blocks[-1]
+        owner._modules[key] = Present(name, block, passage, is_last=is_last, elsewhere=elsewhere)
 
 
 def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: type[Absent]) -> None:
@@ -257,18 +292,22 @@ def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: ty
         return
     param = owner._parameters.pop(key)
     assert param is not None
-    owner.__dict__[key] = passage.placeholders.like(param, torch.device("cpu"))  # no buffer: in no state dict
+    placeholder = passage.placeholders.like(param, torch.device("cpu"))
+    owner.__dict__[key] = placeholder  # no buffer: in no state dict
+    passage.own_parameters.append((owner, key, placeholder))
 
 
 def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
-    """Have the forward passes of ``mirrors`` see parameters of other stages behind their own, as nothing: the
-    type of the first one is asked for where a stage has none, and a sum over all is refused."""
+    """Have the forward passes of ``mirrors`` see parameters of other stages behind their own: the type and
+    the device of the first one are asked for."""
 
-    def named_parameters(here: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield from nn.Module.named_parameters(here, prefix, *args, **kwargs)
-        for name, module in here.named_modules(prefix=prefix) if passage.runs else ():
-            if isinstance(module, Absent):
-                yield from module.named_parameters(name)
+    def named_parameters(here: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        found = nn.Module.named_parameters(here, *args, **kwargs)
+        yield from (
+            sorted(found, key=lambda each: passage.placeholders.stands_for(each[1]))
+            if passage.runs
+            else found
+        )
 
     for here in mirrors:
         here.__dict__["named_parameters"] = partial(named_parameters, here)

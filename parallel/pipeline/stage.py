@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.absent import Absent, Present
-from gemini.parallel.pipeline.containers import Path
+from gemini.parallel.pipeline.containers import Path, plain_values, restore_plain_values
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.passage import EndOfStage, FirstBlock, Passage, Taken
 from gemini.parallel.pipeline.unchanged import unchanged
@@ -35,6 +35,7 @@ class Stage:
     # By name, of buffers around blocks: which stage of this rank writes to them.
     writers: dict[str, int] = field(default_factory=dict)
     of_rank: list[Stage] = field(default_factory=list)  # all stages of this rank
+    outside: Passage | None = None  # that of stand-ins in the model itself, which a criterion may look at
     _is_looked_at: bool = False
     _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by place in ``mirrored``
 
@@ -138,7 +139,8 @@ class Stage:
         Raises:
             ConfigError: it is made of what another stage has.
         """
-        with self.passage.placeholders.watched(), _named():
+        shown = nullcontext() if self.outside is None else self.outside.judged()
+        with self.passage.placeholders.watched(), shown, _named():
             loss = call()
         if loss.is_meta or self.passage.placeholders.stands_for(loss):
             raise ConfigError(
@@ -160,10 +162,13 @@ class Stage:
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         self._is_looked_at = True
         modules, held = self._own_modules(), list(self.passage.containers.values())
+        classes = [self.tree, *(each.outline for each in self.tree.modules() if isinstance(each, Absent))]
+        counters = plain_values(classes)
         with torch.no_grad(), torch.random.fork_rng(devices), unchanged(modules, held):
             try:
                 yield
             finally:
+                restore_plain_values(classes, counters)
                 self._followed, self._is_looked_at = followed, False
 
     def _follow(self) -> None:

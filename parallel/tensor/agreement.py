@@ -230,7 +230,8 @@ def _drawn_like(zeros: torch.Tensor) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(zeros.numel())
     drawn = torch.randn(zeros.shape, generator=numbers, dtype=torch.float32, device="cpu")
     inputs = zeros.numel() / len(zeros) if zeros.dim() else 1.0
-    return (0.3 * drawn / max(inputs, 1.0) ** 0.5).to(zeros)
+    drawn *= 0.3 / max(inputs, 1.0) ** 0.5
+    return drawn.to(zeros)
 
 
 def _whole_of(got: Any, wanted: Any, axis: Axis) -> Any:

@@ -1,0 +1,129 @@
+"""What blocks leave beside their output, and what a criterion reads of the model, in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemini import ConfigError
+from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
+from gemini.parallel.pipeline.passage import Taken
+
+WIDTH = 6
+NOTED: list[Tensor] = []
+
+
+def note(loss: Tensor) -> None:
+    NOTED.append(loss)
+
+
+class Block(nn.Module):
+    in_class: list[Tensor] = []  # noqa: RUF012  # that blocks share it is tried
+    depth = 0
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.linear, self.leaves, self.loss = nn.Linear(WIDTH, WIDTH), leaves, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.leaves.startswith("routed"):
+            rows = (y.sum(-1) > 0).nonzero().squeeze(-1)
+            y = y.index_add(0, rows, y[rows])
+        if self.leaves == "routed, in an attribute":
+            self.loss = y.square().mean()
+        if self.leaves in ("class", "routed, in a list"):
+            self.in_class.append(y.square().mean())
+        if self.leaves == "global":
+            note(y.square().mean())
+        if self.leaves == "counter":
+            Block.depth += 1
+            y = y / Block.depth
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.hooked: list[Tensor] = []
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(leaves) for _ in range(4))
+        for block in self.blocks if leaves == "hook" else ():
+            block.register_forward_hook(lambda _module, _args, out: self.hooked.append(out.square().mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Block.depth = 0
+        for losses in (NOTED, Block.in_class, self.hooked):
+            losses.clear()
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x) * (1 + sum([*NOTED, *Block.in_class, *self.hooked]))
+        return out
+
+
+def staged(own: int, build: Callable[[], nn.Module]) -> StagedModel:
+    torch.manual_seed(0)
+    model = build()
+    units = find_units(model)
+    return split(model, units, choose_ranges(model, units, 2, "layers"), (own,))
+
+
+def run_stages(leaves: str, x: Tensor) -> Any:
+    stages = [staged(own, lambda: Model(leaves)).stages[0] for own in range(2)]
+    takes = stages[1].takes((x,), {})
+    for _ in range(2):  # the second pass finds what the first has learned
+        given = stages[0].run((), Taken(), takes, (x,), {})
+        out = stages[1].run(given, takes, Taken(), (x,), {})
+    return out
+
+
+@pytest.mark.parametrize("leaves", ["nothing", "class", "global", "hook", "counter"])
+def test_what_blocks_leave_anywhere_is_that_of_one_process(leaves: str) -> None:
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    whole = Model(leaves)(x)
+    assert torch.equal(run_stages(leaves, x), whole)
+
+
+@pytest.mark.parametrize("leaves", ["routed, in a list", "routed, in an attribute"])
+def test_what_a_block_leaves_that_decides_on_values_is_refused(leaves: str) -> None:
+    with pytest.raises(ConfigError, match=r"'blocks\.0' leaves something in .* does not run on 'meta'"):
+        run_stages(leaves, torch.ones(5, WIDTH))
+
+
+def test_a_block_that_decides_on_values_and_leaves_nothing_trains() -> None:
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    whole = Model("routed")(x)
+    assert torch.equal(run_stages("routed", x), whole)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda model: model.parameters(),
+        lambda model: model.state_dict(keep_vars=True).values(),
+        lambda model: [module.weight for module in model.modules() if isinstance(module, nn.Linear)],
+    ],
+)
+def test_a_criterion_that_adds_up_all_weights_is_refused(weights: Callable[[nn.Module], Any]) -> None:
+    part = staged(1, lambda: Model("nothing"))
+    own = {name for name, _ in part.module.named_parameters()}
+    with pytest.raises(ConfigError, match="the loss is made of something that another stage has"):
+        part.stages[0].judge(lambda: sum(weight.square().sum() for weight in weights(part.module)))
+    assert {name for name, _ in part.module.named_parameters()} == own
+
+
+def test_a_block_that_holds_the_model_around_it_is_refused() -> None:
+    def build() -> nn.Module:
+        model = Model("nothing")
+        model.blocks[1].owner = [model]  # type: ignore[assignment]
+        return model
+
+    with pytest.raises(ConfigError, match=r"'blocks\.1' holds the model, .* attribute 'owner'"):
+        staged(0, build)
