@@ -50,7 +50,7 @@ class SequenceParallel:
         self.attention = SequenceAttention(self.axis, self.order, method)
         self.averaging: Axis | None = mesh.axis("dp", "sp")  # whose gradients are averaged
         self.takes_whole_batches = False
-        self.shifts_labels = True
+        self.shifts_labels = False  # True: a model of transformers that predicts the next token
         self.looks_back_only = True
         self.refuses_labels = False
         self._hides_filled = True  # False: by masks of batches, which models of transformers take
@@ -117,8 +117,9 @@ class SequenceParallel:
         """Return this rank's part of a batch of whole sequences, by the names that a model of transformers
         has for it; what is not of their length stays whole.
 
-        Labels of a causal model are shifted first, and are there as ``shift_labels`` too, so that the model
-        does not shift them again. What is filled up does not count: no label, no key.
+        Labels of a causal model of transformers are shifted first, and are there as ``shift_labels`` too, so
+        that the model does not shift them again. Those of a model of one's own stay at their tokens, as
+        without ``sp``. What is filled up does not count: no label, no key.
 
         Raises:
             ConfigError: the model takes whole batches; there are no tokens; a mask cannot be filled up.

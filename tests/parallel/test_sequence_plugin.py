@@ -42,7 +42,7 @@ def batch_of(step: int) -> Batch:
 
 
 def loss_of_part(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the mean over the labels of a part, which are shifted already."""
+    """Return the mean over the labels of a part, which are at their tokens as in one process."""
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
@@ -52,7 +52,7 @@ def train_whole(kind: str, steps: int) -> tuple[list[float], Named, Any]:
     losses = []
     for step in range(steps):
         batch = batch_of(step)
-        labels = functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
+        labels = batch.pop("labels")
         loss = functional.cross_entropy(model(**batch).flatten(0, 1), labels.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

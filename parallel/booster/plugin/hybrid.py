@@ -71,8 +71,8 @@ class HybridParallelPlugin(Plugin):
         tp_size, pp_size: over how many processes layers are cut, and how many have stages.
         sp_size, sp_mode: how many have parts of each sequence, and how attention goes across them:
             ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
-            over the labels in its micro-batch, which are shifted already where the model predicts the next
-            token, and the loss is the mean over those of all ranks.
+            over the labels in its micro-batch, which are shifted already for a causal model of transformers
+            and as they were given for one of your own; the loss is the mean over those of all ranks.
         zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
             gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
