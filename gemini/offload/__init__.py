@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .async_file import AsyncFile
-from .disk_offloader import DiskOffloader
+from gemini.offload.async_file import AsyncFile
+from gemini.offload.disk_offloader import DiskOffloader
 
 __all__ = ["AsyncFile", "DiskOffloader"]

@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 
 from gemini import _C
 from gemini.errors import ConfigError
-
-from .tuning import DEFAULT, tuned
+from gemini.offload.tuning import DEFAULT, tuned
 
 Directories: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Backend: TypeAlias = Literal["uring", "threads"]

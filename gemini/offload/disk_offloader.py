@@ -16,11 +16,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ConfigError, StateError
-
-from .async_file import Backend, Directories, checked_directories, chosen_backend
-from .storage import release
-from .tensor_file import TensorFile
-from .tensornvme_file import TensorNvmeFile
+from gemini.offload.async_file import Backend, Directories, checked_directories, chosen_backend
+from gemini.offload.storage import release
+from gemini.offload.tensor_file import TensorFile
+from gemini.offload.tensornvme_file import TensorNvmeFile
 
 Callback: TypeAlias = Callable[[], None]
 

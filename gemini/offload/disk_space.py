@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemini.errors import IoError
-
-from .async_file import AsyncFile, Backend, round_to_block
+from gemini.offload.async_file import AsyncFile, Backend, round_to_block
 
 _MIN_FILE_BYTES = 16 * 2**20
 

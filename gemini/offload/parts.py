@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from .async_file import BLOCK_BYTES, AsyncFile, round_to_block
-from .disk_space import Extent
-from .staging import Staging
+from gemini.offload.async_file import BLOCK_BYTES, AsyncFile, round_to_block
+from gemini.offload.disk_space import Extent
+from gemini.offload.staging import Staging
 
 # Below this a copy is cheaper than what the ends of a tensor cost.
 DIRECT_FROM_BYTES = 128 * 2**10

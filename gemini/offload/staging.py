@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
-from .async_file import BLOCK_BYTES
-from .direct_memory import direct_memory
-from .disk_space import Holes
+from gemini.offload.async_file import BLOCK_BYTES
+from gemini.offload.direct_memory import direct_memory
+from gemini.offload.disk_space import Holes
 
 # All that is staged at one time, in host memory; for CUDA tensors once more, pinned.
 STAGING_BYTES = 16 * 2**20

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from .async_file import BLOCK_BYTES
+from gemini.offload.async_file import BLOCK_BYTES
 
 _MADV_DONTNEED = 4
 

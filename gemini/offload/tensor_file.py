@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .async_file import Backend
-from .disk_space import DiskSpace, Extent
-from .parts import PART_BYTES, Move, Part, Stored, extent_bytes, goes_direct, parts_of
-from .staging import STAGING_BYTES, Staging
+from gemini.offload.async_file import Backend
+from gemini.offload.disk_space import DiskSpace, Extent
+from gemini.offload.parts import PART_BYTES, Move, Part, Stored, extent_bytes, goes_direct, parts_of
+from gemini.offload.staging import STAGING_BYTES, Staging
 
 
 @dataclass(eq=False)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from gemini import _C
 from gemini.errors import IoError
-
-from .direct_memory import direct_memory
+from gemini.offload.direct_memory import direct_memory
 
 # What a probe may take. A drive that moves little in that time keeps the default: it is slow anyway.
 PROBE_SECONDS = 0.5

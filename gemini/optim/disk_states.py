@@ -12,14 +12,13 @@ import torch
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
+from gemini.optim.adam_rows import AdamRow, KeptAdamTable
+from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
+from gemini.optim.state_file import Batch, Segment, Source, State, StateFile, state_bytes
+from gemini.optim.state_format import ARRAYS, StateFormat
+from gemini.optim.state_ring import Extent, StateRing
+from gemini.optim.step_rows import Member
 from gemini.system.threads import usable_processors
-
-from .adam_rows import AdamRow, KeptAdamTable
-from .kernels import AdamHyper, AdamStep, GradScale
-from .state_file import Batch, Segment, Source, State, StateFile, state_bytes
-from .state_format import ARRAYS, StateFormat
-from .state_ring import Extent, StateRing
-from .step_rows import Member
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ from torch.optim.optimizer import ParamsT, StateDict
 from gemini.chunk.dense import is_dense, ordered_like
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload.async_file import Directories, checked_directories
-from gemini.runtime import ManagedParameter
-
-from .disk_states import DiskRows, DiskStates, Update
-from .kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
-from .self_managed import SelfManaged
-from .state_file import Source
-from .state_format import StateFormat, step_count
-from .state_import import (
+from gemini.optim.disk_states import DiskRows, DiskStates, Update
+from gemini.optim.kernels import TYPE_NAMES, AdamHyper, GradScale, has_cuda_kernel
+from gemini.optim.self_managed import SelfManaged
+from gemini.optim.state_file import Source
+from gemini.optim.state_format import StateFormat, step_count
+from gemini.optim.state_import import (
     boxed_state_dict,
     complete_groups,
     numbers_of,
@@ -31,8 +29,9 @@ from .state_import import (
     torch_flags_in,
     unboxed_state,
 )
-from .state_ring import Extent
-from .step_rows import Member, StepRows
+from gemini.optim.state_ring import Extent
+from gemini.optim.step_rows import Member, StepRows
+from gemini.runtime import ManagedParameter
 
 _UNSCALED = GradScale()
 _START_ANEW = "load state_dict() into a new optimizer"

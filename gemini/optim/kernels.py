@@ -16,10 +16,9 @@ import torch
 from gemini import _C
 from gemini.chunk.dense import is_dense, ordered_like, same_order
 from gemini.errors import ConfigError
+from gemini.optim.adam_rows import AdamRow, AdamTable
 from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.system.device import launching
-
-from .adam_rows import AdamRow, AdamTable
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

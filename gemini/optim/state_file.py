@@ -19,9 +19,8 @@ import torch
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec
 from gemini.chunk.dense import flat
 from gemini.offload.async_file import AsyncFile, round_to_block
-
-from .state_format import StateFormat
-from .state_ring import NUM_BUFFERS, Extent, StateRing
+from gemini.optim.state_format import StateFormat
+from gemini.optim.state_ring import NUM_BUFFERS, Extent, StateRing
 
 MAX_BATCH_BYTES = 4 * 2**20
 _MIN_BATCH_BYTES = 64 * 2**10

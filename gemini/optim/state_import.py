@@ -11,8 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer, StateDict
 
 from gemini.errors import ConfigError
-
-from .state_format import ARRAYS, StateFormat, step_count
+from gemini.optim.state_format import ARRAYS, StateFormat, step_count
 
 # What torch's Adam takes and we do not, with the values that ask for nothing.
 TORCH_FLAGS = {

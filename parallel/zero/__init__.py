@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .model import LowLevelZeroModel, spread_rest
-from .optimizer import LowLevelZeroOptimizer
-from .state import StateShard
+from gemini.parallel.zero.model import LowLevelZeroModel, spread_rest
+from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
+from gemini.parallel.zero.state import StateShard
 
 __all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "StateShard", "spread_rest"]

@@ -8,7 +8,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 
-from .shards import ParamShard
+from gemini.parallel.zero.shards import ParamShard
 
 
 class Ranks(Protocol):

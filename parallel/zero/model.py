@@ -13,12 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
 from gemini.model.wrapper import NamedAsWrapped
+from gemini.parallel.zero.collectives import Collectives
+from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.one_type import InOneType, mixes_types
 from gemini.runtime.intercept.precision import compute_types, place_buffers
-
-from .collectives import Collectives
-from .optimizer import LowLevelZeroOptimizer
 
 
 class LowLevelZeroModel(NamedAsWrapped):

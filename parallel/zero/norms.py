@@ -9,10 +9,9 @@ import torch
 
 from gemini.comm.peers import ModelRanks, Topic
 from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks
-
-from .bucket import Bucket
-from .collectives import Collectives
-from .shards import ParamShard
+from gemini.parallel.zero.bucket import Bucket
+from gemini.parallel.zero.collectives import Collectives
+from gemini.parallel.zero.shards import ParamShard
 
 Gradients = Sequence[tuple[ParamShard, torch.Tensor | None]]
 

@@ -14,11 +14,9 @@ from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
-from gemini.runtime.intercept.one_type import run_backward
-
-from .collectives import Collectives, Traffic
-from .norms import any_overflow, count_zeros, total_norm
-from .options import (
+from gemini.parallel.zero.collectives import Collectives, Traffic
+from gemini.parallel.zero.norms import any_overflow, count_zeros, total_norm
+from gemini.parallel.zero.options import (
     check_norm,
     check_optimizer,
     check_options,
@@ -28,11 +26,19 @@ from .options import (
     device_of,
     parse_precision,
 )
-from .params import ShardedParams
-from .reducer import GradientReducer
-from .shards import ParamShard
-from .state import StateShard, export_state, exported_groups, import_state, state_shards, whole_tensor
-from .states_by_param import StatesByParam
+from gemini.parallel.zero.params import ShardedParams
+from gemini.parallel.zero.reducer import GradientReducer
+from gemini.parallel.zero.shards import ParamShard
+from gemini.parallel.zero.state import (
+    StateShard,
+    export_state,
+    exported_groups,
+    import_state,
+    state_shards,
+    whole_tensor,
+)
+from gemini.parallel.zero.states_by_param import StatesByParam
+from gemini.runtime.intercept.one_type import run_backward
 
 T = TypeVar("T")
 

@@ -11,10 +11,9 @@ import torch
 
 from gemini.errors import ConfigError, StateError
 from gemini.optim.wrapped import hooks_set_aside
-
-from .bucket import Bucket
-from .collectives import Collectives, Flight
-from .shards import ParamShard
+from gemini.parallel.zero.bucket import Bucket
+from gemini.parallel.zero.collectives import Collectives, Flight
+from gemini.parallel.zero.shards import ParamShard
 
 # Buckets of new values under way at one time.
 _MAX_FLIGHTS = 2

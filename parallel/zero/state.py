@@ -11,10 +11,9 @@ import torch
 from gemini.errors import ConfigError
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.wrapped import hooks_set_aside
-
-from .collectives import Collectives
-from .params import ShardedParams
-from .shards import ParamShard
+from gemini.parallel.zero.collectives import Collectives
+from gemini.parallel.zero.params import ShardedParams
+from gemini.parallel.zero.shards import ParamShard
 
 
 class ShardedStates(Protocol):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError
-
-from .shards import ParamShard
+from gemini.parallel.zero.shards import ParamShard
 
 _HELPER = "torch.distributed.checkpoint.state_dict"
 
