@@ -28,7 +28,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import take_counts, write_state, write_state_range
 from gemini.runtime import write_range, write_values
 from gemini.system import rng
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values, refresh_master
 from gemini.system import rng
 from gemini.system.config import parse_bytes
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 
 SHARD_BYTES = "4GiB"
 

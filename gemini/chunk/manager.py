@@ -20,7 +20,7 @@ from gemini.chunk.observer import ChunkObserver
 from gemini.chunk.reconcile import idle_tensors, reconcile
 from gemini.chunk.stow import Stow
 from gemini.errors import IoError, StateError
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))

@@ -37,7 +37,7 @@ from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 from gemini.timeline import TimelineRecorder
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from gemini.runtime import (
 )
 from gemini.runtime.intercept.param import plain_copy
 from gemini.runtime.storage.model_storage import slot_of
-from gemini.system.collector import paused_collector
 from gemini.system.config import parse_bytes
+from gemini.system.process import paused_collector
 
 
 @paused_collector()

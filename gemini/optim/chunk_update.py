@@ -18,8 +18,7 @@ from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, State
 from gemini.runtime.gate.update_thread import GivenWork
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 from gemini.runtime.storage.model_storage import Room
-from gemini.system.collector import paused_collector
-from gemini.system.profiling import shown_as
+from gemini.system.process import paused_collector, shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
 

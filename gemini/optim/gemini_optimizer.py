@@ -52,8 +52,7 @@ from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.storage.mixture import HALF_LOADED
 from gemini.runtime.storage.model_storage import slot_of
-from gemini.system.collector import paused_collector
-from gemini.system.profiling import shown_as
+from gemini.system.process import paused_collector, shown_as
 
 T = TypeVar("T")
 

@@ -51,8 +51,8 @@ from gemini.runtime.storage.data_sizes import (
 )
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.sharding.sharding import Sharding
-from gemini.system.collector import paused_collector
 from gemini.system.device import default_budget_bytes
+from gemini.system.process import paused_collector
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from gemini.runtime.step.shortage import Shortage
 from gemini.runtime.step.step_order import StepOrder, UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 
 _Result = TypeVar("_Result")
 

@@ -19,7 +19,7 @@ from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
 from gemini.sharding.joining import Follow, Joining, count_present
 from gemini.sharding.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
-from gemini.system.profiling import shown_as
+from gemini.system.process import shown_as
 
 
 class Sharding:

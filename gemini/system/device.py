@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from gemini.errors import ConfigError, DeviceFullError
-from gemini.system import control_group
+from gemini.system import process
 
 # Left to the interpreter, the page cache and other processes when no budget is given.
 FREE_MARGIN = 0.10
@@ -67,7 +67,7 @@ def device_index(device: torch.device) -> int:
 def free_memory_bytes() -> int:
     """Return the bytes this process could still take: the machine's, or its control groups' if less."""
     free = int(psutil.virtual_memory().available)
-    allowed = control_group.free_bytes()
+    allowed = process.free_bytes()
     return free if allowed is None else min(free, allowed)
 
 

@@ -28,8 +28,8 @@ from gemini.runtime.step.planned import Place, Planned, PromisedStep
 from gemini.runtime.step.recorder import Accesses, MomentLog, Recorded
 from gemini.runtime.step.trace_order import completed, reordered
 from gemini.runtime.storage.host_states import HostUpdates
-from gemini.system.collector import paused_collector
 from gemini.system.config import format_bytes
+from gemini.system.process import paused_collector
 
 logger = logging.getLogger(__name__)
 

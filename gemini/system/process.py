@@ -1,10 +1,21 @@
-"""The memory that the control groups of this process leave it: containers, Slurm jobs, systemd units."""
+"""This process as the system runs it: the memory that control groups leave it, Python's garbage collector,
+and the ranges that torch.profiler shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 MOUNTS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -59,3 +70,38 @@ def _left(group: Path, files: _Files) -> int | None:
         return None  # "max"
     words = dict(line.partition(" ")[::2] for line in stat.splitlines())
     return max(0, int(limit) - int(usage) + int(words.get(files.reclaimable, 0)))
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause the collector, which is the whole process's, while many objects are made that all stay, or all go
+    at once: it would look through them again and again. It is left as it was found: what another thread made
+    of it meanwhile is undone."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+def shown_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have calls of a function appear as the range ``gemini::name`` while torch.profiler runs; otherwise they
+    cost one look at whether it does."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not _is_profiled():
+                return function(*args, **kwargs)
+            with torch.profiler.record_function(f"gemini::{name}"):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
