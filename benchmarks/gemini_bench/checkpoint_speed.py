@@ -16,7 +16,7 @@ from torch import nn
 
 from gemini import checkpoint
 from gemini.model.ddp import GeminiDDP
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 from gemini.optim import GeminiAdamOptimizer
 from gemini.runtime import init_on
 from gemini_bench.cases import require_space

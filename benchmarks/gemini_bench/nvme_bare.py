@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemini.offload import AsyncFile
-from gemini.offload.async_file import round_to_block
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory, round_to_block
 from gemini.optim.kernel_adam import KernelAdam
 
 SETTLE_SECONDS = 0.3  # for what a step left to do in the background: it is no part of the next measurement

@@ -20,7 +20,7 @@ import torch
 
 import gemini
 from gemini.offload import AsyncFile
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 from gemini.system.config import parse_bytes
 from gemini_bench.cases import require_space
 from gemini_bench.nvme_bare import leave_page_cache

@@ -35,7 +35,7 @@ from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedSlot, StatePiece
 from gemini.system import rng

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from gemini.checkpoint.checksum import BLOCK_BYTES, Part, joined, parts_of
 from gemini.errors import CheckpointError, IoError, in_words
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 from gemini.system.threads import Workers
 
 _BLOCK_BYTES = 4096

@@ -24,7 +24,7 @@ from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
 from gemini.checkpoint.sealed_file import DamagedError, Seal, making_sense_of, reading
 from gemini.checkpoint.structure import table, whole_number
 from gemini.checkpoint.tensor_file import TYPE_NAMES
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 from gemini.system.files import open_regular, parse_json
 from gemini.system.threads import Workers
 

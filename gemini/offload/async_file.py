@@ -1,18 +1,123 @@
-"""A private, unlinked file read and written in the background."""
+"""A private, unlinked file read and written in the background; memory that a device reads and writes itself:
+huge pages, which a fork leaves alone; and which request size and queue depth suit a drive: a short probe,
+once per process and drive.
+"""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeAlias
 
+import torch
+
 from gemini import _C
-from gemini.errors import ConfigError
-from gemini.offload.tuning import DEFAULT, tuned
+from gemini.errors import ConfigError, IoError
+
+HUGE_PAGE_BYTES = 2 * 2**20
+_MADV_WIPEONFORK = 18  # Linux 4.14; the module mmap has no name for it
+
+
+def direct_memory(nbytes: int) -> torch.Tensor:
+    """Return ``nbytes`` zeros on a 2 MiB boundary for transfers with O_DIRECT.
+
+    A request for ordinary pages has an entry per 4 KiB, and a virtual disk may have room for 256 entries in
+    all: two requests of 1 MiB then cannot be at the device at once. Of a huge page it has one. Where the
+    system has none to give, ordinary pages do as well, only slower.
+
+    After a fork the child's copy is empty. Without that, of a page that the disk is just writing to the
+    parent may get the old copy and the child the data (open(2), "O_DIRECT").
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
+    if not _advise(memory, _MADV_WIPEONFORK):
+        memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)  # shared: never copied
+    _advise(memory, mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + nbytes]
+
+
+def _advise(memory: mmap.mmap, advice: int) -> bool:
+    """Say whether the system took the advice."""
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without it
+            raise
+        return False
+    return True
+
+
+# What a probe may take. A drive that moves little in that time keeps the default: it is slow anyway.
+PROBE_SECONDS = 0.5
+PROBE_BYTES = 16 * 2**20
+_MIN_GAIN = 1.25  # less is noise
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How to talk to a drive: ``depth`` requests of ``request_bytes`` at one time."""
+
+    depth: int
+    request_bytes: int
+
+
+DEFAULT = Tuning(depth=8, request_bytes=2**20)
+CANDIDATES = (DEFAULT, Tuning(depth=32, request_bytes=2**20), Tuning(depth=8, request_bytes=4 * 2**20))
+
+_known: dict[tuple[int, str], Tuning] = {}
+
+
+def tuned(device: int, directory: str, backend: str) -> Tuning:
+    """Return what is best for the drive ``device`` (``st_dev``) that holds ``directory``.
+
+    The first call of a process writes and reads 16 MiB of a private file with every candidate by turns, for
+    half a second. The default stays unless another one is a quarter faster, and where there is no room.
+    """
+    key = (device, backend)
+    if key not in _known:
+        try:
+            _known[key] = _probe(directory, backend)
+        except IoError:
+            return DEFAULT
+    return _known[key]
+
+
+def _probe(directory: str, backend: str) -> Tuning:
+    memory = direct_memory(PROBE_BYTES)
+    best: dict[Tuning, float] = {}
+    deadline = time.perf_counter() + PROBE_SECONDS
+    while time.perf_counter() < deadline:
+        for candidate in CANDIDATES:
+            if time.perf_counter() >= deadline and len(best) < len(CANDIDATES):
+                return DEFAULT
+            seconds = _time(directory, backend, candidate, memory.data_ptr())
+            best[candidate] = min(seconds, best.get(candidate, seconds))
+    fastest = min(CANDIDATES, key=best.__getitem__)
+    return fastest if best[DEFAULT] > _MIN_GAIN * best[fastest] else DEFAULT
+
+
+def _time(directory: str, backend: str, tuning: Tuning, address: int) -> float:
+    """Return the seconds of one write and one read."""
+    file = _C.AsyncFile(
+        [directory], PROBE_BYTES, backend=backend, depth=tuning.depth, request_bytes=tuning.request_bytes
+    )
+    try:
+        start = time.perf_counter()
+        file.wait(file.write(address, PROBE_BYTES, 0))
+        file.wait(file.read(address, PROBE_BYTES, 0))
+        return time.perf_counter() - start
+    finally:
+        file.close()
+
 
 Directories: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Backend: TypeAlias = Literal["uring", "threads"]

@@ -10,8 +10,7 @@ from itertools import chain
 import torch
 
 from gemini.errors import IoError
-from gemini.offload.async_file import AsyncFile, round_to_block
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import AsyncFile, direct_memory, round_to_block
 
 _NUM_BUFFERS = 8
 _NUM_AHEAD = 4  # of them, those that are read ahead: the others are written behind

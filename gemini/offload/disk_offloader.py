@@ -1,14 +1,17 @@
-"""Whole tensors moved to disk and back; the tensor object stays, its memory goes."""
+"""Whole tensors moved to disk and back; the tensor object stays, its memory goes back to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -16,10 +19,37 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ConfigError, StateError
-from gemini.offload.async_file import Backend, Directories, checked_directories, chosen_backend
-from gemini.offload.storage import release
+from gemini.offload.async_file import BLOCK_BYTES, Backend, Directories, checked_directories, chosen_backend
 from gemini.offload.tensor_file import TensorFile
 from gemini.offload.tensornvme_file import TensorNvmeFile
+
+_MADV_DONTNEED = 4
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor's storage; the pages that were its own leave the process.
+
+    The C library keeps much of what is freed for later, up to everything: glibc stops returning blocks of a
+    size once the first such block was freed. So the whole pages inside are emptied before. Pinned memory
+    is left to its allocator: the GPU knows its pages.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu" and sys.platform == "linux" and not tensor.is_pinned():
+        start = -(-storage.data_ptr() // BLOCK_BYTES) * BLOCK_BYTES
+        stop = (storage.data_ptr() + storage.nbytes()) // BLOCK_BYTES * BLOCK_BYTES
+        if stop > start:
+            # Advice: where it is refused (larger pages, locked memory) the allocator decides as usual.
+            _madvise()(start, stop - start, _MADV_DONTNEED)
+    storage.resize_(0)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    call.restype = ctypes.c_int
+    return call
+
 
 Callback: TypeAlias = Callable[[], None]
 

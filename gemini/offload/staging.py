@@ -6,8 +6,7 @@ import ctypes
 
 import torch
 
-from gemini.offload.async_file import BLOCK_BYTES
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import BLOCK_BYTES, direct_memory
 from gemini.offload.disk_space import Holes
 
 # All that is staged at one time, in host memory; for CUDA tensors once more, pinned.

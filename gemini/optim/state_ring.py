@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from gemini.errors import IoError, StateError
-from gemini.offload.async_file import AsyncFile
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import AsyncFile, direct_memory
 
 NUM_BUFFERS = 8
 _MAX_AHEAD = NUM_BUFFERS // 2 + 1  # half are being read, one is being changed; the others are being written

@@ -22,7 +22,7 @@ from num_examples import num_examples
 from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
 from gemini.checkpoint.sealed_file import Seal, SealedFile, Staging, sealed
 from gemini.errors import CheckpointError, IoError
-from gemini.offload.direct_memory import direct_memory
+from gemini.offload.async_file import direct_memory
 
 MIB = 2**20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gemini.offload import direct_memory as module
-from gemini.offload.direct_memory import HUGE_PAGE_BYTES, direct_memory
+from gemini.offload import async_file as async_file_module
+from gemini.offload.async_file import HUGE_PAGE_BYTES, direct_memory
 
 MIB = 2**20
 
@@ -52,7 +52,7 @@ def test_forked_child_has_pages_of_its_own_from_the_start() -> None:
 
 
 def test_older_kernel_shares_the_pages_instead_of_copying_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MADV_WIPEONFORK", -1)  # not known there
+    monkeypatch.setattr(async_file_module, "_MADV_WIPEONFORK", -1)  # not known there
     memory = direct_memory(4096).fill_(1)
     assert seen_by_child(memory, then=3) == 1
     assert torch.equal(memory, torch.full_like(memory, 3))
