@@ -14,7 +14,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats import LinkSpeed, Trace
 from gemini.memstats.collectives import CollectiveSpeed, CollectiveSpeeds, Figure
-from gemini.memstats.trace_file import digest
+from gemini.memstats.trace import digest
 
 TRACE = Trace(
     kind="train",

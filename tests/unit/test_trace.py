@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from gemini.chunk import ChunkKind
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.memstats import LINKS, LinkSpeed, Trace, trace_file
-from gemini.memstats.trace import CHUNK_KINDS, KINDS, MODES, PHASES
-from gemini.memstats.trace_file import digest
+from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.memstats import trace as trace_module
+from gemini.memstats.trace import CHUNK_KINDS, KINDS, MODES, PHASES, digest
 
 TRACE = Trace(
     kind="train",
@@ -168,7 +168,7 @@ def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert LinkSpeed("h2d", 100.0, 2.0).seconds(50) == 2.5
 
 
-FORMAT = str(trace_file.FORMAT)
+FORMAT = str(trace_module.FORMAT)
 
 
 def document(*, format: str = FORMAT, identity: str | None = None, **changes: object) -> str:
