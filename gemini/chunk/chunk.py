@@ -1,8 +1,10 @@
-"""One chunk: a fixed-size piece of model data with a window of stable addresses; and what an optimizer keeps
-of parameters, as the chunks of its states know it."""
+"""One chunk: a fixed-size piece of model data with a window of stable addresses; what an optimizer keeps of
+parameters, as the chunks of its states know it; and chunks as the CPU uses them where they lie on HOST.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -144,3 +146,11 @@ class StateSpec:
     def nbytes(self, numel: int) -> int:
         """Return their bytes for ``numel`` elements."""
         return self.count(numel) * self.dtype.itemsize
+
+
+def host_tensor(chunk: Chunk) -> torch.Tensor:
+    """Return the flat tensor over a chunk that is pinned on HOST, shape ``(numel,)``, to be used once
+    :meth:`ChunkManager.wait_host` has returned. Its memory is another one the next time: it is valid while
+    the chunk is pinned."""
+    memory = (ctypes.c_char * chunk.spec.nbytes).from_address(chunk.host.address)
+    return torch.frombuffer(memory, dtype=chunk.spec.dtype, count=chunk.spec.numel)

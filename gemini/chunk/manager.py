@@ -1,26 +1,355 @@
-"""ChunkManager: owns the chunks' memory and carries out what the chunk table decides."""
+"""ChunkManager: owns the memory of chunks on every tier, and carries out what the chunk table decides.
+
+Beside it the file of the DISK tier, what is reserved for chunks to come, and how memory becomes what the
+table says after an exception left a decision perhaps half carried out.
+"""
 
 from __future__ import annotations
 
+import errno
+import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from gemini import _C
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CPU
-from gemini.chunk.disk_file import DiskFile
-from gemini.chunk.expected import Expected
-from gemini.chunk.memory import ComputeDevice, TierBudgets, open_with_spare
-from gemini.chunk.observer import ChunkObserver
-from gemini.chunk.reconcile import idle_tensors, reconcile
+from gemini.chunk.layout import ChunkLayout, search_chunk_size
+from gemini.chunk.memory import AnyMemory, ComputeDevice, TierBudgets, open_with_spare
 from gemini.chunk.stow import Stow
-from gemini.errors import IoError, StateError
+from gemini.errors import ConfigError, DeviceFullError, IoError, StateError
+from gemini.offload.async_file import AsyncFile, checked_directory
+from gemini.system.config import format_bytes
+from gemini.system.device import default_budget_bytes
 from gemini.system.process import shown_as
+
+
+class DiskFile:
+    """A file with a place for every chunk; none where there is no DISK tier.
+
+    With a smaller budget than that each chunk still has its place, and only what the table admits takes disk
+    space: what a chunk holds no more is given back then.
+    """
+
+    def __init__(
+        self, budgets: TierBudgets, chunk_bytes: int, table: _C.ChunkTable, expected_bytes: int = 0
+    ) -> None:
+        """Make the file for chunks of ``chunk_bytes`` together, for those of ``expected_bytes`` that come
+        later, and for others.
+
+        Raises:
+            ConfigError: the directory is missing or read-only, or its file system gives no space back and the
+                chunks need more than the budget.
+            IoError: it has too little space.
+        """
+        self.file: AsyncFile | None = None
+        self._table = table
+        self._budgets = budgets
+        self._chunk_bytes = max(chunk_bytes, 1)  # a model may have no parameters
+        self._expected_bytes = expected_bytes  # of those that are not there yet
+        self._reserved_bytes = 0  # of the file, from its beginning
+        self._file_bytes = self._chunk_bytes + expected_bytes + budgets.spare_disk_bytes
+        self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
+        self._placed_bytes = 0
+        self._taken: set[int] = set()  # chunks that took space and have not given it back
+        if budgets.disk_dir is None or budgets.disk_bytes == 0:
+            return
+        checked_directory(budgets.disk_dir)
+        reserve = _reserves(budgets, self._file_bytes)
+        if reserve and expected_bytes:  # which is looked for when it comes, if not now
+            reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
+        self._reserved_bytes = self._file_bytes if reserve else 0
+        lack = lacking_space(budgets, chunk_bytes, reserve=reserve)
+        if lack is not None:
+            raise IoError(errno.ENOSPC, lack, budgets.disk_dir)
+        self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=reserve)
+        if not reserve and not self.file.can_discard:
+            self._keep_places_within_budget(budgets.disk_dir)
+
+    def _keep_places_within_budget(self, directory: str) -> None:
+        """See to it that no space has to be given back: chunks that come later get what the budget leaves."""
+        if self._chunk_bytes > self._budget_bytes:
+            self.close()
+            raise self._keeps_all(directory, self._chunk_bytes)
+        self._file_bytes = min(self._file_bytes, self._budget_bytes)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._budgets.disk_bytes
+
+    def _keeps_all(self, directory: str, nbytes: int) -> ConfigError:
+        takes, budget = format_bytes(nbytes), format_bytes(self._budget_bytes)
+        return ConfigError(
+            f"disk_dir {directory!r}: its file system cannot give back parts of a file, so the DISK tier "
+            f"would come to take {takes} where disk_bytes is {budget}; raise disk_bytes to that, or name "
+            "another disk_dir"
+        )
+
+    def has_place(self, nbytes: int) -> bool:
+        """Say whether chunks of this size together have a place that no expected one will take."""
+        return self.file is None or self._placed_bytes + self._expected_bytes + nbytes <= self._file_bytes
+
+    def lacking_place(self, nbytes: int, expected_bytes: int) -> str | None:
+        """Return what to say where chunks of ``nbytes`` more, of which the file was made for
+        ``expected_bytes``, have no place or the disk too little space for all; None where they have."""
+        if self.file is None:
+            return None
+        left = self._file_bytes - self._placed_bytes - (self._expected_bytes - expected_bytes)
+        if nbytes > left:
+            return (
+                f"the DISK file has places for {format_bytes(max(left, 0))} more, and these chunks take "
+                f"{format_bytes(nbytes)}; raise disk_bytes"
+            )
+        if self._reserved_bytes == self._file_bytes:
+            return None
+        reserve = _reserves(self._budgets, self._file_bytes)
+        return lacking_space(self._budgets, self._placed_bytes + nbytes, self._taken_bytes, reserve=reserve)
+
+    @property
+    def _taken_bytes(self) -> int:
+        """What the file takes of the disk, at the least."""
+        return max(self._reserved_bytes, sum(self._places[chunk][1] for chunk in self._taken))
+
+    def prepare(self, nbytes: int, first_bytes: int, more_bytes: int) -> None:
+        """See to it that :meth:`expect` can follow, for chunks of which ``first_bytes`` come at once.
+
+        Raises:
+            ConfigError: the file system gives no space back, and the budget is less than all places take.
+            IoError: the disk has too little space, or the file cannot be that long.
+        """
+        if self.file is None:
+            return
+        file_bytes = self._file_bytes + nbytes
+        self.file.grow(file_bytes)
+        budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        if not self.file.can_discard and file_bytes > budgets.disk_bytes:
+            raise self._keeps_all(budgets.disk_dir or "", file_bytes)
+        reserve = _reserves(budgets, file_bytes)
+        lack = lacking_space(budgets, self._placed_bytes + first_bytes, self._taken_bytes, reserve=reserve)
+        if lack is not None:
+            raise IoError(errno.ENOSPC, lack, budgets.disk_dir or "")
+
+    def expect(self, nbytes: int, more_bytes: int) -> None:
+        """Have places for chunks of ``nbytes`` together that nobody foresaw, and a budget of ``more_bytes``
+        more. They take space when they are written."""
+        self._expected_bytes += nbytes
+        if self.file is None:
+            return
+        self._file_bytes += nbytes
+        self._budgets = replace(self._budgets, disk_bytes=self._budget_bytes + more_bytes)
+        if self._file_bytes > self._budget_bytes:
+            self._unreserve(self.file)
+
+    def _unreserve(self, file: AsyncFile) -> None:
+        """Return to the disk what was reserved and holds nothing: more places than the budget share it."""
+        unplaced_bytes = self._reserved_bytes - self._placed_bytes
+        if self._reserved_bytes:
+            self._taken.update(range(len(self._places)))
+        self._reserved_bytes = 0
+        with suppress(IoError):  # what is given back later tries again
+            if unplaced_bytes > 0:
+                file.discard(self._placed_bytes, unplaced_bytes)
+            for chunk_id in [chunk for chunk in self._taken if not self._holds(chunk)]:
+                self.drop(chunk_id)
+
+    def _holds(self, chunk_id: int) -> bool:
+        """Say whether the place of a chunk counts, or is about to."""
+        return _C.Tier.DISK in self._table.held_tiers(chunk_id)
+
+    def place(self, nbytes: int, *, expected: bool = False) -> int:
+        """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the
+        file was made for."""
+        if expected:
+            self._expected_bytes -= nbytes
+        offset, fitted = self._placed_bytes, not self.gives_back
+        self._places.append((offset, nbytes))
+        self._placed_bytes += nbytes
+        if fitted:
+            with suppress(IoError):  # the chunk has its place; a later call tries again
+                self.give_back()
+        return offset
+
+    def written(self, chunk_id: int) -> None:
+        """Note that a chunk is about to take space."""
+        self._taken.add(chunk_id)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the places exceed the budget."""
+        return self.file is not None and self._placed_bytes > self._budget_bytes
+
+    def give_back(self, chunk_ids: Set[int] | None = None) -> None:
+        """Where the places exceed the budget, return to the disk what those of the chunks, None for all, took
+        that the table holds none for any more. Raises IoError; a later call tries again."""
+        if not self.gives_back:
+            return
+        for chunk_id in self._taken.copy() if chunk_ids is None else self._taken & chunk_ids:
+            if not self._holds(chunk_id):
+                self.drop(chunk_id)
+
+    def drop(self, chunk_id: int) -> None:
+        """Return what a chunk's place took to the disk: nothing there counts any more. Raises IoError."""
+        if self.file is not None and chunk_id in self._taken:
+            self.file.discard(*self._places[chunk_id])
+            self._taken.discard(chunk_id)
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self.file is not None:
+            self.file.close()
+
+
+def _reserves(budgets: TierBudgets, file_bytes: int) -> bool:
+    return budgets.reserve_disk and not budgets.spare_disk_bytes and budgets.disk_bytes >= file_bytes
+
+
+def lacking_space(
+    budgets: TierBudgets, chunk_bytes: int, taken_bytes: int = 0, *, reserve: bool | None = None
+) -> str | None:
+    """Return what to say where the disk has less space free, beside ``taken_bytes``, than chunks of
+    ``chunk_bytes`` together are sure to take: now, not in the middle of training. None where it has enough,
+    or does not say. ``reserve``: whether they take all of it at once; None: where the budget allows it."""
+    if budgets.disk_dir is None or budgets.disk_bytes == 0:
+        return None
+    if reserve is None:
+        reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
+    least_bytes = chunk_bytes - (0 if reserve else budgets.device_bytes + budgets.host_bytes)
+    usage = shutil.disk_usage(budgets.disk_dir)
+    if not usage.total or usage.free + taken_bytes >= least_bytes:  # without a total it does not say
+        return None
+    return (
+        f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(usage.free)} are free; "
+        "free some space, name another disk_dir, or hold more on DEVICE and HOST and lower disk_bytes"
+    )
+
+
+_WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
+
+
+def reconcile(
+    table: _C.ChunkTable,
+    chunks: Sequence[Chunk],
+    memory: AnyMemory,
+    unmap: Callable[[Chunk, _C.Tier], None],
+) -> set[int]:
+    """Make memory what ``table`` says after an exception, Ctrl-C included, at any point of carrying out its
+    actions. ``unmap`` takes the memory of one copy back.
+
+    Transfers under way end first and count as aborted: their source is as before. May be interrupted and
+    repeated. Returns the chunks for which the device has no memory: the table counts them as there, but their
+    first use was interrupted, so they have no content.
+    """
+    while memory.num_in_flight:
+        memory.wait_any(_WAIT_SECONDS)
+        memory.poll()
+    memory.poll()
+    for chunk in chunks:
+        flight = table.flight_id(chunk.id)
+        if flight:
+            table.abort(flight)
+    held = [table.held_tiers(chunk.id) for chunk in chunks]
+    for chunk, tiers in zip(chunks, held, strict=True):
+        for tier in (_C.Tier.DEVICE, _C.Tier.HOST):
+            if tier not in tiers:
+                unmap(chunk, tier)
+    unfounded = set()
+    for chunk, tiers in zip(chunks, held, strict=True):
+        # Its first use was interrupted: it has no content yet.
+        if _C.Tier.DEVICE in tiers and not chunk.window.mapped:
+            try:
+                memory.map(chunk.window, zero=chunk.spec.kind.starts_at_zero)
+            except DeviceFullError:
+                unfounded.add(chunk.id)
+        if _C.Tier.HOST in tiers and not chunk.host.mapped:
+            memory.map_host(chunk.host)
+    return unfounded
+
+
+def idle_tensors(table: _C.ChunkTable, chunks: set[int]) -> list[int]:
+    """Return the tensors of ``chunks`` that count as having content and are not in use."""
+    tensors = range(table.num_tensors()) if chunks else ()
+    return [
+        tensor
+        for tensor in tensors
+        if table.chunk_of(tensor) in chunks and table.tensor_state(tensor) == _C.TensorState.HOLD
+    ]
+
+
+class ChunkObserver(Protocol):
+    """Is told what happens, right after it has; times are seconds of ``time.perf_counter()``.
+
+    Called on the thread that trains, for every operator: it must be quick, must not raise and must leave the
+    manager alone.
+    """
+
+    def acquired(self, tensors: Sequence[int], asked_s: float, *, traced: bool) -> None:
+        """``tensors``, asked for at ``asked_s``, are pinned on DEVICE."""
+
+    def released(self, tensors: Sequence[int]) -> None:
+        """``tensors`` are about to be unpinned."""
+
+    def prefetched(self, begin_s: float) -> None:
+        """What the order asks for next has been looked for and started."""
+
+    def waited(self, tensors: Sequence[int], begin_s: float, end_s: float) -> None:
+        """Chunks of ``tensors`` were not there at once: the time counts as a stall."""
+
+    def submitted(self, action: _C.Action) -> None:
+        """The transfer of ``action`` was given to its link."""
+
+    def ended(self, action: _C.Action, result: _C.TransferResult) -> None:
+        """The transfer of ``action`` has ended, and the table knows."""
+
+
+class Expected:
+    """Bytes of addresses and of places in the DISK file, by the kind of chunk; and addresses to spare, for
+    chunks that nobody foresaw."""
+
+    def __init__(self, specs: Sequence[ChunkSpec], spare_bytes: int) -> None:
+        self._bytes: Counter[ChunkKind] = Counter()
+        self._spare_bytes = spare_bytes
+        self._add(specs)
+
+    def refuse(self, nbytes: int) -> None:
+        """Raise ConfigError where there are no addresses for further chunks of ``nbytes`` together."""
+        if nbytes > self._spare_bytes:
+            raise ConfigError(
+                f"what came into the model needs addresses for {format_bytes(nbytes)}, and of those reserved "
+                f"beside the model's at wrapping {format_bytes(self._spare_bytes)} are left; wrap the model "
+                "anew, with all that it has now"
+            )
+
+    def add(self, specs: Sequence[ChunkSpec]) -> None:
+        """Expect further chunks, for which there are addresses."""
+        self._spare_bytes -= sum(spec.nbytes for spec in specs)
+        self._add(specs)
+
+    def bytes_of(self, specs: Sequence[ChunkSpec]) -> int:
+        """Return what is reserved for ``specs``, if they come now."""
+        wanted: Counter[ChunkKind] = Counter()
+        for spec in specs:
+            wanted[spec.kind] += spec.nbytes
+        return (wanted & self._bytes).total()
+
+    def take(self, spec: ChunkSpec) -> bool:
+        """Say whether a chunk that comes now was expected; it is so no more."""
+        if self._bytes[spec.kind] < spec.nbytes:
+            return False
+        self._bytes[spec.kind] -= spec.nbytes
+        return True
+
+    def _add(self, specs: Sequence[ChunkSpec]) -> None:
+        for spec in specs:
+            self._bytes[spec.kind] += spec.nbytes
+
 
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
@@ -484,3 +813,36 @@ class ChunkManager:
             self._memory.unmap(chunk.window, park=park)
         elif tier == _C.Tier.HOST and chunk.host_place is not None and chunk.host_place.mapped:
             self._memory.unmap_host(chunk.host_place)
+
+
+def init_chunk_manager(
+    model: nn.Module,
+    *,
+    hidden_dim: int | None = None,
+    search_range_mb: float = 32,
+    min_chunk_size_mb: float = 32,
+    budgets: TierBudgets | None = None,
+    verbose: bool = True,
+) -> tuple[ChunkManager, ChunkLayout]:
+    """Search the chunk size for ``model``, lay its parameters out and reserve their chunks; nothing is
+    copied.
+
+    The parameters must have one dtype. ``budgets`` defaults to DEVICE alone, with the memory that is free.
+    ``verbose`` prints the result of the search, which is logged in any case. The caller closes the manager.
+
+    Raises:
+        ConfigError: a size allows no chunk; see :func:`search_chunk_size`.
+    """
+    named = list(model.named_parameters())
+    dtype = named[0][1].dtype
+    found = search_chunk_size(
+        [param for _, param in named],
+        search_range_mb=search_range_mb,
+        min_chunk_size_mb=min_chunk_size_mb,
+        hidden_dim=hidden_dim,
+        itemsize=dtype.itemsize,
+    )
+    found.report(printed=verbose)
+    layout = ChunkLayout.build(named, found.chunk_numel, itemsize=dtype.itemsize)
+    specs = [ChunkSpec(ChunkKind.PARAM, numel, dtype) for numel in layout.chunk_numels]
+    return ChunkManager(specs, budgets or TierBudgets(default_budget_bytes())), layout

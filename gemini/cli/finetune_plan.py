@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from gemini.chunk.disk_file import lacking_space
+from gemini.chunk.manager import lacking_space
 from gemini.cli.plan import settings_from
 from gemini.cli.plan_hugging_face import hugging_face
 from gemini.cli.train import with_options

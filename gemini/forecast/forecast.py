@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gemini.chunk.disk_file import lacking_space
+from gemini.chunk.manager import lacking_space
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.cost import OperationCosts, sample
 from gemini.forecast.machine import MachineSpeeds

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.search import SearchResult, search_chunk_size
+from gemini.chunk.layout import ChunkLayout, SearchResult, search_chunk_size
 from gemini.errors import ConfigError
 
 KIB_AS_MB = 2**-10  # the arguments ending in _mb count 2**20 bytes
@@ -116,7 +115,7 @@ def test_the_three_lines_of_the_seeds_are_exact() -> None:
 def test_verbose_logs_the_lines_and_nothing_is_printed(
     verbose: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="gemini.chunk.search"):
+    with caplog.at_level(logging.INFO, logger="gemini.chunk.layout"):
         result = search_chunk_size([100], verbose=verbose)
     assert caplog.messages == (list(result.lines()) if verbose else [])
     assert capsys.readouterr() == ("", "")
