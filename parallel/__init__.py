@@ -6,7 +6,7 @@ if __name__ == "parallel":
     # From a checkout Python would find this folder and make a second, different set of classes.
     raise ImportError("import it as gemini.parallel")
 
-from gemini.comm.collectives import join_ranks
+from gemini.comm.ranks import join_ranks
 from gemini.parallel.booster import (
     Booster,
     GeminiPlugin,

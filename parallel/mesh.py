@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.comm.collectives import ProcessGroupPeers, break_off
 from gemini.comm.groups import group_of, new_group
+from gemini.comm.ranks import ProcessGroupPeers, break_off
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 

@@ -21,8 +21,7 @@ from gpu_harness import LateDevice
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C
-from gemini.comm.collectives import ProcessGroupPeers
-from gemini.comm.messages import Messages
+from gemini.comm.ranks import Messages, ProcessGroupPeers
 
 _ASYNCHRONOUS = ("gather", "gather_to", "scatter_all", "swap_copies")
 _OF_THE_CPU = ("broadcast", "sum", "largest")

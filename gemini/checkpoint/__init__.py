@@ -7,7 +7,7 @@ from gemini.checkpoint.loading import is_complete, load
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.saving import save
 from gemini.checkpoint.writer import new_checkpoint
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 
 __all__ = [
     "CheckpointReader",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer

@@ -20,7 +20,7 @@ from gemini.checkpoint.directory import complete_checkpoints, identity_of, lates
 from gemini.checkpoint.reader import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.checkpoint.structure import StateArray, arrays_of, kept_states
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.managed_model import ManagedModel
 from gemini.model.weights import import_others

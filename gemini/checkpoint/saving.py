@@ -19,7 +19,7 @@ from gemini.checkpoint.contents import Scheduler, checked_model, refuse_shared_d
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, require_holdable, require_strided, settled
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk.chunk import StateSpec
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.model.managed_model import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer

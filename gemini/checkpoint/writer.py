@@ -30,7 +30,7 @@ from gemini.checkpoint.directory import (
 from gemini.checkpoint.sealed_file import Staging, sealed, write_sealed
 from gemini.checkpoint.structure import Ranges, check_values, kept_states
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, write_tensors
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError
 
 Range = tuple[int, int, str, str]  # first and last element, file, name of the tensor in it

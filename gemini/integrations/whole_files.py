@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.system.durable import put_in_place
 from gemini.system.files import io_errors
 

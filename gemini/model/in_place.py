@@ -14,8 +14,8 @@ from torch import nn
 
 from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
-from gemini.comm.collectives import ProcessGroupPeers, make_peers
 from gemini.comm.peers import ModelRanks
+from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError, StateError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.managed_model import ManagedModel

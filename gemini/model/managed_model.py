@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from gemini.chunk import ComputeDevice
-from gemini.comm.collectives import ProcessGroupPeers
 from gemini.comm.peers import Peers, require_equal
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import ProcessGroupPeers, Rank
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS

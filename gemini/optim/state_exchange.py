@@ -11,7 +11,7 @@ import torch
 
 from gemini.chunk.chunk import StateSpec
 from gemini.chunk.dense import flat
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.managed_optimizer import ManagedOptimizer

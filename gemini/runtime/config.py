@@ -14,8 +14,8 @@ import torch
 
 from gemini.chunk import ComputeDevice
 from gemini.chunk.chunk import StateSpec
-from gemini.comm.collectives import ProcessGroupPeers
 from gemini.comm.peers import ModelRanks, Peers, Topic
+from gemini.comm.ranks import ProcessGroupPeers
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, TierCapacity

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
-from gemini.comm.collectives import join_ranks
-from gemini.comm.rank import Rank
+from gemini.comm.ranks import Rank, join_ranks
 from gemini.system.device import select_device
 
 _Result = TypeVar("_Result")

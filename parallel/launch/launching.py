@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.comm.attendance import end_gloo_gently
-from gemini.comm.collectives import join_ranks
+from gemini.comm.ranks import join_ranks
 from gemini.errors import ConfigError
 from gemini.parallel.launch.config import read_config
 from gemini.parallel.launch.context import global_context

@@ -15,8 +15,8 @@ import torch
 from torch import distributed as dist
 
 from gemini.comm.attendance import Attendance
-from gemini.comm.collectives import all_gather, break_off
 from gemini.comm.groups import is_over_gloo, store_of
+from gemini.comm.ranks import all_gather, break_off
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gemini import GeminiDDP
 from gemini.checkpoint import is_complete, load, save, save_async, writer
 from gemini.checkpoint.tensor_file import TensorFile
-from gemini.comm.collectives import ProcessGroupPeers
+from gemini.comm.ranks import ProcessGroupPeers
 
 RECIPE = Recipe(clip=0.05, adam={"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5})
 # What may happen to a save: the wire is cut, or a rank is killed.

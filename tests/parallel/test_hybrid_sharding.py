@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini import ConfigError, GeminiDDP
-from gemini.comm.collectives import ProcessGroupPeers
+from gemini.comm.ranks import ProcessGroupPeers
 from gemini.parallel import Booster, GeminiPlugin
 from gemini.sharding.gradient_exchange import take_mean_of_copies
 

@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, IoError, StateError
 from gemini.checkpoint import load, save
-from gemini.comm.collectives import ProcessGroupPeers, make_peers
 from gemini.comm.peers import Topic
+from gemini.comm.ranks import ProcessGroupPeers, make_peers
 
 RECIPE = Recipe(steps=2)
 

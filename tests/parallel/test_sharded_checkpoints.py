@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gemini import CheckpointError, IoError
 from gemini.checkpoint import CheckpointReader, latest, load, save, save_async
-from gemini.comm import collectives
+from gemini.comm import ranks as ranks_module
 
 RECIPE = Recipe(clip=0.1)
 
@@ -143,7 +143,7 @@ def _fail_on_rank_1(directory: str, save_it: str, fault: str) -> str:
 def _pass_through(directory: str, machines: list[str]) -> tuple[bool, bool]:
     """Save and load as if each rank ran on the machine that a file names; say whether weights are the same,
     and whether files were written synchronously."""
-    boot_id, collectives._BOOT_ID = collectives._BOOT_ID, Path(machines[dist.get_rank()])
+    boot_id, ranks_module._BOOT_ID = ranks_module._BOOT_ID, Path(machines[dist.get_rank()])
     model, optimizer = wrap(mlp, RECIPE)
     flags: list[int] = []
     really = os.open
@@ -158,7 +158,7 @@ def _pass_through(directory: str, machines: list[str]) -> tuple[bool, bool]:
         try:
             save(directory, model, optimizer)
         finally:
-            os.open, collectives._BOOT_ID = really, boot_id
+            os.open, ranks_module._BOOT_ID = really, boot_id
         saved = _state(model)
         train_step(model, optimizer, RECIPE, 1)
         load(directory, model, optimizer)

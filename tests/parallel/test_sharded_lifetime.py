@@ -13,8 +13,8 @@ from sharded_harness import Recipe, batch, mlp, wrap
 from torch import distributed as dist
 
 from gemini import CheckpointError
-from gemini.comm.collectives import make_peers
 from gemini.comm.peers import Topic
+from gemini.comm.ranks import make_peers
 
 
 class _Counted:

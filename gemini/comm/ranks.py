@@ -1,8 +1,13 @@
-"""The ranks that share a model, over torch.distributed."""
+"""The ranks that share a model, over torch.distributed: the collectives of tensors, what ranks say to each
+other between CPUs, and how they agree that each has done its part or hear which has failed.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,12 +22,192 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.attendance import Attendance
 from gemini.comm.groups import devices_of, in_time, is_over_gloo, new_group, shortest_timeout, store_of
-from gemini.comm.messages import Messages
 from gemini.comm.peers import Peers, Share, Topic, Transfer
-from gemini.comm.rank import Rank
-from gemini.errors import ConfigError
+from gemini.errors import CheckpointError, ConfigError, GeminiError, StateError
 
 _Result = TypeVar("_Result")
+
+
+FAILED = "failed: "  # how what a rank says begins that could not do its part
+_HEAD = struct.Struct("=qq")  # the topic, and how many bytes are said
+_FRAME_BYTES = 512  # of each message; what is longer follows in a second one
+
+
+def _wait(work: Any, _doing: str) -> None:
+    work.wait()
+
+
+class Messages:
+    """Over a gloo ``group``, for one thread. ``ranks`` are its global ranks in the order in which answers are
+    returned.
+
+    Each message says what it is about, and all first ones are equally long. So ranks that do different things
+    find out, where messages of different lengths would end the process, or be mistaken for each other.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], wait: Callable[[Any, str], None] = _wait
+    ) -> None:
+        """``wait(work, doing)`` waits for a collective."""
+        self._group = group
+        self._wait = wait
+        self._order = [dist.get_group_rank(group, rank) for rank in ranks]
+
+    def numbers(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
+        """Return what every rank has given here: 64-bit integers. Raises as :meth:`text`."""
+        return [array("q", said).tolist() for said in self._exchange(topic, array("q", mine).tobytes())]
+
+    def text(self, text: str, topic: Topic = Topic.AGREEMENT) -> list[str]:
+        """Return what every rank has said here.
+
+        Raises:
+            StateError: on all ranks: they do not all speak of the same.
+        """
+        return [said.decode() for said in self._exchange(topic, text.encode())]
+
+    def _exchange(self, topic: Topic, mine: bytes) -> list[bytes]:
+        room = _FRAME_BYTES - _HEAD.size
+        doing = topic.doing
+        frames = self._gather(_HEAD.pack(topic, len(mine)) + mine[:room].ljust(room, b"\0"), doing)
+        heads = [_HEAD.unpack_from(frame) for frame in frames]
+        said = [frame[_HEAD.size :][:nbytes] for frame, (_, nbytes) in zip(frames, heads, strict=True)]
+        _refuse_different([Topic(about) for about, _ in heads], said)
+        longest = max(nbytes for _, nbytes in heads)
+        if longest > room:
+            whole = self._gather(mine.ljust(longest, b"\0"), doing)
+            said = [each[:nbytes] for each, (_, nbytes) in zip(whole, heads, strict=True)]
+        return said
+
+    def _gather(self, mine: bytes, doing: str) -> list[bytes]:
+        """Return what every rank has given, in order; equally long for all."""
+        message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        said = [torch.empty_like(message) for _ in self._order]
+        self._wait(dist.all_gather(said, message, group=self._group, async_op=True), doing)
+        return [said[index].numpy().tobytes() for index in self._order]
+
+
+def _refuse_different(topics: Sequence[Topic], said: Sequence[bytes]) -> None:
+    if len(set(topics)) == 1:
+        return
+    each = []
+    for rank, (topic, text) in enumerate(zip(topics, said, strict=True)):
+        failed = topic in (Topic.AGREEMENT, Topic.SETTINGS) and text.startswith(FAILED.encode())
+        why = f" ({text.decode(errors='replace')})" if failed else ""
+        each.append(f"rank {rank} {topic.doing}{why}")
+    raise StateError(
+        f"ranks do different things: {', '.join(each)}; all of them must make the calls that ranks make "
+        "together, as often and in the same order (docs/notes/zero.md)"
+    )
+
+
+_DONE = "done: "
+
+
+def _alone(text: str) -> Sequence[str]:
+    return [text]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Process ``index`` of ``count`` that do something together, such as saving a checkpoint.
+
+    ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
+    (``torch.distributed.all_gather_object`` does). ``several_hosts``: not all run on this machine.
+
+    ``parts``: this process among those with its index that hold the other parts of a model, which was cut
+    over ranks. Then ``count`` processes hold this part, and all processes of all parts agree together, so
+    that no part is saved or loaded without the others. None: the model is whole.
+    """
+
+    index: int = 0
+    count: int = 1
+    exchange: Callable[[str], Sequence[str]] = _alone
+    several_hosts: bool = False
+    failure: type[GeminiError] = CheckpointError  # what the others raise where one has failed
+    parts: Rank | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self.count == 1 and self.parts is None
+
+    @property
+    def part(self) -> int:
+        """Which part of the model this process holds."""
+        return 0 if self.parts is None else self.parts.index
+
+    def agree(self, action: Callable[[], str]) -> str:
+        """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
+        :meth:`collect`."""
+        return self.collect(action)[0]
+
+    def collect(self, action: Callable[[], str]) -> list[str]:
+        """Run ``action`` on every rank; return what it returned on each of those that hold this part, once
+        all have succeeded. Raises as :meth:`collect_parts`."""
+        return self.collect_parts(action)[self.part]
+
+    def collect_parts(self, action: Callable[[], str]) -> list[list[str]]:
+        """Run ``action`` on every rank; return what it returned on each, by part, once all have succeeded.
+
+        Raises:
+            GeminiError: ``failure``: it failed on another rank. What it raises here is let through.
+        """
+        try:
+            result = action()
+        except BaseException as error:
+            self.tell_failure(error)
+            raise
+        said = self._meet(_DONE + result)
+        for part, texts in enumerate(said):
+            for index, text in enumerate(texts):
+                if text.startswith(FAILED):
+                    raise self.failure(f"rank {index} of {self.count}{self._named(part)} {text}")
+        return [[text.removeprefix(_DONE) for text in texts] for texts in said]
+
+    def _meet(self, text: str) -> list[list[str]]:
+        """Return what every rank says here, by part."""
+        own = list(self.exchange(text))
+        if self.parts is None:
+            return [own]
+        return [json.loads(said) for said in self.parts.exchange(json.dumps(own))]
+
+    def _named(self, part: int) -> str:
+        return "" if self.parts is None else f" with part {part} of {self.parts.count} of the model"
+
+    def require_same_directory(self, directory: str | os.PathLike[str]) -> None:
+        """Refuse ranks that name different directories: what the others name would not be looked at.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+
+        def names() -> str:
+            path = Path(os.fsdecode(directory))
+            return json.dumps([str(path.absolute()), str(path.resolve())])
+
+        said = [json.loads(text) for text in self.collect(names)]
+        if any(len({each[kind] for each in said}) == 1 for kind in range(2)):  # links may differ by host
+            return
+        each = ", ".join(f"rank {rank} {name!r}" for rank, (name, _) in enumerate(said))
+        raise CheckpointError(f"ranks name different directories: {each}; pass the same on all of them")
+
+    def together(self, action: Callable[[], _Result]) -> _Result:
+        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
+        :meth:`collect`."""
+        results: list[_Result] = []
+
+        def run() -> str:
+            results.append(action())
+            return ""
+
+        self.collect(run)
+        return results[0]
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
+        with suppress(RuntimeError):  # they are elsewhere, or gone: ``error`` is what there is to see
+            self._meet(f"{FAILED}{type(error).__name__}: {error}")
+
 
 _CPU = torch.device("cpu")
 _STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
