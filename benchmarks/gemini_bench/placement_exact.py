@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from gemini.errors import StateError
 from gemini.memstats import LinkSpeed
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
+from gemini.placement.problem import Iteration, Machine
 
 _UNIT = 1000  # bytes of a chunk
 _MOST_STEPS = 64  # until the times repeat

@@ -6,9 +6,8 @@ import time
 from typing import Any
 
 from gemini.memstats import LinkSpeed
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
+from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulator
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.placement_exact import random_tiny, shortest_step

@@ -19,9 +19,8 @@ from pathlib import Path
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.bound import lower_bound
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
+from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulation, Simulator
 from gemini_bench.record import Row
 from gemini_bench.session import CaseResult, Session

@@ -16,9 +16,8 @@ from gemini.memstats import LINKS, LinkSpeed, Trace
 from gemini.system.config import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from gemini.placement.hints import Hints
-    from gemini.placement.iteration import Iteration
-    from gemini.placement.machine import Machine
+    from gemini.placement.policies import Hints
+    from gemini.placement.problem import Iteration, Machine
 
 POLICIES = ("plan", "opt", "density", "static", "lru")
 
@@ -104,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
     """Return the steady step as plain data. Raises OutOfBudgetError where it does not fit."""
     from gemini.placement.bound import lower_bound
-    from gemini.placement.iteration import Iteration, order_of
+    from gemini.placement.problem import Iteration, order_of
     from gemini.placement.simulator import Simulator
 
     trace = Trace.load(options.trace)
@@ -138,8 +137,8 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
 
 def _hints(policy: str, iteration: Iteration, machine: Machine) -> tuple[str, Hints | None]:
     """Return the plan that a policy makes, and its name."""
-    from gemini.placement.hints import make_hints
     from gemini.placement.planner import by_density, choose_plan, static
+    from gemini.placement.policies import make_hints
     from gemini.placement.problem import PlanProblem
 
     if policy == "plan":
@@ -154,7 +153,7 @@ def _hints(policy: str, iteration: Iteration, machine: Machine) -> tuple[str, Hi
 
 def _machine(options: argparse.Namespace, iteration: Iteration, trace: Trace) -> Machine:
     """Return the machine that the options describe."""
-    from gemini.placement.machine import Machine
+    from gemini.placement.problem import Machine
 
     reserve = max(iteration.reserve_bytes, default=0)
     host_bytes = _budget(options.host_bytes, "--host-bytes", iteration.total_bytes)

@@ -17,9 +17,8 @@ from gemini.forecast.source import ModelSource
 from gemini.forecast.stretch import Stretch, spans
 from gemini.memstats import Trace
 from gemini.memstats.trace import OPTIMIZER
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import ChosenPlan, choose_plan
+from gemini.placement.problem import Iteration, Machine
 from gemini.runtime.build import Blueprint, draw_blueprint
 from gemini.runtime.config import GeminiConfig
 from gemini.system.config import format_bytes

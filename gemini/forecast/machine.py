@@ -30,7 +30,7 @@ class MachineSpeeds:
     ``memory_bytes_per_second``: read and written by operators that only pass over tensors.
     ``adam_bytes_per_second``: read and written by the optimizer's kernel. ``moment_seconds``: what an
     operator costs besides its arithmetic: Python, autograd, PreOp and PostOp. ``links``: those between the
-    tiers. ``transfers_take``: as :class:`gemini.placement.machine.Machine` has it. ``device_bytes``,
+    tiers. ``transfers_take``: as :class:`gemini.placement.problem.Machine` has it. ``device_bytes``,
     ``host_bytes``, ``disk_bytes``: budgets where the command line names none. ``collectives``: how long ranks
     take to exchange tensors.
 

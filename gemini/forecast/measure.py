@@ -15,7 +15,7 @@ from gemini.memstats import LinkSpeed
 from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.kernels import AdamHyper, adam_update
-from gemini.placement.machine import CPU_TRANSFERS_TAKE
+from gemini.placement.problem import CPU_TRANSFERS_TAKE
 from gemini.system.threads import usable_processors
 
 _MATMUL_SIZE = 768

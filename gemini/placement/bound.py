@@ -14,9 +14,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from gemini.placement.intervals import NO_RUN, Floats, Intervals, Ints, find_intervals
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
+from gemini.placement.problem import NO_RUN, Floats, Intervals, Ints, Iteration, Machine, find_intervals
 
 # What is on its way is counted in seconds, its room in bytes: no transfer is taken to be slower than this
 # share of the bandwidth (short ones are, for their latency), so that seconds say how many bytes there are.

@@ -12,9 +12,8 @@ import random
 import numpy as np
 
 from gemini.errors import OutOfBudgetError
-from gemini.placement.hints import Hints, make_hints
-from gemini.placement.intervals import Flags
-from gemini.placement.problem import PlanProblem
+from gemini.placement.policies import Hints, make_hints
+from gemini.placement.problem import Flags, PlanProblem
 from gemini.placement.simulator import Simulator
 
 _STEPS_TO_SETTLE = 3

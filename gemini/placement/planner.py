@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gemini.errors import OutOfBudgetError
-from gemini.placement.hints import Hints, make_hints
-from gemini.placement.intervals import Flags
-from gemini.placement.iteration import Iteration
 from gemini.placement.local_search import Effort, LocalSearch
-from gemini.placement.machine import Machine
-from gemini.placement.problem import PlanProblem
+from gemini.placement.policies import Hints, make_hints
+from gemini.placement.problem import Flags, Iteration, Machine, PlanProblem
 from gemini.placement.simulator import Simulation, Simulator
 
 if TYPE_CHECKING:

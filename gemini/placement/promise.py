@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gemini.memstats.trace import LinkSpeed
-from gemini.placement.hints import Hints
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
+from gemini.placement.policies import Hints
+from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulation, simulate
 
 # A pace that differs by less is the same one: a promise is not made anew for noise.

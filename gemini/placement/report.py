@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemini.placement.hints import KEEP
-from gemini.placement.intervals import Flags, Intervals, find_intervals
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
-from gemini.placement.plan import PlacementPlan
 from gemini.placement.planner import OPT, ChosenPlan
+from gemini.placement.policies import KEEP, PlacementPlan
+from gemini.placement.problem import Flags, Intervals, Iteration, Machine, find_intervals
 from gemini.placement.promise import Pace, Promise
 from gemini.placement.recompute import RecomputeReport
 from gemini.system.config import format_bytes

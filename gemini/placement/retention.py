@@ -19,8 +19,7 @@ import numpy.typing as npt
 from scipy import sparse
 from scipy.optimize import linprog
 
-from gemini.placement.intervals import NO_RUN, Flags, Floats, Ints
-from gemini.placement.problem import PlanProblem
+from gemini.placement.problem import NO_RUN, Flags, Floats, Ints, PlanProblem
 
 Array = npt.NDArray[Any]
 

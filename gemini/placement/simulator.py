@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from gemini import _C
 from gemini.memstats.trace import LINKS
-from gemini.placement.hints import Hints, make_schedule, with_hints
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
+from gemini.placement.policies import Hints, make_schedule, with_hints
+from gemini.placement.problem import Iteration, Machine
 
 _TIERS = ("device", "host", "disk")
 

@@ -28,7 +28,7 @@ from gemini.comm.peers import ModelRanks, Peers, Share, require_equal
 from gemini.errors import IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
-from gemini.placement.plan import DeviceTooSmallError
+from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.keep_plan import KeepPlan
 from gemini.runtime.activation.recompute import Recompute

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini.errors import IoError, StateError
 from gemini.placement import ModelDataSize
-from gemini.placement.plan import DeviceTooSmallError
+from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter

@@ -9,7 +9,7 @@ import pytest
 
 from gemini import _C
 from gemini.errors import OutOfBudgetError
-from gemini.placement.plan import ModelDataSize, TierCapacity, check_fits
+from gemini.placement.policies import ModelDataSize, TierCapacity, check_fits
 
 NUM_STEPS = 12
 DEVICE, HOST, DISK = _C.Tier.DEVICE, _C.Tier.HOST, _C.Tier.DISK

@@ -27,11 +27,9 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
 from gemini.memstats import LinkSpeed, Trace
-from gemini.placement.hints import make_hints
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import OPT, ChosenPlan
-from gemini.placement.problem import PlanProblem
+from gemini.placement.policies import make_hints
+from gemini.placement.problem import Iteration, Machine, PlanProblem
 from gemini.placement.simulator import simulate
 from gemini.runtime.step import planned
 

@@ -26,9 +26,8 @@ from training_models import TinyGPT, gpt_loss
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import LinkSpeed, Trace
-from gemini.placement.machine import Machine
-from gemini.placement.recompute import RecomputeChoice
-from gemini.placement.recomputed_trace import BlockCall
+from gemini.placement.problem import Machine
+from gemini.placement.recompute import BlockCall, RecomputeChoice
 from gemini.runtime.activation import recompute
 from gemini.runtime.step import learned
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gemini.memstats import LINKS, LinkSpeed, Trace
-from gemini.placement.iteration import Iteration
 from gemini.placement.local_search import Effort, LocalSearch
-from gemini.placement.machine import Machine
 from gemini.placement.planner import by_density, choose_plan
-from gemini.placement.problem import PlanProblem
+from gemini.placement.problem import Iteration, Machine, PlanProblem
 from gemini.placement.simulator import Simulation, Simulator
 from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, dram_nvme

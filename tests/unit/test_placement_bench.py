@@ -8,7 +8,7 @@ import pytest
 
 from gemini.cli.main import main
 from gemini.memstats import Trace
-from gemini.placement.iteration import Iteration
+from gemini.placement.problem import Iteration
 from gemini_bench.placement import CASES
 from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, gpu_cpu

@@ -9,11 +9,8 @@ from num_examples import num_examples
 
 from gemini.memstats import LINKS, LinkSpeed
 from gemini.placement.bound import lower_bound
-from gemini.placement.hints import Hints, make_hints
-from gemini.placement.intervals import find_intervals
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
-from gemini.placement.problem import PlanProblem
+from gemini.placement.policies import Hints, make_hints
+from gemini.placement.problem import Iteration, Machine, PlanProblem, find_intervals
 from gemini.placement.simulator import Simulator
 
 _CHUNKS, _UNIT = 5, 100

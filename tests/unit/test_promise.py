@@ -9,9 +9,8 @@ import pytest
 
 from gemini.errors import OutOfBudgetError
 from gemini.memstats import LINKS, LinkSpeed
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
+from gemini.placement.problem import Iteration, Machine
 from gemini.placement.promise import Pace, promise_at
 from gemini.placement.report import PlannedStep
 from gemini.runtime.step import planned as planned_steps

@@ -7,9 +7,17 @@ from dataclasses import replace
 import pytest
 
 from gemini.memstats import LinkSpeed, Trace
-from gemini.placement.machine import Machine
-from gemini.placement.recompute import Judged, RecomputeChoice, RecomputeReport, best_count, choose_blocks
-from gemini.placement.recomputed_trace import BlockCall, recomputed, spans_of
+from gemini.placement.problem import Machine
+from gemini.placement.recompute import (
+    BlockCall,
+    Judged,
+    RecomputeChoice,
+    RecomputeReport,
+    best_count,
+    choose_blocks,
+    recomputed,
+    spans_of,
+)
 
 _MB = 10**6
 _BLOCKS = 4

@@ -14,10 +14,9 @@ from gemini import _C
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPlan, TierCapacity
-from gemini.placement.hints import make_schedule
-from gemini.placement.iteration import Iteration
-from gemini.placement.machine import Machine
 from gemini.placement.planner import choose_plan
+from gemini.placement.policies import make_schedule
+from gemini.placement.problem import Iteration, Machine
 from gemini.placement.promise import Pace, promise_at
 from gemini.placement.report import PlannedStep
 from gemini.runtime.step.meters import StepMeter

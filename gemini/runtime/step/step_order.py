@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gemini.chunk import ChunkKind, ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.memstats.trace import BACKWARD, OPTIMIZER
-from gemini.placement.iteration import update_groups
+from gemini.placement.problem import update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.pending import BEGUN_AT_ONCE, PendingUpdate
