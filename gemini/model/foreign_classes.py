@@ -15,7 +15,7 @@ import torch
 from torch._C import _EnableTorchFunction as SubclassesAnswer
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.living import at_the_last
+from gemini.runtime.gate.gate import at_the_last
 from gemini.runtime.intercept.metadata import METADATA_FUNCTIONS
 from gemini.runtime.intercept.param import MANAGED, dispatch
 from gemini.runtime.intercept.special import SPECIAL

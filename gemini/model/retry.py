@@ -13,8 +13,7 @@ import torch
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.model.managed_model import ManagedModel
 from gemini.runtime import ManagedParameter, ManagedTensor
-from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.living import others
+from gemini.runtime.gate.gate import Gate, others
 from gemini.runtime.step.shortage import drop_locals
 from gemini.system import rng
 from gemini.system.config import format_bytes

@@ -15,7 +15,7 @@ from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_over_ranks import WholeOverRanks
 from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
-from gemini.runtime.gate.update_thread import GivenWork
+from gemini.runtime.gate.waiting import GivenWork
 from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
 from gemini.runtime.storage.model_storage import Room
 from gemini.system.process import paused_collector, shown_as
@@ -81,7 +81,7 @@ class ChunkUpdate:
     """An update rule on the parameters of one group that have a gradient, one state piece at a time.
 
     Everything that the result depends on is captured: hyper-parameters, step numbers, scaling. See
-    :class:`gemini.runtime.gate.pending.PendingUpdate` for what may be done with it. Not thread-safe.
+    :class:`gemini.runtime.gate.waiting.PendingUpdate` for what may be done with it. Not thread-safe.
     """
 
     def __init__(

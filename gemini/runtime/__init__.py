@@ -10,9 +10,9 @@ from gemini.runtime.adopt import (
     write_values,
 )
 from gemini.runtime.filling import Filling
-from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot
-from gemini.runtime.gate.state_piece import MASTER, StatePiece
-from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr, TensorState
+from gemini.runtime.gate.gate import StatefulTensorMgr, TensorState
+from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.gate.waiting import NO_SNAPSHOT, Snapshot
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
 from gemini.runtime.step.learned import PlacementContext

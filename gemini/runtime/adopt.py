@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
-from gemini.runtime.gate.addresses import span_bytes
-from gemini.runtime.gate.state_piece import MASTER, StatePiece
+from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.param import (
     ManagedParameter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gemini.runtime.adopt import write_values
-from gemini.runtime.gate.state_piece import MASTER
+from gemini.runtime.gate.gradients import MASTER
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage
 

@@ -15,9 +15,9 @@ from gemini.memstats import Trace
 from gemini.memstats.trace import FORWARD
 from gemini.placement import ModelDataSize, PlanReport
 from gemini.runtime.activation.activations import ActivationOffload
-from gemini.runtime.gate import guards, living
-from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.observers import StepObserver
+from gemini.runtime.gate import guards
+from gemini.runtime.gate.gate import Gate, remember
+from gemini.runtime.gate.waiting import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.step.learned import EvalOrder, PlacementContext
@@ -49,7 +49,7 @@ class GeminiManager(Gate):
         self.sharding: Sharding | None = None  # over several ranks
         self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
-        living.remember(self)
+        remember(self)
 
     def shard(self, sharding: Sharding) -> None:
         """Have ``sharding`` see to it that what operators use is whole."""

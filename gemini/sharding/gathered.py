@@ -8,8 +8,7 @@ import torch
 
 from gemini.chunk import TensorIds
 from gemini.comm.peers import Peers, Transfer, stays_whole
-from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.tensor_mgr import TensorState
+from gemini.runtime.gate.gate import Gate, TensorState
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
 from gemini.runtime.storage.sharded_gradient import GroupShard
 from gemini.sharding.use_order import UseOrder

@@ -11,7 +11,7 @@ from gemini import _C
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.runtime import GeminiManager
-from gemini.runtime.gate.pending import PendingUpdate
+from gemini.runtime.gate.waiting import PendingUpdate
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.timeline.build import Context, RawEvent, build_timeline
 from gemini.timeline.chrome import save_chrome

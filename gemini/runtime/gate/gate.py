@@ -1,7 +1,13 @@
-"""Gate: every use of managed memory goes through it, one operator after another."""
+"""Gate: every use of managed memory goes through it, one operator after another.
+
+StatefulTensorMgr has the documents' three operations over the chunk table. This process's gates are known:
+whose an address is; a fork ends the use of all; after the last one classes are again what they were.
+"""
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -13,15 +19,54 @@ import torch
 
 from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
+from gemini.errors import StateError
 from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.runtime.gate import guards
-from gemini.runtime.gate.addresses import ParametersByAddress, Strays
-from gemini.runtime.gate.gradients import GradientScale, LooseBytes, Slot
-from gemini.runtime.gate.guards import OneThread, TensorLock
-from gemini.runtime.gate.observers import NO_SNAPSHOT, Snapshot, StepObserver
-from gemini.runtime.gate.pending import PendingUpdate, PendingUpdates
-from gemini.runtime.gate.state_piece import WrittenTensors
-from gemini.runtime.gate.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.gate.gradients import GradientScale, LooseBytes, Slot, WrittenTensors
+from gemini.runtime.gate.guards import OneThread, ParametersByAddress, Strays, TensorLock
+from gemini.runtime.gate.waiting import NO_SNAPSHOT, PendingUpdate, PendingUpdates, Snapshot, StepObserver
+
+TensorState = _C.TensorState
+
+
+class StatefulTensorMgr:
+    """Query memory usage, transition tensor state, adjust tensor position."""
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self._chunks = chunks
+
+    def query(self) -> dict[str, int]:
+        """Return the bytes of model data on each tier."""
+        device, host, disk = self._chunks.usages()
+        return {"device": device, "host": host, "disk": disk}
+
+    def state(self, tensor: int) -> TensorState:
+        """Return a tensor's state."""
+        return self._chunks.table.tensor_state(tensor)
+
+    def transition(self, tensors: TensorIds, state: TensorState) -> None:
+        """Bring tensors to ``state``: COMPUTE before an operator, HOLD after it, FREE when no longer used.
+
+        COMPUTE also adjusts the position: the tensors are on DEVICE when it returns.
+
+        Raises:
+            StateError: for a transition that is not legal, such as COMPUTE to FREE.
+            OutOfBudgetError, IoError: COMPUTE could not be reached; the state is as before.
+        """
+        if state == TensorState.COMPUTE:
+            self.adjust(tensors)
+        elif state == TensorState.FREE:
+            self._chunks.free(tensors)
+        else:
+            not_in_use = [t for t in tensors if self.state(t) != TensorState.COMPUTE]
+            if not_in_use:
+                raise StateError(f"tensors {not_in_use} cannot become HOLD: they are not in state COMPUTE")
+            self._chunks.release(tensors, dirty=True)
+
+    def adjust(self, tensors: TensorIds) -> None:
+        """Pin the tensors on DEVICE, evicting HOLD tensors where space is short."""
+        self._chunks.acquire(tensors, traced=False)
+
 
 NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
@@ -344,3 +389,46 @@ class Gate(ABC):
     def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor``, which begins in a window, does in that of the tensor of ``ref``."""
         return self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
+
+
+_living: weakref.WeakSet[Gate] = weakref.WeakSet()
+_undo: list[Callable[[], None]] = []
+
+
+def remember(gate: Gate) -> None:
+    """Count ``gate`` among the living for as long as it is one: until neither its model nor a managed tensor,
+    which refuses use once the model is closed, is left."""
+    weakref.finalize(gate, _one_is_gone).atexit = False
+    _living.add(gate)
+
+
+def at_the_last(undo: Callable[[], None]) -> None:
+    """Have ``undo`` called once, as soon as no gate lives."""
+    _undo.append(undo)
+
+
+def _one_is_gone() -> None:
+    if next(iter(_living), None) is None:
+        while _undo:
+            _undo.pop()()
+
+
+def others(gate: Gate) -> list[Gate]:
+    """Return the gates of all other models."""
+    return [other for other in _living if other is not gate]
+
+
+def parameter_at(address: int) -> torch.nn.Parameter | None:
+    """Return the managed parameter, of a model that is not closed, in whose memory ``address`` lies."""
+    for gate in list(_living):
+        if address in gate.windows and not gate.is_closed:
+            return gate.parameters.at(address)
+    return None
+
+
+def _after_fork_in_child() -> None:
+    for gate in _living:
+        gate.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
-from gemini.runtime.gate.observers import NO_SNAPSHOT
+from gemini.runtime.gate.waiting import NO_SNAPSHOT
 from gemini.runtime.intercept.backward import hook_backward, next_node_number, node_of, nodes_so_far
 from gemini.runtime.intercept.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS, is_view
 from gemini.runtime.intercept.mutation import SilentPlaces, arguments_in, possibly_written

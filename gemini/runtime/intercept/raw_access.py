@@ -17,9 +17,8 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
 from gemini.offload.mapped import MappedTensors
-from gemini.runtime.gate.addresses import span_bytes
-from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.living import parameter_at
+from gemini.runtime.gate.gate import Gate, parameter_at
+from gemini.runtime.gate.guards import span_bytes
 
 # Pinned are at most two chunks, or 1 / so much of DEVICE.
 _DEVICE_SHARE = 2

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _FunctionBase
 from torch.autograd.function import BackwardCFunction
 
-from gemini.runtime.gate.living import at_the_last, parameter_at
+from gemini.runtime.gate.gate import at_the_last, parameter_at
 from gemini.runtime.intercept.param import as_managed
 
 _NAME = "saved_tensors"

@@ -20,8 +20,7 @@ from gemini.memstats.trace import BACKWARD, OPTIMIZER
 from gemini.placement.problem import update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.pending import BEGUN_AT_ONCE, PendingUpdate
-from gemini.runtime.gate.update_thread import UpdateThread
+from gemini.runtime.gate.waiting import BEGUN_AT_ONCE, PendingUpdate, UpdateThread
 from gemini.runtime.step.learned import Learned, PlacementContext
 from gemini.runtime.step.meters import StepMeter
 from gemini.runtime.step.planned import Place, Planned, PromisedStep

@@ -11,9 +11,8 @@ from torch.autograd.graph import increment_version
 
 from gemini.chunk.dense import ordered_like
 from gemini.errors import ConfigError, StateError
-from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
 from gemini.runtime.gate.guards import RefusingGate
-from gemini.runtime.gate.tensor_mgr import TensorState
 from gemini.runtime.intercept.param import as_managed
 
 

@@ -15,7 +15,7 @@ from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.comm.peers import Share
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
-from gemini.runtime.gate.state_piece import MASTER, StatePiece
+from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupPlan,

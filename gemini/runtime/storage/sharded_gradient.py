@@ -11,9 +11,8 @@ import torch
 
 from gemini.chunk import Chunk
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
 from gemini.runtime.gate.guards import RefusingGate
-from gemini.runtime.gate.tensor_mgr import TensorState
 from gemini.runtime.intercept.param import as_managed
 from gemini.runtime.storage.gradient import Left, SlotGradient
 
