@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Operation, Period, TensorSpec
-from gemini.runtime.intercept.grouped_of_cpu import GROUPED_MM
+from gemini.runtime.intercept.of_cpu import GROUPED_MM
 from gemini.system.device import free_memory_bytes
 
 logger = logging.getLogger(__name__)

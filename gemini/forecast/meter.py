@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gemini.errors import GeminiError
-from gemini.runtime.intercept.grouped_of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
+from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
 
 _aten = torch.ops.aten
 

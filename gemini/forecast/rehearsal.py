@@ -34,7 +34,7 @@ from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
-from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 
 _UNLIMITED = 2**62
 

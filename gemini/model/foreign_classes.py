@@ -16,9 +16,8 @@ from torch._C import _EnableTorchFunction as SubclassesAnswer
 
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import at_the_last
-from gemini.runtime.intercept.metadata import METADATA_FUNCTIONS
-from gemini.runtime.intercept.param import MANAGED, dispatch
-from gemini.runtime.intercept.special import SPECIAL
+from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL
+from gemini.runtime.intercept.tensors import MANAGED, dispatch
 
 _NAME = "__torch_function__"
 _REFUSES = "_refuses_managed"  # of a __new__

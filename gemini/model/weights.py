@@ -23,7 +23,7 @@ from gemini.runtime import (
     read_values,
     write_values,
 )
-from gemini.runtime.intercept.param import plain_copy
+from gemini.runtime.intercept.tensors import plain_copy
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.config import parse_bytes
 from gemini.system.process import paused_collector

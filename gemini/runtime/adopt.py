@@ -22,7 +22,8 @@ from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.param import (
+from gemini.runtime.intercept.saved_weights import restore_saved_weights
+from gemini.runtime.intercept.tensors import (
     ManagedParameter,
     ManagedTensor,
     make_managed,
@@ -30,7 +31,6 @@ from gemini.runtime.intercept.param import (
     make_plain_view,
     plain_copy,
 )
-from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.storage.initialize import (
     Initialization,
     children_first,

@@ -16,7 +16,7 @@ from torch import nn
 from gemini.errors import StateError
 from gemini.runtime.adopt import second_names
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.storage.model_storage import ModelStorage
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from gemini.placement import ModelDataSize
 from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.storage.data_sizes import DataSizes, GroupPlan, GroupSpec, Kept
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage, slot_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from gemini.runtime.adopt import check_apart, unique_parameters
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gemini_mgr import GeminiManager
-from gemini.runtime.intercept.blocks import is_compiled
+from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.precision import compute_types
 
 

@@ -26,7 +26,7 @@ from training_harness import (
 )
 
 from gemini import GeminiDDP
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedParameter
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

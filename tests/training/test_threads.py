@@ -28,7 +28,7 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP, StateError
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.intercept import param
+from gemini.runtime.intercept import tensors
 
 RECIPE = Recipe(steps=4)
 LOOKS: dict[str, Callable[[GeminiDDP], object]] = {
@@ -240,8 +240,8 @@ def test_models_that_one_operator_reads_are_pinned_in_the_order_of_their_making(
     """Whatever comes first among the operands, and whatever their addresses: in another order on another
     thread or rank each would wait for the other."""
     pinned: list[Gate] = []
-    within = param.pinned
-    monkeypatch.setattr(param, "pinned", lambda gate, *rest: pinned.append(gate) or within(gate, *rest))
+    within = tensors.pinned
+    monkeypatch.setattr(tensors, "pinned", lambda gate, *rest: pinned.append(gate) or within(gate, *rest))
     models = [GeminiDDP(nn.Linear(8, 8), **tight(tmp_path, "8KiB")) for _ in range(2)]
     one, other = (next(model.parameters()) for model in models)
     gates = [each._ref.manager for each in (one, other)]  # type: ignore[attr-defined]

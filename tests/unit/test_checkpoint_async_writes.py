@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import gemini
 from gemini import checkpoint
 from gemini.errors import CheckpointError
-from gemini.runtime.intercept import param as runtime_param
-from gemini.runtime.intercept.mutation import possibly_written
+from gemini.runtime.intercept import tensors as tensors_module
+from gemini.runtime.intercept.tensors import possibly_written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -170,7 +170,7 @@ def test_a_write_that_nobody_foresaw_ends_the_save(
 ) -> None:
     run = start(**place(tmp_path)).train(3)
     run.save(tmp_path / "run")
-    monkeypatch.setattr(runtime_param, "possibly_written", lambda *_args: ())
+    monkeypatch.setattr(tensors_module, "possibly_written", lambda *_args: ())
     monkeypatch.setattr(checkpoint.SaveHandle, "_is_left", lambda *_args: True)
     handle = checkpoint.save_async(tmp_path / "run", run.model, run.optimizer)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gemini.forecast.meter import Meter, Period
-from gemini.runtime.intercept.attention_of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 
 KIB = 1024
 

@@ -27,7 +27,7 @@ from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.activation.saved import Kept, Saved, Stored, Version, Weight
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.guards import span_bytes
-from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor
+from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
 
 # Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
 # than half of a GPU's block.

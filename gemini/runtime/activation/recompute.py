@@ -22,7 +22,7 @@ from gemini.placement.recompute import NOTHING, BlockCall, RecomputeChoice, Reco
 from gemini.runtime.activation.digest import CannotRepeat
 from gemini.runtime.activation.repeatable import Given, Look, Repeat, training_modes
 from gemini.runtime.activation.saved import Version
-from gemini.runtime.intercept.blocks import find_blocks, is_compiled
+from gemini.runtime.intercept.compiled import find_blocks, is_compiled
 from gemini.runtime.step.step_order import StepOrder
 
 # The hooks that autograd would call now.

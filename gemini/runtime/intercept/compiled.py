@@ -1,4 +1,5 @@
-"""Compiled blocks: a submodule that torch.compile took is one operator.
+"""A model's blocks, the repeated parts that are compiled or recomputed as wholes; and compiled blocks: a
+submodule that torch.compile took is one operator.
 
 A compiler is shown plain tensors over the windows, never managed parameters. The whole call is pinned as one
 operator, and so is the node that it leaves for backward. See docs/notes/interception.md.
@@ -10,7 +11,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,55 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.intercept.backward import NodesSoFar, hook_backward, nodes_so_far
-from gemini.runtime.intercept.blocks import find_blocks, is_compiled
 from gemini.runtime.intercept.nested import tensors_in
-from gemini.runtime.intercept.param import ManagedParameter, ManagedTensor, operands_of, pinned
-from gemini.runtime.intercept.plain_views import PlainViews, managed_places
+from gemini.runtime.intercept.tensors import (
+    ManagedParameter,
+    ManagedTensor,
+    PlainViews,
+    managed_places,
+    operands_of,
+    pinned,
+)
 from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
+
+
+def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
+    """Return the names and modules of a model's blocks: the outermost members of lists and sequences that
+    have a like beside them, and children."""
+    found: list[tuple[str, nn.Module]] = []
+    inside: tuple[str, ...] = ()
+    for name, container in module.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        if name.startswith(inside) and inside:
+            continue
+        kinds = [type(member) for member in container]
+        members = [
+            (f"{name}.{key}" if name else key, member)
+            for key, member in container.named_children()
+            if kinds.count(type(member)) > 1 and next(member.children(), None) is not None
+        ]
+        found += members
+        inside += tuple(f"{member_name}." for member_name, _ in members)
+    return list({id(block): (name, block) for name, block in reversed(found)}.values())[::-1]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether calling ``module`` calls code of torch.compile: after ``module.compile()``, as what
+    ``torch.compile(module)`` returned, or because its class has a compiled ``forward``."""
+    if module._compiled_call_impl is not None:
+        return True
+    forward = module.forward
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+
+
+def num_compilations() -> int:
+    """Return how many frames the compiler has taken up, none where nobody uses it."""
+    used = sys.modules.get("torch._dynamo.utils")
+    return 0 if used is None else int(sum(used.counters["frames"].values()))
+
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded where anything was compiled into them
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
-from gemini.runtime.intercept.blocks import is_compiled
+from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
 from gemini.system.mixing import class_before, mix_in, reduced_as

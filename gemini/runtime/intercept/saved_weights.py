@@ -16,7 +16,7 @@ from torch._C import _FunctionBase
 from torch.autograd.function import BackwardCFunction
 
 from gemini.runtime.gate.gate import at_the_last, parameter_at
-from gemini.runtime.intercept.param import as_managed
+from gemini.runtime.intercept.tensors import as_managed
 
 _NAME = "saved_tensors"
 

@@ -12,7 +12,7 @@ from gemini.chunk import ChunkManager
 from gemini.memstats import Trace
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity
 from gemini.placement.problem import CPU_TRANSFERS_TAKE, Machine
-from gemini.runtime.intercept.blocks import num_compilations
+from gemini.runtime.intercept.compiled import num_compilations
 from gemini.runtime.step.meters import LinkMeter
 from gemini.runtime.step.planned import Place, Planned, StepPlanner
 from gemini.runtime.step.recorder import Accesses, MomentLog, Recorded, Recorder

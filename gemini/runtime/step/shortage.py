@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.placement import ModelDataSize
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.system.device import asked_bytes, ran_out_of_memory
 
 logger = logging.getLogger(__name__)

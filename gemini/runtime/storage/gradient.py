@@ -13,7 +13,7 @@ from gemini.chunk.dense import ordered_like
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
 from gemini.runtime.gate.guards import RefusingGate
-from gemini.runtime.intercept.param import as_managed
+from gemini.runtime.intercept.tensors import as_managed
 
 
 class _GivenUp(RefusingGate):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.runtime.intercept.param import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedParameter
 
 
 @contextmanager

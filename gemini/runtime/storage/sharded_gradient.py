@@ -13,7 +13,7 @@ from gemini.chunk import Chunk
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
 from gemini.runtime.gate.guards import RefusingGate
-from gemini.runtime.intercept.param import as_managed
+from gemini.runtime.intercept.tensors import as_managed
 from gemini.runtime.storage.gradient import Left, SlotGradient
 
 

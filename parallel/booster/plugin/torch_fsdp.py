@@ -20,7 +20,7 @@ from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.optimizer import BoostedOptimizer
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.sharded_data import ShardedData, ShardedOptimizer
-from gemini.runtime.intercept.blocks import find_blocks
+from gemini.runtime.intercept.compiled import find_blocks
 from gemini.system.device import current_device
 
 

@@ -1,7 +1,8 @@
-"""Attention as the CPU computes it, on tensors without memory.
+"""Operators as the CPU computes them, on tensors without memory.
 
 ``scaled_dot_product_attention`` chooses by device, and for ``meta`` it chooses the plain one, which keeps
-every product of queries and keys.
+every product of queries and keys. torch's own product of groups of rows with a matrix each (experts) takes
+bf16 alone on ``meta``, as a GPU does; the CPU takes every dtype.
 """
 
 from __future__ import annotations
@@ -77,3 +78,28 @@ def _choice(
 def _like(geometry: _Geometry) -> torch.Tensor:
     shape, stride, dtype, requires_grad = geometry
     return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", requires_grad=requires_grad)
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return what ``torch._grouped_mm`` would, for operands on ``meta``; the groups are those of ``offs``."""
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim:  # matrices cut along what is summed over, or a matrix of each per group
+        groups = left.shape[0] if left.ndim == 3 or offs is None else offs.shape[0]
+        shape = (groups, *shape)
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+def grouped_mm_flops(args: tuple[Any, ...], _out: Any) -> int:
+    """Return the multiplications and additions, however rows are spread over the groups."""
+    left, right = args[:2]
+    groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
+    return int(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])

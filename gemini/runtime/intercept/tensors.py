@@ -4,6 +4,12 @@ A parameter keeps its identity when it becomes managed (its class changes, its d
 window), so optimizers, tied modules and user code that hold it go on working. Every torch operator that takes
 a managed tensor arrives in ``__torch_function__`` and is run with the chunks of its operands pinned on
 DEVICE.
+
+What an operator writes to is known by its schema, its name and its keywords. Torch moves the version counters
+of what its operators write to *and* return. What they write to besides, such as the parameters of a fused
+optimizer, and whatever operators of libraries write to, is said in the schema alone. What declares nothing
+and moves no counter cannot be known to write. Who must know before an operator runs what it may write to asks
+:func:`possibly_written`.
 """
 
 from __future__ import annotations
@@ -14,20 +20,117 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _DisableFuncTorch as OutsideTransforms
 from torch._C._functorch import peek_interpreter_stack as in_transform
+from torch._ops import OpOverload, OpOverloadPacket
 
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.gate.waiting import NO_SNAPSHOT
 from gemini.runtime.intercept.backward import hook_backward, next_node_number, node_of, nodes_so_far
-from gemini.runtime.intercept.metadata import ALIASING_FUNCTIONS, METADATA_FUNCTIONS, is_view
-from gemini.runtime.intercept.mutation import SilentPlaces, arguments_in, possibly_written
-from gemini.runtime.intercept.nested import map_tensors
+from gemini.runtime.intercept.functions import (
+    ALIASING_FUNCTIONS,
+    METADATA_FUNCTIONS,
+    SPECIAL,
+    is_view,
+    set_memory,
+    write_items,
+)
+from gemini.runtime.intercept.nested import exchange_tensors, map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
-from gemini.runtime.intercept.special import SPECIAL, set_memory, write_items
+
+# Places of an argument: its position, None where it has to be named; and its name.
+Places = tuple[tuple[int | None, str], ...]
+
+_IN_PLACE = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div"),
+        *("mod", "pow", "and", "or", "xor", "lshift", "rshift"),
+    )
+) | {"__setitem__", "__set__"}
+_KEYWORDS = ("out", "inplace", "max_norm")  # those of torch's functions with which some write to an operand
+_STATISTICS = frozenset(("batch_norm", "instance_norm"))  # write their second and third argument
+
+
+def silent_places(func: Callable[..., Any]) -> Places:
+    """Return the arguments that ``func`` writes to and whose counters it may leave; () for what has no
+    schema, such as a Python function."""
+    places: dict[tuple[int | None, str], None] = {}
+    for schema in _schemas(func):
+        aliases = [returned.alias_info for returned in schema.returns if returned.alias_info is not None]
+        announces = schema.name.startswith("aten::") and bool(aliases)
+        announced = set().union(*(alias.before_set for alias in aliases))
+        for position, argument in enumerate(schema.arguments):
+            if not _is_written(argument) or "Tensor" not in str(argument.type):
+                continue
+            if not announces or not argument.alias_info.before_set <= announced:  # that of a list is empty
+                places[None if argument.kwarg_only else position, argument.name] = None
+    return tuple(places)
+
+
+def _schemas(func: Callable[..., Any]) -> Iterable[Any]:
+    if isinstance(func, OpOverload):
+        return [func._schema]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name)._schema for name in func.overloads()]
+    name = getattr(func, "__name__", "")
+    if not name or hasattr(func, "__code__") or name.startswith("__"):
+        return []
+    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+
+
+def arguments_in(places: Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what was given in these places."""
+    found = [args[at] for at, _ in places if at is not None and at < len(args)]
+    return found + [kwargs[name] for _, name in places if name in kwargs]
+
+
+class SilentPlaces(dict[Any, Places]):
+    """:func:`silent_places` of every function that was asked for."""
+
+    def __missing__(self, func: Callable[..., Any]) -> Places:
+        places = self[func] = silent_places(func)
+        return places
+
+
+def possibly_written(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return those of the arguments that ``func`` may write to, or into which something in them is.
+
+    Torch's own functions say it by their names, keywords or schemas; of any other function all arguments are.
+    """
+    name = getattr(func, "__name__", "")
+    everything = (args, kwargs)
+    if isinstance(func, (OpOverload, OpOverloadPacket)) and _is_mutable(func):
+        return everything
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        single = args and not name.startswith("_fused")
+        return (args[0], kwargs.get("out")) if single else everything
+    given = [kwargs.get(keyword) for keyword in _KEYWORDS]
+    if any(value is not None and value is not False for value in given):
+        return everything
+    if name in _STATISTICS:
+        return (args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+    return () if _is_torchs(func) else everything
+
+
+def _is_mutable(func: Callable[..., Any]) -> bool:
+    arguments = [argument for schema in _schemas(func) for argument in schema.arguments]
+    return any(_is_written(each) and not each.is_out for each in arguments)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_torchs(func: Callable[..., Any]) -> bool:
+    owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", type(func)).__module__
+    return owner in ("builtins", "_operator") or owner.partition(".")[0] == "torch"
 
 
 class ManagedTensor(torch.Tensor):
@@ -369,3 +472,72 @@ def adopt(out: Any, operands: list[Any]) -> Any:
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
     return out
+
+
+class PlainViews:
+    """Plain tensors over the memory of managed ones, one for each; gradients go on to the managed one."""
+
+    def __init__(self, managed: Sequence[torch.Tensor]) -> None:
+        from torch._dynamo import mark_static_address  # large; loaded already where anything was compiled
+
+        self._operands = list(managed)
+        with PlainTensors():
+            self._views = {id(each): _Plain.apply(each) for each in managed}  # type: ignore[no-untyped-call]
+        self._managed = {id(self._views[id(tensor)]): tensor for tensor in managed}
+        for view in self._views.values():
+            mark_static_address(view, guard=False)  # a window's never changes: CUDA graphs may rely on that
+
+    @contextmanager
+    def replacing(self, module: nn.Module) -> Iterator[None]:
+        """Have them in the places of the module's managed parameters for the block; what it leaves in
+        attributes of the module is managed again."""
+        places = list(managed_places(module))
+        for held, name, param in places:
+            held[name] = self.plain(param)
+        try:
+            yield
+        finally:
+            for held, name, param in places:
+                held[name] = param
+            for part in module.modules():
+                attributes = vars(part)
+                for name, value in attributes.items():
+                    if type(value) is torch.Tensor:
+                        attributes[name] = self._managed_again(value)
+
+    def plain(self, value: Any) -> Any:
+        """Return ``value`` with the plain tensors in the places of managed ones, see
+        :func:`gemini.runtime.intercept.nested.exchange_tensors`."""
+        return exchange_tensors(value, lambda tensor: self._views.get(id(tensor), tensor))
+
+    def managed(self, value: Any) -> Any:
+        """Return ``value`` with managed tensors in the places of plain ones, and of views of these."""
+        return exchange_tensors(value, self._managed_again)
+
+    def _managed_again(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._managed.get(id(tensor))
+        if found is not None:
+            return found
+        with PlainTensors():
+            return adopt(tensor, self._operands)  # type: ignore[no-any-return]
+
+
+def managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
+    """Yield where the module and its parts keep managed parameters."""
+    for part in module.modules():
+        held: dict[str, Any] = part._parameters
+        for name, param in held.items():
+            if type(param) is ManagedParameter:
+                yield held, name, param
+
+
+class _Plain(torch.autograd.Function):
+    """The same memory and version; no view: a compiler would look at the base of one, and at its gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, managed: torch.Tensor) -> torch.Tensor:
+        return managed.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
