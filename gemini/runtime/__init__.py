@@ -15,7 +15,7 @@ from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.waiting import NO_SNAPSHOT, Snapshot
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
-from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
 from gemini.runtime.storage.initialize import init_on, initialize_buffers
 from gemini.runtime.storage.model_storage import (

@@ -37,7 +37,7 @@ from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, ch
 from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.outline import Outline
-from gemini.runtime.step.learned import PlacementContext
+from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupSpec,

@@ -20,9 +20,8 @@ from gemini.runtime.gate.gate import Gate, remember
 from gemini.runtime.gate.waiting import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
-from gemini.runtime.step.learned import EvalOrder, PlacementContext
+from gemini.runtime.step.order import EvalOrder, PlacementContext, StepOrder, UpdateOperators
 from gemini.runtime.step.shortage import Shortage
-from gemini.runtime.step.step_order import StepOrder, UpdateOperators
 from gemini.runtime.storage.host_states import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.process import shown_as

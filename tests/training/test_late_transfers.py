@@ -26,7 +26,7 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import _C, GeminiDDP
 from gemini.memstats import Trace
-from gemini.runtime.step import planned
+from gemini.runtime.step import schedule
 
 BUDGETS = [(72, 0), (120, 96), (200, 0), (200, 64)]  # KiB of DEVICE and HOST; the rest is on DISK
 
@@ -68,7 +68,7 @@ def test_late_transfers_under_any_plan_change_no_bit_and_no_budget(
     options = tight(tmp_path, device_kib * KIB, host_bytes=host_kib * KIB, mixed_precision=precision)
     trace = slow_trace(tmp_path / "warmup", options, recipe)
     if seed > 1:  # else the planner's own
-        monkeypatch.setattr(planned, "choose_plan", any_plan(seed))
+        monkeypatch.setattr(schedule, "choose_plan", any_plan(seed))
     got = train_late(options, recipe, trace, monkeypatch, seed)
     assert_identical(got, train_plain(seeded(TinyGPT), gpt_loss, recipe))
 
@@ -79,7 +79,7 @@ def test_late_transfers_under_any_plan_change_no_bit_and_no_budget(
 def test_late_transfers_of_activations_and_of_a_step_that_is_learnt(
     device_kib: int, host_kib: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "choose_plan", any_plan(seed))
+    monkeypatch.setattr(schedule, "choose_plan", any_plan(seed))
     recipe = Recipe(steps=6)
     options = offloaded(tmp_path, device_kib * KIB, host_bytes=host_kib * KIB)
     got = train_late(options, recipe, None, monkeypatch, seed)

@@ -31,7 +31,7 @@ from gemini.placement.planner import OPT, ChosenPlan
 from gemini.placement.policies import make_hints
 from gemini.placement.problem import Iteration, Machine, PlanProblem
 from gemini.placement.simulator import simulate
-from gemini.runtime.step import planned
+from gemini.runtime.step import schedule
 
 # Links so slow that every plan is worth the search, and the one chosen depends on no machine.
 _SLOW = tuple(LinkSpeed(name, 2e6, 1e-5) for name in ("h2d", "d2h", "disk_read", "disk_write"))
@@ -71,7 +71,7 @@ def test_any_plan_has_the_bits_of_any_other_and_keeps_the_budgets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_kib, host_kib = budgets_kib
-    monkeypatch.setattr(planned, "choose_plan", any_plan(seed))
+    monkeypatch.setattr(schedule, "choose_plan", any_plan(seed))
     recipe = Recipe(
         steps=4, clip=("norm", 0.05), accumulate=2, precision=None if precision == "fp32" else precision
     )

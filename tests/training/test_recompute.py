@@ -29,7 +29,7 @@ from gemini.memstats import LinkSpeed, Trace
 from gemini.placement.problem import Machine
 from gemini.placement.recompute import BlockCall, RecomputeChoice
 from gemini.runtime.activation import recompute
-from gemini.runtime.step import learned
+from gemini.runtime.step import order
 
 pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 
@@ -119,7 +119,7 @@ def test_the_choice_is_made_by_simulating_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tuple(LinkSpeed(name, 1e6, 0.0) for name in ("disk_read", "disk_write"))
-    monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: slow)
+    monkeypatch.setattr(order.LinkMeter, "speeds", lambda _self: slow)
     with trained(Net, options(tmp_path, "10MiB"), steps=5) as model:
         report = model.plan().recompute
         assert report is not None
@@ -365,7 +365,7 @@ def test_blocks_are_the_outermost_members_that_are_alike_and_have_children() -> 
 def test_a_link_that_cannot_be_measured_is_no_reason_to_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: ())
+    monkeypatch.setattr(order.LinkMeter, "speeds", lambda _self: ())
     with trained(Net, options(tmp_path, "12MiB")) as model:
         report = model.plan().recompute
         assert report is not None

@@ -32,7 +32,7 @@ from training_models import Around, TinyGPT, gpt_loss, square_loss
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.memstats import LinkSpeed
 from gemini.runtime import TensorState
-from gemini.runtime.step import learned
+from gemini.runtime.step import order
 from gemini.runtime.storage.gradient import SlotGradient
 
 RECIPE = Recipe(steps=8)
@@ -126,7 +126,7 @@ def test_gradients_are_never_all_there_and_less_is_moved(
 ) -> None:
     # Bytes decide between plans where links are slow; else what this machine measured would.
     slow = tuple(LinkSpeed(name, 1e6, 0.0) for name in ("h2d", "d2h", "disk_read", "disk_write"))
-    monkeypatch.setattr(learned.LinkMeter, "speeds", lambda _self: slow)
+    monkeypatch.setattr(order.LinkMeter, "speeds", lambda _self: slow)
     all_there, moved = gradients_and_moved(tmp_path, True, monkeypatch)
     most, moved_in_backward = gradients_and_moved(tmp_path, "backward", monkeypatch)
     assert most < all_there / 3

@@ -16,9 +16,8 @@ from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
 from gemini.memstats import LinkSpeed
 from gemini.placement import probe
-from gemini.runtime.step import meters
-from gemini.runtime.step.meters import ENOUGH_BYTES, LinkMeter
-from gemini.runtime.step.recorder import PeriodTimer
+from gemini.runtime.step import recorder as recorder_module
+from gemini.runtime.step.recorder import ENOUGH_BYTES, LinkMeter, PeriodTimer
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ class UsedChunks:
         self.budgets = TierBudgets(1, 1, 1, disk_dir)
         self.device = CPU
         self.stall_seconds = 0.0
-        self.moved = dict.fromkeys(meters.LINKS, 0)
+        self.moved = dict.fromkeys(recorder_module.LINKS, 0)
         self.shared_seconds = 0.0
 
     def link_stats(self) -> dict[str, dict[str, float]]:
@@ -105,7 +104,7 @@ def test_a_link_that_moved_enough_in_the_step_is_judged_by_that(tmp_path: Path) 
     meter.begin()
     chunks.moved.update(d2h=ENOUGH_BYTES, h2d=ENOUGH_BYTES - 1, disk_read=2 * ENOUGH_BYTES - 1)
     speeds = {speed.name: speed for speed in meter.speeds()}
-    assert list(speeds) == list(meters.LINKS)
+    assert list(speeds) == list(recorder_module.LINKS)
     assert speeds["d2h"] == LinkSpeed("d2h", 2**30, 0.0)
     assert [name for name, speed in speeds.items() if speed.bytes_per_second == 2**30] == ["d2h"]
 

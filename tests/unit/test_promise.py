@@ -13,9 +13,9 @@ from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.promise import Pace, promise_at
 from gemini.placement.report import PlannedStep
-from gemini.runtime.step import planned as planned_steps
-from gemini.runtime.step.meters import STEPS, StepMeter
-from gemini.runtime.step.planned import PromisedStep
+from gemini.runtime.step import schedule as schedule_module
+from gemini.runtime.step.recorder import STEPS, StepMeter
+from gemini.runtime.step.schedule import PromisedStep
 
 MIB, GIB = 2**20, 2**30
 
@@ -190,7 +190,7 @@ def test_nothing_is_simulated_until_somebody_asks_and_then_once(monkeypatch: pyt
         asked.append(pace)
         return promise_at(pace, *rest)
 
-    monkeypatch.setattr(planned_steps, "promise_at", counted)
+    monkeypatch.setattr(schedule_module, "promise_at", counted)
     keeper = PromisedStep(steps.meter)
     follow(keeper, steps, step, *range(2, 20))
     assert not asked
@@ -233,7 +233,7 @@ def test_a_pace_at_which_the_step_does_not_fit_leaves_the_promise(monkeypatch: p
     def refuse(*_args: object) -> Any:
         raise OutOfBudgetError("too little")
 
-    monkeypatch.setattr(planned_steps, "promise_at", refuse)
+    monkeypatch.setattr(schedule_module, "promise_at", refuse)
     steps, step = Steps(), planned()
     keeper = PromisedStep(steps.meter)
     follow(keeper, steps, step, 9.0, 9.0, 9.0)

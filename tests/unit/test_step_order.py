@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.memstats import Trace
-from gemini.runtime.step.step_order import place_updates
+from gemini.runtime.step.order import place_updates
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gemini.memstats import Trace
 from gemini.runtime.step.recorder import Recorded
-from gemini.runtime.step.trace_order import completed, program_order, reordered, steady_modes, typical_seconds
+from gemini.runtime.step.schedule import completed, program_order, reordered, steady_modes, typical_seconds
 
 F, B, U = "forward", "backward", "optimizer"
 # Parameters 0 and 4, gradients 1 and 5, states 2, 3 and 6.

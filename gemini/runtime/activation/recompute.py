@@ -23,7 +23,7 @@ from gemini.runtime.activation.digest import CannotRepeat
 from gemini.runtime.activation.repeatable import Given, Look, Repeat, training_modes
 from gemini.runtime.activation.saved import Version
 from gemini.runtime.intercept.compiled import find_blocks, is_compiled
-from gemini.runtime.step.step_order import StepOrder
+from gemini.runtime.step.order import StepOrder
 
 # The hooks that autograd would call now.
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
