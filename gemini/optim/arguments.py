@@ -18,7 +18,7 @@ from gemini.optim.rule import UpdateRule
 from gemini.optim.rule_choice import rule_of
 from gemini.optim.self_managed import SelfManaged
 from gemini.runtime import ManagedParameter
-from gemini.runtime.storage.host_states import HostUpdates
+from gemini.runtime.storage.model_storage import HostUpdates
 from gemini.system.threads import usable_processors
 
 logger = logging.getLogger(__name__)

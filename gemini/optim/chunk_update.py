@@ -16,8 +16,7 @@ from gemini.optim.whole_over_ranks import WholeOverRanks
 from gemini.optim.whole_parameter import WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.gate.waiting import GivenWork
-from gemini.runtime.storage.mixture import HALF_LOADED, Mixture
-from gemini.runtime.storage.model_storage import Room
+from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room
 from gemini.system.process import paused_collector, shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"

@@ -50,8 +50,7 @@ from gemini.optim.state_shards import export_to_first
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
-from gemini.runtime.storage.mixture import HALF_LOADED
-from gemini.runtime.storage.model_storage import slot_of
+from gemini.runtime.storage.model_storage import HALF_LOADED, slot_of
 from gemini.system.process import paused_collector, shown_as
 
 T = TypeVar("T")

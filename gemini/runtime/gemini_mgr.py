@@ -22,7 +22,7 @@ from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.step.order import EvalOrder, PlacementContext, StepOrder, UpdateOperators
 from gemini.runtime.step.shortage import Shortage
-from gemini.runtime.storage.host_states import HostUpdates
+from gemini.runtime.storage.model_storage import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.process import shown_as
 

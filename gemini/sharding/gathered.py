@@ -9,8 +9,8 @@ import torch
 from gemini.chunk import TensorIds
 from gemini.comm.peers import Peers, Transfer, stays_whole
 from gemini.runtime.gate.gate import Gate, TensorState
+from gemini.runtime.storage.gradient import GroupShard
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
-from gemini.runtime.storage.sharded_gradient import GroupShard
 from gemini.sharding.use_order import UseOrder
 
 

@@ -13,9 +13,8 @@ from gemini.chunk import Chunk
 from gemini.comm.peers import Peers, Topic, Transfer, digest_of
 from gemini.errors import StateError
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
-from gemini.runtime.storage.sharded_gradient import ShardedGradient
 from gemini.sharding.parts import FullParts, NarrowParts, Parts
 from gemini.sharding.rounds import from_bits, to_bits
 

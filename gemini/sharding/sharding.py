@@ -12,9 +12,8 @@ from gemini.chunk import TensorIds
 from gemini.comm.peers import Peers, Topic
 from gemini.errors import StateError
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.storage.gradient import SlotGradient
+from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage
-from gemini.runtime.storage.sharded_gradient import ShardedGradient
 from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
 from gemini.sharding.joining import Follow, Joining, count_present
