@@ -30,8 +30,8 @@ from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.activation.activations import ActivationOffload
-from gemini.runtime.activation.keep_plan import KeepPlan
 from gemini.runtime.activation.recompute import Recompute
+from gemini.runtime.activation.saved import KeepPlan
 from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values
 from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, check_offload
 from gemini.runtime.gemini_mgr import GeminiManager

@@ -20,11 +20,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini import _C
 from gemini.chunk import Chunk
-from gemini.runtime.activation.chunk_pool import ChunkPool
-from gemini.runtime.activation.keep_plan import Fate, KeepPlan
-from gemini.runtime.activation.leases import Leases, pin
 from gemini.runtime.activation.recompute import Recompute
-from gemini.runtime.activation.saved import Kept, Saved, Stored, Version, Weight
+from gemini.runtime.activation.saved import (
+    ChunkPool,
+    Fate,
+    KeepPlan,
+    Kept,
+    Leases,
+    Saved,
+    Stored,
+    Version,
+    Weight,
+    pin,
+)
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from gemini.errors import ConfigError
 from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.recompute import NOTHING, BlockCall, RecomputeChoice, RecomputeReport, choose_blocks
-from gemini.runtime.activation.digest import CannotRepeat
-from gemini.runtime.activation.repeatable import Given, Look, Repeat, training_modes
+from gemini.runtime.activation.repeatable import CannotRepeat, Given, Look, Repeat, training_modes
 from gemini.runtime.activation.saved import Version
 from gemini.runtime.intercept.compiled import find_blocks, is_compiled
 from gemini.runtime.step.order import StepOrder

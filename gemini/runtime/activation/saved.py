@@ -1,14 +1,262 @@
-"""What autograd holds in place of a tensor that it saved."""
+"""Tensors that autograd saved: which stay where they are, learnt from what became of them in chunks; chunks
+for those whose sizes show only while a model runs; what autograd holds in their place; and tensors over
+windows that may outlive the operator they were made for.
+"""
 
 from __future__ import annotations
 
+import heapq
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from gemini.chunk import Chunk
-from gemini.runtime.activation.leases import Leases, Tenant
+from gemini import _C
+from gemini.chunk import Chunk, ChunkKind, ChunkManager, ChunkSpec
+from gemini.chunk.chunk import whole_blocks
+from gemini.errors import OutOfBudgetError
+from gemini.memstats.trace import BACKWARD
+from gemini.runtime.gate.gate import Gate
+from gemini.system.config import format_bytes
+
+_SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
+
+
+class ChunkPool:
+    """Chunks of a few sizes, made when they are needed first and used again and again.
+
+    Of the free chunks of a size the one made first is taken: steps that take and give back alike use the same
+    chunks for the same tensors, which is what a trace records.
+    """
+
+    def __init__(self, chunks: ChunkManager) -> None:
+        self._chunks = chunks
+        self._block_bytes = chunks.device.block_bytes
+        self._free: dict[int, list[int]] = {}  # size in bytes -> heap of chunk ids
+        self._tensors: dict[int, int] = {}  # chunk id -> its tensor in the table
+
+    def take(self, nbytes: int) -> tuple[Chunk, int]:
+        """Return a chunk of at least ``nbytes`` without content, and its tensor in the table.
+
+        Raises:
+            OutOfBudgetError: it is more than DEVICE may hold, or the DISK file has no place for another one.
+        """
+        size = rounded_bytes(nbytes, self._block_bytes)
+        device_bytes = self._chunks.budgets.device_bytes
+        if size > device_bytes:
+            raise OutOfBudgetError(
+                f"an activation of {nbytes} bytes ({format_bytes(nbytes)}), which activation_offload stores "
+                f"in one piece of {size} bytes, is more than DEVICE with {device_bytes} bytes holds; raise "
+                "device_bytes above that, lower the batch size, or put torch.utils.checkpoint around the "
+                "layers that save it; the chunk size does not matter here"
+            )
+        if not self._free.get(size) and not self._chunks.has_place(size):
+            size = self._larger(size)
+        free = self._free.setdefault(size, [])
+        if free:
+            chunk = self._chunks.chunks[heapq.heappop(free)]
+            return chunk, self._tensors[chunk.id]
+        chunk = self._chunks.add_chunk(ChunkSpec(ChunkKind.ACTIVATION, size, torch.uint8, self._block_bytes))
+        tensor = self._tensors[chunk.id] = self._chunks.add_tensor(chunk)
+        return chunk, tensor
+
+    def _larger(self, nbytes: int) -> int:
+        """Return the smallest size above ``nbytes`` of which a chunk is free: after batches of many shapes
+        there may be no place for further chunks."""
+        larger = [size for size, free in self._free.items() if free and size > nbytes]
+        if not larger:
+            raise OutOfBudgetError(
+                f"no place on DISK for a further chunk of {nbytes} bytes of activations; raise disk_bytes "
+                "or use fewer different batch shapes"
+            )
+        return min(larger)
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Give up the content of ``chunk``, which no operator uses; it may be taken again."""
+        self._chunks.free((self._tensors[chunk.id],))
+        heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
+
+
+def too_large_now(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None:
+    """Return the error of an activation that does not fit DEVICE beside what is pinned; None: it would."""
+    pinned = [other for other in chunks.chunks if other is not chunk and chunks.table.pins(other.id)]
+    pinned_bytes = sum(other.spec.nbytes for other in pinned)
+    saved_bytes = sum(other.spec.nbytes for other in pinned if other.spec.kind is ChunkKind.ACTIVATION)
+    needed_bytes, device_bytes = pinned_bytes + chunk.spec.nbytes, chunks.budgets.device_bytes
+    if needed_bytes <= device_bytes:
+        return None
+    return OutOfBudgetError(
+        f"an activation in one piece of {chunk.spec.nbytes} bytes ({format_bytes(chunk.spec.nbytes)}), which "
+        f"activation_offload stores, does not fit DEVICE with {device_bytes} bytes beside what the operator "
+        f"that saves or uses it has pinned: {pinned_bytes - saved_bytes} bytes of model data and "
+        f"{saved_bytes} bytes of other activations; raise device_bytes to {needed_bytes} or more, lower the "
+        "batch size, or put torch.utils.checkpoint around the layers that save it"
+    )
+
+
+def rounded_bytes(nbytes: int, block_bytes: int) -> int:
+    """Return the size of the chunk for ``nbytes``: whole blocks, ``_SIZES_PER_OCTAVE`` sizes to a
+    doubling."""
+    octave: int = 1 << max(nbytes - 1, 1).bit_length() - 1
+    return whole_blocks(nbytes, max(block_bytes, octave // _SIZES_PER_OCTAVE))
+
+
+class Fate:
+    """What became of saved bytes until backward asked for them."""
+
+    __slots__ = ("stayed",)
+
+    def __init__(self) -> None:
+        self.stayed: bool | None = None  # None: nobody has asked yet
+
+    def settle(self, table: _C.ChunkTable, chunk: int) -> None:
+        """Note at the first use whether they never left DEVICE: then there is no other copy of them."""
+        if self.stayed is None:
+            self.stayed = table.is_dirty(chunk) and not table.in_flight(chunk)
+
+
+class KeepPlan:
+    """Which of the tensors that a step saves stay where they are, by their place in the order.
+
+    In the first steps all go into chunks, and OPT decides which chunks leave DEVICE. The others were copied
+    for nothing: from then on they stay. A tensor other than the one expected in its place goes into a chunk.
+    """
+
+    def __init__(self) -> None:
+        self._fates: list[tuple[int, Fate]] = []  # (bytes, fate) of what this step has put into chunks
+        self._plan: list[tuple[int, bool]] | None = None  # (bytes, stays)
+        self._next = 0
+
+    @property
+    def decided(self) -> bool:
+        """Whether a step has shown what can stay."""
+        return self._plan is not None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing that is expected goes into a chunk."""
+        return self._plan is not None and all(stays for _, stays in self._plan)
+
+    def next_stays(self, nbytes: int) -> bool:
+        """Say whether the tensor that is saved next stays where it is."""
+        place = self._next
+        self._next += 1
+        if self._plan is None or place >= len(self._plan):
+            return False
+        return self._plan[place] == (nbytes, True)
+
+    def note(self, nbytes: int, fate: Fate) -> None:
+        """Say what the fate of the tensor is that the last call asked for."""
+        if self._plan is None:
+            self._fates.append((nbytes, fate))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward pass; one that raises will be repeated, so what it has saved does not count."""
+        fates, place = len(self._fates), self._next
+        try:
+            yield
+        except BaseException:
+            del self._fates[fates:]
+            self._next = place
+            raise
+
+    def end_step(self, *, on_trace: bool) -> bool:
+        """Begin the next step; make the plan if this one followed a recorded order. Return whether that
+        changes what goes into chunks."""
+        fates, self._fates = self._fates, []
+        self._next = 0
+        if self.decided or not on_trace or not fates:
+            return False
+        self._plan = [(nbytes, bool(fate.stayed)) for nbytes, fate in fates]
+        return any(stays for _, stays in self._plan)
+
+
+class Tenant(Protocol):
+    """What a lease keeps alive: ``tensor`` is its id in the chunk table, ``fate`` what to note before it is
+    fetched."""
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def chunk(self) -> Chunk: ...
+
+    @property
+    def fate(self) -> Fate | None: ...
+
+
+def pin(gate: Gate, tenant: Tenant) -> None:
+    """Fetch the tenant's chunk and pin it.
+
+    Raises:
+        OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
+    """
+    try:
+        gate.pre_op((tenant.tensor,))
+    except OutOfBudgetError as error:
+        is_saved = tenant.chunk.spec.kind is ChunkKind.ACTIVATION
+        too_large = too_large_now(gate.chunks, tenant.chunk) if is_saved else None
+        if too_large is None:
+            raise
+        raise too_large from error
+
+
+class Leases:
+    """Pins that last as long as a storage does.
+
+    Who gets a saved tensor may keep it: checkpointing runs a whole block again from one, a graph of second
+    derivatives saves it anew. So the pin is not the node's but the storage's: it ends when the last tensor
+    over it is gone. That may be at any moment and on any thread; it is only noted then, and the next PreOp
+    unpins.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._living: dict[int, tuple[weakref.ref[object], Tenant]] = {}  # by the id of the reference
+        self.ended: deque[int] = deque()  # tensors to unpin, once per entry
+        gate.settle_before(self.ended, self.settle)
+
+    def storage(self, tenant: Tenant) -> torch.UntypedStorage:
+        """Fetch the tenant's chunk and pin it for the life of the storage that is returned, its window.
+
+        Raises:
+            OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
+        """
+        gate = self._gate
+        if torch._C._current_graph_task_id() != -1:
+            gate.enter(BACKWARD)
+        if tenant.fate is not None:
+            tenant.fate.settle(gate.chunks.table, tenant.chunk.id)
+        pin(gate, tenant)
+        try:
+            storage, life = gate.chunks.lend(tenant.chunk)
+            lease = weakref.ref(life, self._end)
+            self._living[id(lease)] = lease, tenant
+        except BaseException:
+            gate.post_op((tenant.tensor,), False)
+            raise
+        return storage
+
+    def settle(self) -> None:
+        """Unpin what nobody looks at any more."""
+        while self.ended:
+            self._gate.chunks.release((self.ended.popleft(),), dirty=False)
+
+    def repin(self) -> None:
+        """Pin again after everything was unpinned; nothing may have been evicted meanwhile."""
+        self.ended.clear()
+        living = [tenant.tensor for _, tenant in list(self._living.values())]
+        if living:
+            self._gate.chunks.acquire(living, traced=False)
+
+    def _end(self, lease: weakref.ref[object]) -> None:
+        _, tenant = self._living.pop(id(lease))
+        self.ended.append(tenant.tensor)
 
 
 class Saved(Protocol):
