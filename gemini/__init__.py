@@ -14,8 +14,8 @@ from gemini.errors import (
     StateError,
 )
 from gemini.model.ddp import GeminiDDP
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
-from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lamb, Lion
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper

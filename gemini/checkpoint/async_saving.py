@@ -34,7 +34,7 @@ from gemini.checkpoint.tensor_file import settled
 from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.offload.async_file import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import ManagedSlot, StatePiece

@@ -13,7 +13,7 @@ from torch import nn
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError
-from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.self_managed import driver_of
 from gemini.runtime import ManagedParameter, ManagedSlot

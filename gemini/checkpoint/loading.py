@@ -22,7 +22,7 @@ from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.checkpoint.structure import StateArray, arrays_of, kept_states
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.model.weights import import_others
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import take_counts, write_state, write_state_range

@@ -21,7 +21,7 @@ from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk.chunk import StateSpec
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values, refresh_master
 from gemini.system import rng

@@ -21,7 +21,7 @@ from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
 from gemini.model.ddp import GeminiDDP
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.offload.async_file import AsyncFile
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.chunk_update import ChunkUpdate

@@ -17,10 +17,9 @@ from torch import nn
 
 from gemini import checkpoint
 from gemini.errors import ConfigError
+from gemini.model.handle import ManagedModel
 from gemini.model.in_place import manage
-from gemini.model.lazy_state import LazyState
-from gemini.model.managed_model import ManagedModel
-from gemini.model.weights import lazy_weights
+from gemini.model.weights import LazyState, lazy_weights
 from gemini.optim import GeminiOptimizer
 from gemini.system import rng
 

@@ -35,10 +35,9 @@ from gemini.integrations.lightning_files import (
     unpacked,
 )
 from gemini.integrations.whole_files import partial_of, written_whole
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
-from gemini.model.lazy_state import LazyState, Peeking
-from gemini.model.managed_model import ManagedModel, handle_of
-from gemini.model.weights import lazy_weights
+from gemini.model.weights import LazyState, Peeking, lazy_weights
 from gemini.optim import GeminiOptimizer
 from gemini.runtime.config import GeminiConfig
 from gemini.system.durable import rename, restore

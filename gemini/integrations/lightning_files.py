@@ -11,7 +11,7 @@ from torch import nn
 from gemini.checkpoint import CheckpointReader
 from gemini.checkpoint.directory import identity_of
 from gemini.errors import CheckpointError, ConfigError
-from gemini.model.lazy_state import LazyState
+from gemini.model.weights import LazyState
 
 FOLDER = "gemini"
 REST = "lightning.ckpt"

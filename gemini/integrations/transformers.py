@@ -34,8 +34,8 @@ from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.integrations import trainer_files
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
 from gemini.integrations.whole_files import written_whole
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
-from gemini.model.managed_model import ManagedModel, handle_of
 from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
 from gemini.system.device import ran_out_of_memory

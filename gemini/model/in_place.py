@@ -17,11 +17,10 @@ from gemini.chunk.devices import open_device
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError, StateError
-from gemini.model.ddp import GeminiDDP
-from gemini.model.managed_model import ManagedModel
+from gemini.model.ddp import GeminiDDP, refuse_assign, torchs_checkpoint_asks
+from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
 from gemini.model.weights import export_shards, export_weights, import_weights
-from gemini.model.wrapper import refuse_assign, torchs_checkpoint_asks
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig, prepared

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.runtime import ManagedParameter, ManagedTensor
 from gemini.runtime.gate.gate import Gate, others
-from gemini.runtime.step.shortage import drop_locals
+from gemini.runtime.manager import drop_locals
 from gemini.system import rng
 from gemini.system.config import format_bytes
 from gemini.system.device import ran_out_of_memory

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gemini.errors import ConfigError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.optim.host_update import elements_per_second
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import has_cuda_kernel

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.adam import HybridAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.self_managed import SelfManaged

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from gemini.errors import ConfigError, StateError
 from gemini.memstats.trace import OPTIMIZER
-from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.arguments import (
     Margin,
     Overlap,

@@ -11,7 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 
 from gemini.comm.peers import Peers, Topic
 from gemini.errors import StateError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks

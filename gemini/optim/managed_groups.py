@@ -13,7 +13,7 @@ import torch
 
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.optim.arguments import Margin, bare, check_parameters, host_updates_of, is_managed
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.managed_states import ManagedStates, refuse_write

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from gemini.chunk.chunk import StateSpec
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.optim.loss_scale import LossScale
 from gemini.optim.rule import UpdateRule
 from gemini.runtime import ChunkGroup, ManagedSlot

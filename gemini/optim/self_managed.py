@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from gemini.errors import ConfigError
-from gemini.model.managed_model import ManagedModel, handle_of_parameter
+from gemini.model.handle import ManagedModel, handle_of_parameter
 from gemini.optim.shells import step_of
 from gemini.runtime import ManagedParameter
 

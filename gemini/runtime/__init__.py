@@ -9,12 +9,12 @@ from gemini.runtime.adopt import (
     write_range,
     write_values,
 )
-from gemini.runtime.filling import Filling
 from gemini.runtime.gate.gate import StatefulTensorMgr, TensorState
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.waiting import NO_SNAPSHOT, Snapshot
-from gemini.runtime.gemini_mgr import GeminiManager
+from gemini.runtime.growth import Filling
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
+from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
 from gemini.runtime.storage.initialize import init_on, initialize_buffers

@@ -21,7 +21,6 @@ from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
-from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (
     ManagedParameter,
@@ -31,6 +30,7 @@ from gemini.runtime.intercept.tensors import (
     make_plain_view,
     plain_copy,
 )
+from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.initialize import (
     Initialization,
     children_first,

@@ -11,11 +11,10 @@ from torch import nn
 from gemini.chunk import ComputeDevice
 from gemini.errors import ConfigError
 from gemini.runtime.adopt import Adopted, adopt_parameter, release_all, warn_of_rounded
-from gemini.runtime.build import lay_out
+from gemini.runtime.build import Outline, lay_out
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.gemini_mgr import GeminiManager
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
-from gemini.runtime.outline import Outline
+from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.data_sizes import GroupSpec, chunk_bytes, largest_operator
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gemini.model.wrapper import NamedAsWrapped
+from gemini.model.ddp import NamedAsWrapped
 from gemini.parallel.booster.data_parallel import autocast
 from gemini.parallel.booster.optimizer import BoostedOptimizer
 

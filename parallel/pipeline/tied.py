@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gemini.errors import StateError
-from gemini.model.managed_model import ManagedModel
+from gemini.model.handle import ManagedModel
 from gemini.parallel.mesh import Axis
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.zero import LowLevelZeroOptimizer

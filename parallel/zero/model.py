@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
-from gemini.model.wrapper import NamedAsWrapped
+from gemini.model.ddp import NamedAsWrapped
 from gemini.parallel.zero.collectives import Collectives
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.runtime.intercept.nested import cast_floating, map_tensors

@@ -126,10 +126,10 @@ def test_a_write_returns_while_chunks_are_leaving(tmp_path: Path, monkeypatch: p
         return take(reads, tensor)
 
     manager: list[Any] = []
-    begin = gemini.runtime.filling.Filling.__init__
+    begin = gemini.runtime.growth.Filling.__init__
     monkeypatch.setattr(TensorReads, "take", watched)
     monkeypatch.setattr(
-        gemini.runtime.filling.Filling,
+        gemini.runtime.growth.Filling,
         "__init__",
         lambda self, storage, held: (manager.append(held), begin(self, storage, held))[1],
     )

@@ -17,7 +17,7 @@ from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import OutOfBudgetError, StateError
 from gemini.chunk import ComputeDevice
-from gemini.runtime.step import shortage
+from gemini.runtime import manager as manager_module
 
 # Blocks of DEVICE and HOST, of the 43 or more that the network's model data takes; None: all there is.
 BUDGETS: dict[str, tuple[int | None, int]] = {"everything": (None, 64), "host": (16, 64)}
@@ -29,7 +29,7 @@ ALL = range(1000)  # calls
 @pytest.fixture(autouse=True)
 def _little_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let memory that runs out collect the youngest garbage only: all of it takes longer than a step."""
-    monkeypatch.setattr(shortage.gc, "collect", lambda collect=gc.collect: collect(0))
+    monkeypatch.setattr(manager_module.gc, "collect", lambda collect=gc.collect: collect(0))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini.model.lazy_state import LazyState, Peeking
+from gemini.model.weights import LazyState, Peeking
 
 VALUES = {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.arange(4.0)}
 

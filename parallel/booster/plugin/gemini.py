@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.comm.groups import group_of
 from gemini.errors import GeminiError
 from gemini.model.ddp import GeminiDDP
-from gemini.model.managed_model import handle_of
+from gemini.model.handle import handle_of
 from gemini.optim.adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.rule_choice import rule_of

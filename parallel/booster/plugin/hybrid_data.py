@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
-from gemini.model.managed_model import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.parallel.booster.checkpoint.parts import Parts

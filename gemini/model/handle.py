@@ -1,17 +1,23 @@
-"""ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on."""
+"""ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on.
+
+Beside it what ``stats()`` and ``timeline()`` say, and what goes past a managed model: its module is called
+itself, nothing ends its steps, or torch has put other tensors in the place of its parameters.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
+from gemini import _C
 from gemini.chunk import ComputeDevice
 from gemini.comm.peers import Peers, require_equal
 from gemini.comm.ranks import ProcessGroupPeers, Rank
@@ -20,26 +26,241 @@ from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.placement import PlanReport
-from gemini.runtime import ManagedParameter, ManagedSlot
-from gemini.runtime.adopt import Adopted, release_adopted
+from gemini.runtime import ManagedSlot
+from gemini.runtime.adopt import Adopted, release_adopted, second_names
 from gemini.runtime.arrivals import Changes, find_changes, take_in
 from gemini.runtime.build import Built
-from gemini.runtime.bypassed import ManagedParameters, Unfollowed
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.one_type import FirstPasses
 from gemini.runtime.intercept.precision import place_buffers
-from gemini.runtime.statistics import counters, flattened, moments_of_step, usage_and_traffic, without
+from gemini.runtime.intercept.tensors import ManagedParameter
+from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.gradient import SlotGradient
-from gemini.runtime.storage.model_storage import slot_of
+from gemini.runtime.storage.model_storage import ModelStorage, slot_of
 from gemini.sharding.joining import Joining
 from gemini.system.config import format_bytes
 from gemini.system.process import shown_as
 from gemini.timeline import TimelineRecorder
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+_STEPS_UNSEEN = 2  # in a row: gradients of one may have been given up after an error
+_ALL_MANAGED = {ManagedParameter}
+
+
+class Unfollowed:
+    """What of a model's use belongs to no step that could be planned."""
+
+    def __init__(self, module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
+        self._storage, self._manager = storage, manager
+        self.in_pass = False  # of the wrapper
+        self._said: set[str] = set()
+        self._gradients = 0  # that had arrived when the pass before began
+        self._unseen = 0
+        _by_module[module] = self
+        self._hook = module.register_forward_pre_hook(_note_call)
+
+    def close(self) -> None:
+        """Say nothing any more: the module is an ordinary one again."""
+        self._hook.remove()
+
+    @contextmanager
+    def inside(self, training: bool) -> Iterator[None]:
+        """Be in a forward pass of the wrapper for the block."""
+        if training and self._manager.step == 0:
+            self._look_for_steps()
+        outer, self.in_pass = self.in_pass, True
+        try:
+            yield
+        finally:
+            self.in_pass = outer
+
+    def note_call(self) -> None:
+        """The module was called, perhaps by its wrapper."""
+        if not self.in_pass and torch.is_grad_enabled():
+            self._say(
+                "the managed module is called itself, past its GeminiDDP: operators fetch what they need, "
+                "but nothing is recorded, planned or prefetched; call the GeminiDDP"
+            )
+
+    def _look_for_steps(self) -> None:
+        gradients, before = self._manager.num_gradients, self._gradients
+        self._gradients = gradients
+        used_up = gradients > before and not any(slot.has_grad for slot in self._storage.slots.values())
+        self._unseen = self._unseen + 1 if used_up else 0
+        if self._unseen >= _STEPS_UNSEEN:
+            self._say(
+                "gradients come and go, but no GeminiOptimizer ends a step: nothing is planned, and an "
+                "optimizer of torch keeps its states beside the budgets; use "
+                "GeminiOptimizer(optimizer, model)"
+            )
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(what)
+
+
+# Not in the module itself: its copies are nobody's.
+_by_module: WeakKeyDictionary[nn.Module, Unfollowed] = WeakKeyDictionary()
+
+
+def _note_call(module: nn.Module, _args: Any) -> None:
+    unfollowed = _by_module.get(module)
+    if unfollowed is not None:
+        unfollowed.note_call()
+
+
+class ManagedParameters:
+    """The parameters that were made managed when a model was wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        named = list(module.named_parameters())
+        self._names = [name for name, _ in named]
+        self._params = [param for _, param in named]
+        self._is_released = False
+
+    def release(self) -> None:
+        """They are ordinary parameters again, for good."""
+        self._is_released = True
+
+    def refuse_exchanged(self, doing: str) -> None:
+        """Raise StateError where one of them is no longer managed: its chunk would keep what nobody uses. Or
+        where two parameters of the module are one in its chunk."""
+        if self._is_released:
+            raise StateError(
+                f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go "
+                "on with the module alone"
+            )
+        if second_names:
+            self._refuse_twins(doing)
+        if _ALL_MANAGED.issuperset(map(type, self._params)):
+            return
+        managed = [type(param) is ManagedParameter for param in self._params]
+        name = self._names[managed.index(False)]
+        raise StateError(
+            f"{doing}: parameter {name!r} is no longer managed: torch.utils.swap_tensors, or "
+            "load_state_dict() of the module under "
+            "torch.__future__.set_swap_module_params_on_conversion(True), put another "
+            "tensor in its place. Build the model again, wrap it and load a checkpoint; load weights with "
+            "load_state_dict() of the GeminiDDP, which copies them"
+        )
+
+    def _refuse_twins(self, doing: str) -> None:
+        names: dict[int, str] = {}
+        for name, param in self._module.named_parameters():  # each once
+            if type(param) is ManagedParameter:
+                other = names.setdefault(id(param._slot), name)
+                if other != name:
+                    raise StateError(
+                        f"{doing}: parameters {other!r} and {name!r} share one memory, as of "
+                        "nn.Parameter(weight); tie them: layer.weight = other_layer.weight"
+                    )
+
+
+_TIERS = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
+_LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+
+def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str, Any]:
+    """Return usage per tier and traffic per link so far as a plain dict. Any thread may call it."""
+    chunks = manager.chunks
+    tiers = _usage_of_tiers(chunks.table, manager.loose)
+    links = chunks.link_stats()
+    read_bytes = written_bytes = 0
+    if chunks.stow is not None:
+        for key, nbytes in chunks.stow.usage().items():
+            tiers["disk"][key] += nbytes
+        read_bytes, written_bytes = chunks.stow.traffic()
+    return {
+        **tiers,
+        **{link: links[link] for link in _LINKS},
+        "stowed": {"read_bytes": read_bytes, "written_bytes": written_bytes},
+        "stall_seconds": chunks.stall_seconds,
+        "step": manager.step,
+        "warmup": not manager.order.has_order,
+        "num_chunks": len(chunks.chunks),
+        "wasted_bytes": storage.wasted_bytes,
+        "model_data_bytes": manager.context.size.total_bytes,
+        "pending_updates": len(manager.pending.all()),
+        "withheld_bytes": manager.shortage.withheld_bytes,
+    }
+
+
+def flattened(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``stats`` as loggers take them: one number per name, ``device/bytes`` for what is within
+    ``device``."""
+    flat: dict[str, float] = {}
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{key}": each for key, each in flattened(value).items()}
+        else:
+            flat[name] = int(value) if isinstance(value, bool) else value
+    return flat
+
+
+def counters(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in ``stats`` that only grow, by their names in :func:`flattened`."""
+    counted = (*_LINKS, "stowed", "stall_seconds")
+    return flattened({name: stats[name] for name in counted})
+
+
+def without(stats: Mapping[str, Any], before: Mapping[str, float], prefix: str = "") -> dict[str, Any]:
+    """Return ``stats`` with what of its counters there was ``before`` taken off."""
+    return {
+        name: without(value, before, f"{prefix}{name}/")
+        if isinstance(value, Mapping)
+        else value - before[prefix + name]
+        if prefix + name in before
+        else value
+        for name, value in stats.items()
+    }
+
+
+def moments_of_step(manager: GeminiManager) -> list[dict[str, Any]]:
+    """Return the fill of each tier at every moment of the last step; see :meth:`GeminiDDP.timeline`."""
+    if not manager.threads.only_looks:
+        manager.run_pending()
+    trace = manager.trace
+    reserve = trace.non_model_bytes if trace is not None else ()
+    return [
+        {
+            "moment": moment,
+            "phase": phase,
+            "device_bytes": device,
+            "host_bytes": host,
+            "disk_bytes": disk,
+            "non_model_bytes": reserve[moment] if moment < len(reserve) else 0,
+        }
+        for moment, (phase, device, host, disk) in enumerate(manager.order.timeline)
+    ]
+
+
+def _usage_of_tiers(table: _C.ChunkTable, loose: LooseBytes) -> dict[str, dict[str, int]]:
+    """Return what is, was and may be on each tier, at one moment: looked at again while another thread trains
+    that has changed it meanwhile."""
+    while True:
+        fill = table.usages(), loose.now
+        tiers = {name: _usage(table, tier) for name, tier in _TIERS.items()}
+        peak = loose.peak_device
+        if fill == (table.usages(), loose.now):
+            break
+    device = tiers["device"]
+    device["bytes"] += fill[1]
+    device["peak_bytes"] = max(device["peak_bytes"], peak, device["bytes"])
+    return tiers
+
+
+def _usage(table: _C.ChunkTable, tier: _C.Tier) -> dict[str, int]:
+    return {"bytes": table.usage(tier), "peak_bytes": table.peak(tier), "budget_bytes": table.budget(tier)}
+
 
 TIERS = ("device", "host", "disk")
 _handles: WeakSet[ManagedModel] = WeakSet()
