@@ -41,7 +41,7 @@ from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage, slot_of
-from gemini.sharding.joining import Joining
+from gemini.sharding.rounds import Joining
 from gemini.system.config import format_bytes
 from gemini.system.process import shown_as
 from gemini.timeline import TimelineRecorder

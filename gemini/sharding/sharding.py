@@ -16,8 +16,17 @@ from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
-from gemini.sharding.joining import Follow, Joining, count_present
-from gemini.sharding.rounds import WANTS, Ending, Round, decode, encode, refuse_difference
+from gemini.sharding.rounds import (
+    WANTS,
+    Ending,
+    Follow,
+    Joining,
+    Round,
+    count_present,
+    decode,
+    encode,
+    refuse_difference,
+)
 from gemini.system.process import shown_as
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from gemini.comm.peers import Share
 from gemini.errors import StateError
+from gemini.sharding.gathered import NEVER, UseOrder
 from gemini.sharding.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
-from gemini.sharding.use_order import NEVER, UseOrder
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
