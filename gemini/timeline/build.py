@@ -12,6 +12,7 @@ from typing import Any
 from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.timeline.events import (
     Fill,
+    Names,
     Operator,
     Phase,
     StepSpan,
@@ -21,7 +22,6 @@ from gemini.timeline.events import (
     Wait,
     WaitShare,
 )
-from gemini.timeline.names import Names
 
 # Each one's kind first; "fill" is two values: the bytes on the three tiers, and what model data may take of
 # DEVICE.

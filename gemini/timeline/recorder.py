@@ -15,8 +15,7 @@ from gemini.runtime.gate.waiting import PendingUpdate
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.timeline.build import Context, RawEvent, build_timeline
 from gemini.timeline.chrome import save_chrome
-from gemini.timeline.events import Timeline
-from gemini.timeline.names import name_model
+from gemini.timeline.events import Timeline, name_model
 from gemini.timeline.page import save_html
 from gemini.timeline.summary import StepSummary, summarize
 

@@ -16,8 +16,7 @@ from gemini.errors import IoError
 from gemini.timeline import Timeline, Transfer, Wait, summarize
 from gemini.timeline.build import explain_waits
 from gemini.timeline.chrome import save_chrome, to_chrome
-from gemini.timeline.events import in_turn
-from gemini.timeline.names import common_module
+from gemini.timeline.events import common_module, in_turn
 from gemini.timeline.summary import common_length, length, merged, parts
 
 SPAN = st.tuples(st.integers(0, 30), st.integers(0, 9)).map(lambda span: (span[0], sum(span)))
