@@ -17,7 +17,7 @@ from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
 from gemini.optim import chunk_update, gradients, rule, step_rows
-from gemini.optim.adam_rows import AdamRow
+from gemini.optim.kernels import AdamRow
 
 VOCAB, WIDTH = 64, 128
 

@@ -12,9 +12,7 @@ from torch import Tensor
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.optim import CPUAdam
-from gemini.optim.adam_rows import AdamRow, AdamTable
-from gemini.optim.kernels import AdamStep, run_table
-from gemini.optim.state_format import ARRAYS
+from gemini.optim.kernels import ARRAYS, AdamRow, AdamStep, AdamTable, run_table
 from gemini_bench.adam_peers import HYPER, SAMPLE_NUMEL
 from gemini_bench.paired import Contender, filled
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemini.errors import ConfigError, StateError
 from gemini.jobs.gpt.model import language_loss
 from gemini.optim import GeminiOptimizer, HybridAdam
-from gemini.optim.arguments import Margin
+from gemini.optim.managed_groups import Margin
 from gemini.runtime import init_on
 from gemini.system.device import free_memory_bytes
 from gemini_bench.adam_peers import HYPER

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemini.jobs.gpt.model import num_parameters
-from gemini.optim.arguments import Overlap
+from gemini.optim.managed_groups import Overlap
 from gemini_bench.nvme_bare import BareDisk, process_io
 from gemini_bench.nvme_blocks import StepTimes, bare_seconds, batches_of, median_of, run_blocks, timed
 from gemini_bench.nvme_plain import require_disk, require_equal_losses

@@ -15,7 +15,7 @@ from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss, num_parameters
 from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
-from gemini.optim.arguments import Overlap
+from gemini.optim.managed_groups import Overlap
 from gemini.runtime import init_on
 
 # fp32: parameter, gradient and the two moments of Adam.

@@ -23,8 +23,8 @@ from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
 from gemini.offload.mapped import MappedTensors
+from gemini.optim.kernels import StateFormat, step_count
 from gemini.optim.rule import ABSENT
-from gemini.optim.state_format import StateFormat, step_count
 from gemini.system.durable import publish, scratch_directory
 from gemini.system.files import io_errors
 

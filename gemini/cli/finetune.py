@@ -14,7 +14,7 @@ from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
 from gemini.jobs.run.memory import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
-from gemini.optim.state_format import STATE_DTYPES
+from gemini.optim.kernels import STATE_DTYPES
 
 COMMAND = "gemini finetune"
 

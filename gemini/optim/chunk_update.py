@@ -12,8 +12,7 @@ from torch._C import _DisableFuncTorch as OutsideTransforms
 from gemini.chunk.chunk import StateSpec
 from gemini.optim.host_update import HostPart, prepare_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
-from gemini.optim.whole_over_ranks import WholeOverRanks
-from gemini.optim.whole_parameter import WholeParameter
+from gemini.optim.whole_parameter import WholeOverRanks, WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.gate.waiting import GivenWork
 from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room

@@ -1,24 +1,446 @@
-"""The states of those parameters of one optimizer that live in files, and their steps."""
+"""Optimizer states that live in files, and their steps.
+
+The file is a row of batches of at most 4 MiB, each read and written by one aligned request. A batch holds
+segments: consecutive elements of one parameter, in its memory order, whole blocks but for its last, as one
+array after the other of its state. Of a parameter the file may have the first elements only: the rest of its
+state is a batch that stays in memory.
+
+A pass goes over extents in order, through a ring of buffers. While one is being changed, the next ones are
+being read and the last ones written, so that the disk always has work. Passes follow each other in a circle:
+the first extents of the next pass are read ahead at the end of this one, and its last writes go on after it
+has returned.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 
 from gemini import _C
-from gemini.chunk.chunk import BLOCK_NUMEL
-from gemini.optim.adam_rows import AdamRow, KeptAdamTable
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale
-from gemini.optim.state_file import Batch, Segment, Source, State, StateFile, state_bytes
-from gemini.optim.state_format import ARRAYS, StateFormat
-from gemini.optim.state_ring import Extent, StateRing
+from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec
+from gemini.chunk.dense import flat
+from gemini.errors import IoError, StateError
+from gemini.offload.async_file import AsyncFile, direct_memory, round_to_block
+from gemini.optim.kernels import ARRAYS, AdamHyper, AdamRow, AdamStep, GradScale, KeptAdamTable, StateFormat
 from gemini.optim.step_rows import Member
 from gemini.system.threads import usable_processors
+
+NUM_BUFFERS = 8
+_MAX_AHEAD = NUM_BUFFERS // 2 + 1  # half are being read, one is being changed; the others are being written
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """A range of a file that one buffer holds; blocks of 4096 bytes."""
+
+    file: AsyncFile
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A buffer in use, which stays until the transfer has ended; ticket 0: nothing is being read into it."""
+
+    extent: Extent
+    slot: int
+    buffer: torch.Tensor
+    ticket: int = 0
+
+    def read(self) -> None:
+        """Begin to read the extent into the buffer."""
+        self.ticket = self.extent.file.read(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
+
+    def write(self) -> None:
+        """Begin to write the extent from the buffer."""
+        self.ticket = self.extent.file.write(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
+
+    def wait(self) -> None:
+        if self.ticket != 0:
+            self.extent.file.wait(self.ticket)
+
+
+# visit(index of the extent, its buffer): reads or changes the extent's bytes.
+Visit = Callable[[int, torch.Tensor], None]
+
+
+class StateRing:
+    """Owns the buffers, closes the files; for the process that added the first file. Not thread-safe."""
+
+    def __init__(self) -> None:
+        """Own nothing yet: memory is taken with the first file."""
+        self._memory: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._ahead: deque[_Transfer] = deque()  # the next extents of a pass, in order
+        self._behind: deque[_Transfer] = deque()  # oldest first
+        self._files: list[AsyncFile] = []
+        self._owner: int | None = None
+
+    def add(self, file: AsyncFile, extent_bytes: int) -> None:
+        """Take over ``file``, whose extents have at most ``extent_bytes``."""
+        if self._owner is None:
+            self._owner = os.getpid()
+            # Requests must end before the buffers go away, also when nobody calls close().
+            weakref.finalize(self, _close, self._files, self._owner)
+        self.settle()
+        self._forget()
+        if self._memory is None or self._memory.nbytes < NUM_BUFFERS * extent_bytes:
+            memory = direct_memory(NUM_BUFFERS * extent_bytes)
+            for other in self._files:
+                if self._memory is not None:
+                    other.unregister(self._memory.data_ptr())
+                other.register(memory.data_ptr(), memory.nbytes)
+            self._memory, self._buffers = memory, list(memory.split(extent_bytes))
+        self._files.append(file)
+        file.register(self._memory.data_ptr(), self._memory.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def update(self, extents: Sequence[Extent], old: Sequence[bool], visit: Visit) -> None:
+        """Read (where ``old``, else the buffer has anything), visit and write every extent.
+
+        On return the last writes are under way, and first extents are being read for a next pass over the
+        same ones: see ``settle``.
+
+        Raises:
+            IoError: a transfer failed; some extents are new, others old.
+            StateError: this is a forked child.
+        """
+        self._pass(extents, old, visit, writes=True)
+
+    def read(self, extents: Sequence[Extent], visit: Visit) -> None:
+        """Read and visit every extent. Raises as ``update``; nothing has changed."""
+        self._pass(extents, [True] * len(extents), visit, writes=False)
+
+    def settle(self) -> None:
+        """Wait for the writes that the last pass left under way.
+
+        Raises:
+            IoError: one has failed: what the extent has is undefined.
+            StateError: this is a forked child.
+        """
+        self._require_owner()
+        while self._behind:
+            self._end_oldest_write()
+
+    def close(self) -> None:
+        """End all requests, whatever becomes of them, and close the files. Idempotent."""
+        if self._owner is not None:
+            _close(self._files, self._owner)
+        self._files.clear()
+        for transfers in (self._ahead, self._behind):
+            transfers.clear()
+        self._memory, self._buffers = None, []
+
+    def _pass(self, extents: Sequence[Extent], old: Sequence[bool], visit: Visit, *, writes: bool) -> None:
+        self.settle()
+        try:
+            if any(one.extent is not other for one, other in zip(self._ahead, extents, strict=False)):
+                self._forget()
+            for index in range(len(extents)):
+                self._read_ahead(extents, index, old, cyclic=writes)
+                transfer = self._ahead[0]
+                transfer.wait()
+                visit(index, transfer.buffer)
+                self._ahead.popleft()
+                if writes:
+                    transfer.write()
+                    self._behind.append(transfer)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _read_ahead(
+        self, extents: Sequence[Extent], index: int, old: Sequence[bool], *, cyclic: bool
+    ) -> None:
+        """Start reading until enough is ahead of ``index``; past the end, what the next pass starts with."""
+        while len(self._ahead) < _MAX_AHEAD:
+            at = index + len(self._ahead)
+            has_content = at >= len(extents) or old[at]
+            if at >= len(extents):
+                at -= len(extents)
+                if not cyclic or at >= index or self._is_being_written(extents[at]):
+                    return
+            slot = self._free_slot()
+            transfer = _Transfer(extents[at], slot, self._buffers[slot])
+            if has_content:
+                transfer.read()
+            self._ahead.append(transfer)
+
+    def _is_being_written(self, extent: Extent) -> bool:
+        return any(transfer.extent is extent for transfer in self._behind)
+
+    def _free_slot(self) -> int:
+        used = {transfer.slot for transfer in (*self._ahead, *self._behind)}
+        if len(used) == NUM_BUFFERS:
+            used.remove(self._end_oldest_write())
+        return next(slot for slot in range(NUM_BUFFERS) if slot not in used)
+
+    def _end_oldest_write(self) -> int:
+        """Return the buffer that is free now."""
+        self._behind[0].wait()
+        return self._behind.popleft().slot
+
+    def _forget(self) -> None:
+        """Give up what was read ahead. A read that failed is nobody's concern: it will be tried again."""
+        while self._ahead:
+            with contextlib.suppress(IoError):
+                self._ahead[0].wait()
+            self._ahead.popleft()
+
+    def _abandon(self) -> None:
+        """Let no request touch the buffers any more; what failed is being raised already."""
+        for file in self._files:
+            with contextlib.suppress(IoError):
+                file.wait_all()
+        self._ahead.clear()
+        self._behind.clear()
+
+    def _require_owner(self) -> None:
+        if self._owner not in (None, os.getpid()):
+            raise StateError(
+                f"these optimizer states are in a file of process {self._owner}; a forked child cannot use "
+                "them: give it state_dict() and an optimizer of its own"
+            )
+
+
+def _close(files: Sequence[AsyncFile], owner: int) -> None:
+    if os.getpid() == owner:  # else they are the parent's
+        for file in files:
+            file.close()
+
+
+MAX_BATCH_BYTES = 4 * 2**20
+_MIN_BATCH_BYTES = 64 * 2**10
+_RING_SHARE = 40  # the buffers take at most this part of what is in the file, if that is not very little
+_LINE_BYTES = 64  # a cache line: where arrays start
+
+State = Mapping[str, torch.Tensor]
+
+
+class Source(Enum):
+    """Where states come from that are not given as tensors."""
+
+    FILE = "file"
+    ZERO = "zero"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``start .. start + numel`` of a parameter; ``offsets``: of each array in the batch, bytes."""
+
+    param: torch.Tensor
+    start: int
+    numel: int
+    offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One request's worth of segments."""
+
+    offset: int
+    nbytes: int
+    segments: tuple[Segment, ...]
+
+
+def lay_out(
+    params: Sequence[torch.Tensor],
+    state_format: StateFormat,
+    batch_bytes: int | None = None,
+    *,
+    numels: Mapping[torch.Tensor, int] | None = None,
+) -> list[Batch]:
+    """Cut ``params``, or the first ``numels`` of each, into segments and pack them, in order, into batches.
+
+    ``batch_bytes`` None is a size that suits a ring of buffers.
+    """
+    counts = [param.numel() if numels is None else numels[param] for param in params]
+    if batch_bytes is None:
+        batch_bytes = _batch_bytes(sum(map(state_bytes, params, counts, repeat(state_format))))
+    batches: list[Batch] = []
+    segments: list[Segment] = []
+    used = 0
+
+    def close_batch() -> None:
+        nonlocal used, segments
+        offset = batches[-1].offset + batches[-1].nbytes if batches else 0
+        batches.append(Batch(offset, round_to_block(used), tuple(segments)))
+        used, segments = 0, []
+
+    for param, count in zip(params, counts, strict=True):
+        parts = state_format.parts(param)
+        start = 0
+        while start < count:
+            numel = _fitting(parts, count - start, batch_bytes - used)
+            if numel == 0:
+                close_batch()
+                continue
+            segment, used = _place(parts, param, start, numel, used)
+            segments.append(segment)
+            start += numel
+    if segments:
+        close_batch()
+    return batches
+
+
+def state_bytes(param: torch.Tensor, numel: int, state_format: StateFormat) -> int:
+    """Return the bytes of the state of ``numel`` elements of ``param``."""
+    return sum(part.nbytes(numel) for part in state_format.parts(param))
+
+
+def _batch_bytes(nbytes: int) -> int:
+    share = round_to_block(nbytes // (_RING_SHARE * NUM_BUFFERS))
+    return min(max(share, _MIN_BATCH_BYTES), MAX_BATCH_BYTES)
+
+
+def _place(
+    parts: Sequence[StateSpec], param: torch.Tensor, start: int, numel: int, used: int
+) -> tuple[Segment, int]:
+    """Return a segment whose arrays follow ``used`` bytes, and the bytes then used."""
+    offsets = {}
+    for part in parts:
+        offsets[part.name] = used
+        used += _padded(part.nbytes(numel))
+    return Segment(param, start, numel, offsets), used
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _fitting(parts: Sequence[StateSpec], wanted: int, room: int) -> int:
+    """Return how many of ``wanted`` elements fit ``room`` bytes: all, or whole blocks."""
+
+    def needed(numel: int) -> int:
+        return sum(_padded(part.nbytes(numel)) for part in parts)
+
+    if needed(wanted) <= room:
+        return wanted
+    numel = min(room * BLOCK_NUMEL // needed(BLOCK_NUMEL) + BLOCK_NUMEL, wanted) // BLOCK_NUMEL * BLOCK_NUMEL
+    while numel > 0 and needed(numel) > room:
+        numel -= BLOCK_NUMEL
+    return numel
+
+
+class StateFile:
+    """Knows where states are in one file, which a ring owns, and what else of them is in memory."""
+
+    def __init__(
+        self,
+        directories: Sequence[str] | None,
+        numels: Mapping[torch.Tensor, int],
+        state_format: StateFormat,
+        ring: StateRing,
+        *,
+        checksums: bool = False,
+    ) -> None:
+        """Reserve disk space for the first ``numels`` elements of parameters, of which there is at least one.
+
+        ``directories`` None is the system's directory for temporary files; nothing is ever left there.
+
+        Raises:
+            ConfigError: a directory is missing or read-only.
+            IoError: the space cannot be had.
+        """
+        self._format = state_format
+        self.batches = lay_out(list(numels), state_format, numels=numels)
+        last = self.batches[-1]
+        file = _open(directories, last.offset + last.nbytes, checksums)
+        ring.add(file, max(batch.nbytes for batch in self.batches))
+        self.extents = [Extent(file, batch.offset, batch.nbytes) for batch in self.batches]
+        self._made_for = {param: (param.numel(), param.dtype) for param in numels}
+        self._stored: dict[torch.Tensor, tuple[torch.Size, tuple[int, ...]]] = {}  # its extent then
+        cut = {param: start for param, start in numels.items() if start < param.numel()}
+        self.rests = [_rest(param, start, state_format) for param, start in cut.items()]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Say whether the state of ``param`` is here."""
+        return param in self._stored
+
+    def in_order(self, param: torch.Tensor) -> bool:
+        """Say whether ``param``, whose state is here, still has the memory order it had then."""
+        return self._stored[param] == (param.shape, param.stride())
+
+    def has_room(self, param: torch.Tensor) -> bool:
+        """Say whether ``param`` has the number and type of elements that its place was made for."""
+        return self._made_for[param] == (param.numel(), param.dtype)
+
+    def has_any_of(self, batch: Batch) -> bool:
+        """Say whether there is something to read in ``batch``."""
+        return any(segment.param in self._stored for segment in batch.segments)
+
+    def keep(self, param: torch.Tensor) -> None:
+        """Note that the state of ``param`` is here now, in the order that the parameter has."""
+        self._stored[param] = (param.shape, param.stride())
+
+    def empty(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the arrays of a state that is here, to be filled by ``take``, in the order it has here."""
+        return self._format.empty(
+            torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1], device="cpu")
+        )
+
+    def put(self, batch: Batch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]) -> None:
+        """Write to ``buffer``, which has ``batch``, the states in ``work`` that do not come from the file."""
+        for segment in batch.segments:
+            source = work.get(segment.param, Source.FILE)
+            if source is Source.FILE:
+                continue
+            for part in self._format.parts(segment.param):
+                there = _stored(buffer, part, segment)
+                if isinstance(source, Source):
+                    there.zero_()
+                else:
+                    there.copy_(_piece(source[part.name], part, segment))
+
+    def take(self, batch: Batch, buffer: torch.Tensor, found: Mapping[torch.Tensor, State]) -> None:
+        """Copy what ``buffer``, which has ``batch``, has of the states in ``found`` to them."""
+        for segment in batch.segments:
+            if segment.param in found:
+                for part in self._format.parts(segment.param):
+                    whole = found[segment.param][part.name]
+                    _piece(whole, part, segment).copy_(_stored(buffer, part, segment))
+
+
+def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[Batch, torch.Tensor]:
+    """Return the state of the elements from ``start`` on, zeros, as a batch and its memory."""
+    segment, nbytes = _place(state_format.parts(param), param, start, param.numel() - start, 0)
+    return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _stored(buffer: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
+    """View one array of a segment in its batch's buffer."""
+    offset = segment.offsets[part.name]
+    return buffer[offset : offset + part.nbytes(segment.numel)].view(part.dtype)
+
+
+def _piece(whole: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
+    """View a segment's share of one whole array of its parameter's state."""
+    first = segment.start // BLOCK_NUMEL if part.per_block else segment.start
+    return flat(whole)[first : first + part.count(segment.numel)]
+
+
+def _open(directories: Sequence[str] | None, nbytes: int, checksums: bool) -> AsyncFile:
+    if directories is not None:
+        return AsyncFile(directories, nbytes, checksums=checksums)
+    # The file has no name: its directory is needed only while it is opened.
+    with tempfile.TemporaryDirectory(prefix="gemini-") as private:
+        return AsyncFile(private, nbytes, checksums=checksums)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""GeminiOptimizer: an optimizer over chunks, one state piece at a time."""
+"""GeminiOptimizer: an optimizer over chunks, one state piece at a time; GeminiAdamOptimizer: HybridAdam and
+GeminiOptimizer in one call.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,16 @@ from torch.autograd.graph import increment_version
 from gemini.errors import ConfigError, StateError
 from gemini.memstats.trace import OPTIMIZER
 from gemini.model.handle import ManagedModel, handle_of
-from gemini.optim.arguments import (
-    Margin,
-    Overlap,
-    check_mode,
-    check_optimizer,
-    check_several,
-    checked_max_norm,
-)
 from gemini.optim.backward_updates import BackwardUpdates
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
 from gemini.optim.gradients import (
+    INITIAL_SCALE,
     Clipping,
+    LossScale,
+    LossScaleConfig,
     all_finite,
     count_zeros,
+    loss_scale_for,
     scaled,
     then_clamp,
     then_multiply,
@@ -36,21 +34,32 @@ from gemini.optim.gradients import (
     visit_gradients,
     whole_gradient,
 )
+from gemini.optim.kernel_adam import HybridAdam
 from gemini.optim.kernels import GradScale
-from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
-from gemini.optim.managed_groups import ManagedGroups
+from gemini.optim.managed_groups import (
+    ManagedGroups,
+    Margin,
+    Overlap,
+    check_mode,
+    check_optimizer,
+    check_several,
+    checked_max_norm,
+)
 from gemini.optim.rule import UpdateStep
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.state_exchange import (
+    TORCH_FLAGS,
     checked_state,
     export_state,
+    export_to_first,
     import_together,
     take_over_state,
 )
-from gemini.optim.state_shards import export_to_first
 from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
 from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.storage.model_storage import HALF_LOADED, slot_of
+from gemini.system.config import keyword_names, refuse_unknown
 from gemini.system.process import paused_collector, shown_as
 
 T = TypeVar("T")
@@ -506,3 +515,21 @@ class GeminiOptimizer(ManagedGroups):
                 about = group, group.number, steps, self._completeness, kept, room
                 updates.append(self.update_type(self.model.manager, *about))
         return updates
+
+
+SelfManaged.be_driven_by(GeminiOptimizer)  # it is made of every one of them, and so imports them
+_OWN = keyword_names(GeminiOptimizer) - {"optim", "model"}
+_ADAM = keyword_names(HybridAdam) - {"params"} | TORCH_FLAGS.keys()
+
+
+class GeminiAdamOptimizer(GeminiOptimizer):
+    """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
+    max_norm=1.0)``."""
+
+    def __init__(self, model: nn.Module | ManagedModel, **defaults: Any) -> None:
+        """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
+        refuse_unknown(type(self).__name__, defaults, _OWN | _ADAM)
+        own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}
+        handle = handle_of(model)
+        params = [param for param in handle.module.parameters() if param.requires_grad]
+        super().__init__(HybridAdam(params, **defaults), handle, **own)

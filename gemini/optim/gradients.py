@@ -1,21 +1,278 @@
-"""Global operations on gradients that live in chunks: finite check, norm, clipping, and what clipping leaves
-to be done to them on their way into the update."""
+"""Global operations on gradients that live in chunks: finite check, loss scale, clipping, and norms, which
+have the same bits however a vector is cut and whichever ranks have its parts.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
+from gemini import _C
 from gemini.comm.peers import Peers, Topic
-from gemini.errors import StateError
+from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
 from gemini.optim.kernels import GradScale, sum_of_squares
-from gemini.optim.loss_scale import LossScale
-from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
+
+logger = logging.getLogger(__name__)
+
+
+_EXPONENTS = 256  # of fp32; the last one counts what is not finite
+_INFINITE, _NO_NUMBER = 0, 1  # in which limb
+_LIMBS = 3
+_LIMB_BITS = 40
+_LIMB_MASK = 2**_LIMB_BITS - 1
+_BLOCK = 2**22  # elements whose lower limbs may be added before there is a carry
+_LANES = 64
+_BIAS = 150  # of an exponent, for a significand that is an integer
+
+
+def empty_squares() -> torch.Tensor:
+    """Return the exact sum of no squares: int64, shape (exponents, limbs). Such sums can be added."""
+    return torch.zeros(_EXPONENTS, _LIMBS, dtype=torch.int64, device="cpu")
+
+
+def exact_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the exact sum, in CPU memory, of the squares of dense fp32 elements, one dimension."""
+    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
+        raise ValueError(
+            f"exact_squares takes a flat fp32 tensor, not {values.dtype} of {tuple(values.shape)}"
+        )
+    if values.device.type != "cpu":
+        return squares_by_operators(values).cpu()
+    limbs = _C.exact_squares(values.data_ptr(), values.numel())
+    return torch.tensor(limbs, dtype=torch.int64, device="cpu").view(_EXPONENTS, _LIMBS)
+
+
+def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
+    """Sum as :func:`exact_squares`, with torch's operators on the device of ``values``, where the sum stays.
+
+    Integers are added, so the order, which a GPU does not keep, is of no account.
+    """
+    # Of many elements, sums of equal exponents side by side: many threads add to each.
+    num_lanes = min(_LANES, 1 + values.numel() // _EXPONENTS)
+    sums = torch.zeros(_LIMBS, num_lanes * _EXPONENTS, dtype=torch.int64, device=values.device)
+    lanes = torch.arange(min(_BLOCK, values.numel()), device=values.device) % num_lanes * _EXPONENTS
+    for block in values.view(torch.int32).split(_BLOCK):
+        exponents = (block >> 23) & 255
+        significands = (block & (2**23 - 1)).long() + (exponents > 0).long() * 2**23
+        counted = torch.where(significands > 2**23, 2**_LIMB_BITS, 1)
+        squares = torch.where(exponents == _EXPONENTS - 1, counted, significands * significands)
+        places = lanes[: block.numel()] + exponents
+        sums[0].scatter_add_(0, places, squares & _LIMB_MASK)
+        sums[1].scatter_add_(0, places, squares >> _LIMB_BITS)
+        for lower, upper in pairwise(sums):
+            upper.add_(lower >> _LIMB_BITS)
+            lower.bitwise_and_(_LIMB_MASK)
+    return sums.view(_LIMBS, num_lanes, _EXPONENTS).sum(1).t().contiguous()
+
+
+def norm_of(squares: torch.Tensor) -> torch.Tensor:
+    """Return the square root of a sum of squares, an fp32 scalar: rounded from the exact sum to double, then
+    to fp32; as torch's, NaN where an element was no number, else infinite where one was infinite."""
+    *sums, special = squares.tolist()
+    if special[_NO_NUMBER]:
+        return torch.tensor(math.nan, dtype=torch.float32, device="cpu")
+    if special[_INFINITE]:
+        return torch.tensor(math.inf, dtype=torch.float32, device="cpu")
+    total = Fraction(0)
+    for exponent, limbs in enumerate(sums):
+        significands = sum(limb << _LIMB_BITS * place for place, limb in enumerate(limbs))
+        if significands:
+            total += significands * Fraction(2) ** (2 * (max(exponent, 1) - _BIAS))
+    return torch.tensor(float(total), dtype=torch.float64, device="cpu").sqrt().float()
+
+
+class Summing(Protocol):
+    """A group of ranks that add numbers up; see :class:`gemini.comm.peers.Peers`."""
+
+    def sum(self, values: torch.Tensor) -> None: ...
+
+    def largest(self, values: torch.Tensor) -> None: ...
+
+
+def sum_over_ranks(number: int, groups: Iterable[Summing]) -> int:
+    """Return the sum of ``number`` over all ranks: those of this rank's group, then of the next group of
+    groups, and so on. All ranks call it."""
+    total = torch.tensor([number], dtype=torch.float64, device="cpu")  # exact up to 2**53
+    for ranks in groups:
+        ranks.sum(total)
+    return int(total)
+
+
+class NormOverRanks:
+    """Takes this rank's parts, one by one, then the norm over all ranks: the same bits on each.
+
+    The 2-norm and the largest element do not depend, to the bit, on how the vector is cut; other norms do in
+    their last digits. Raises ConfigError for a ``norm_type`` that is not above 0.
+    """
+
+    def __init__(self, norm_type: float) -> None:
+        if not norm_type > 0:
+            raise ConfigError(
+                f"norm_type is {norm_type}; over several ranks give a positive number or infinity"
+            )
+        self._norm_type = norm_type
+        self._squares, self._found = empty_squares(), torch.zeros(1, dtype=torch.float64, device="cpu")
+
+    def add(self, values: torch.Tensor) -> None:
+        """Count a part, fp32."""
+        if values.numel() == 0:
+            return
+        if self._norm_type == 2.0:
+            self._squares.add_(exact_squares(values.reshape(-1)))
+        elif self._norm_type == math.inf:
+            torch.maximum(self._found, values.abs().max().double().cpu(), out=self._found)
+        else:
+            norm = torch.linalg.vector_norm(values, self._norm_type, dtype=torch.float64)
+            self._found.add_(float(norm) ** self._norm_type)
+
+    def over(self, groups: Iterable[Summing]) -> torch.Tensor:
+        """Return the norm, an fp32 scalar in CPU memory, of the parts of all ranks: those of this rank's
+        group, then of the next group of groups, and so on. All ranks call it, once."""
+        if self._norm_type == 2.0:
+            for ranks in groups:
+                ranks.sum(self._squares)
+            return norm_of(self._squares)
+        found = self._found
+        if self._norm_type == math.inf:
+            # A NaN need not be the largest of anything: it is counted beside.
+            said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
+            for ranks in groups:
+                ranks.largest(said)
+            return torch.tensor(math.nan if said[1] else said[0].item(), dtype=torch.float32, device="cpu")
+        for ranks in groups:
+            ranks.sum(found)
+        return (found[0] ** (1.0 / self._norm_type)).float()
+
+
+# The largest power of two in fp16: it is the gradient of a loss in fp16, which 2**16 would make infinite.
+INITIAL_SCALE = 2.0**15
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """``growth_interval``: clean steps before growth. ``hysteresis``: overflows in a row of bad luck that are
+    forgiven less one."""
+
+    initial_scale: float = INITIAL_SCALE
+    min_scale: float = 1
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ConfigError(
+                f"loss scale: need 0 < min_scale ({self.min_scale}) <= initial_scale ({self.initial_scale}) "
+                f"<= max_scale ({self.max_scale})"
+            )
+        if (
+            self.growth_factor <= 1
+            or not 0 < self.backoff_factor < 1
+            or self.growth_interval < 1
+            or self.hysteresis < 1
+        ):
+            raise ConfigError(
+                "loss scale: growth_factor must exceed 1, backoff_factor lie in (0, 1), growth_interval and "
+                "hysteresis be at least 1"
+            )
+
+
+def loss_scale_for(config: LossScaleConfig, defaults: LossScaleConfig, *, fp16: bool) -> LossScale | None:
+    """Return what scales losses under ``fp16``, else None; say then what of ``config`` has no effect."""
+    if fp16:
+        return LossScale(config)
+    given = [
+        field.name for field in fields(config) if getattr(config, field.name) != getattr(defaults, field.name)
+    ]
+    if given:
+        logger.warning(
+            "%s of the loss scale %s no effect: losses are scaled under fp16 alone",
+            ", ".join(given),
+            "has" if len(given) == 1 else "have",
+        )
+    return None
+
+
+class LossScale:
+    """The scale in force; :meth:`update` it once per step with whether a gradient overflowed.
+
+    A row of skipped steps is logged once, with their number, by the step that ends it; where the scale cannot
+    back off any further, at once.
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self.scale = float(config.initial_scale)
+        self._clean_steps = 0
+        self._forgiven = config.hysteresis
+        self._skipped = 0  # steps in a row
+        self._scale_before = self.scale  # that row
+        self._level = logging.WARNING  # of the next message
+        self._told_least = False
+
+    def update(self, overflowed: bool) -> None:
+        """Back off after ``hysteresis`` overflows, grow after ``growth_interval`` clean steps."""
+        config = self._config
+        if overflowed:
+            self._note_skipped()
+            self._clean_steps = 0
+            self._forgiven -= 1
+            if self._forgiven <= 0:
+                self.scale = max(config.min_scale, self.scale * config.backoff_factor)
+            return
+        self._tell_skipped()
+        self._clean_steps += 1
+        if self._clean_steps == config.growth_interval:
+            self._clean_steps = 0
+            self._forgiven = config.hysteresis
+            self.scale = min(config.max_scale, self.scale * config.growth_factor)
+
+    def _note_skipped(self) -> None:
+        if not self._skipped:
+            self._scale_before = self.scale
+        self._skipped += 1
+        if self.scale <= self._config.min_scale and self._skipped > 1 and not self._told_least:
+            self._told_least = True
+            logger.warning(
+                "%d steps in a row were skipped: gradients overflow at the least loss scale, %g, too; they "
+                "may not be finite without any: look at the loss, lower the learning rate, or min_scale",
+                self._skipped,
+                self.scale,
+            )
+
+    def _tell_skipped(self) -> None:
+        """Log how many steps were skipped in a row that this step ends: the first row as a warning."""
+        if self._skipped:
+            logger.log(
+                self._level,
+                "%d %s skipped, in which gradients overflowed fp16: the loss scale went from %g to %g",
+                self._skipped,
+                "step was" if self._skipped == 1 else "steps were",
+                self._scale_before,
+                self.scale,
+            )
+            self._level = logging.INFO
+        self._skipped = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "clean_steps": self._clean_steps, "forgiven": self._forgiven}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self._clean_steps = int(state["clean_steps"])
+        self._forgiven = int(state["forgiven"])
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:

@@ -12,8 +12,7 @@ import torch
 from gemini.chunk import ChunkManager, host_tensor
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
-from gemini.optim.adam_rows import AdamRow
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, run_rows
+from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, GradScale, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.settings import betas_of, numbers_of, require_betas, require_non_negative
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import torch
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
 from gemini.optim.gradients import scaled
-from gemini.optim.lone_trial import try_one_by_one
 from gemini.optim.rule import ABSENT, KeptAsNamed, Part
-from gemini.optim.shared_step import Inseparable, SharedStep, deep_copied, refuse
-from gemini.optim.shells import GroupSettings
+from gemini.optim.shared_step import GroupSettings, Inseparable, SharedStep, deep_copied, refuse
+from gemini.optim.trials import try_one_by_one
 
 
 class LoneRule(KeptAsNamed):

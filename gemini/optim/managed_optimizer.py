@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from gemini.chunk.chunk import StateSpec
 from gemini.model.handle import ManagedModel
-from gemini.optim.loss_scale import LossScale
+from gemini.optim.gradients import LossScale
 from gemini.optim.rule import UpdateRule
 from gemini.runtime import ChunkGroup, ManagedSlot
 

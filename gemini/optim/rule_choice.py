@@ -10,11 +10,9 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule
-from gemini.optim.rule import AdamRule, LionRule, SgdRule, UpdateRule
-from gemini.optim.shared_step import refuse
-from gemini.optim.shells import GroupSettings, step_of
-from gemini.optim.step_trial import PieceTrial, forms_of
-from gemini.optim.stepped_rule import SteppedRule
+from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
+from gemini.optim.shared_step import GroupSettings, refuse, step_of
+from gemini.optim.trials import PieceTrial, forms_of
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.

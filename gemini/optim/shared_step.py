@@ -1,18 +1,101 @@
-"""SharedStep: one step of an optimizer, taken over one parameter after another."""
+"""SharedStep: one step of an optimizer, taken over one parameter after another, through objects of its class
+that step over other tensors than its parameters.
+"""
 
 from __future__ import annotations
 
 import copy
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.optim.shells import GroupSettings, equal, shell_of, step_of
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSettings:
+    """The settings of a parameter group as they were; tensors are copies. ``place``: which group it was."""
+
+    values: Mapping[str, Any]
+    text: str
+    place: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> GroupSettings:
+        named = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        text = ", ".join(f"{name}={_shown(value)}" for name, value in named.items())
+        return cls({name: copied(value) for name, value in named.items()}, text, id(group))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupSettings) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def as_numbers(self) -> dict[str, Any]:
+        """Return the settings that are numbers, words or some of them."""
+        return {name: value for name, value in self.values.items() if _is_plain(value)}
+
+    @property
+    def switches(self) -> str:
+        """The settings that decide what is kept: names, and which numbers are 0."""
+        return repr(
+            [(name, bool(value) if _is_number(value) else value) for name, value in self.values.items()]
+        )
+
+
+def step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """Return the ``step`` of an optimizer's class, without what torch wraps around it to run hooks."""
+    step = kind.step
+    bare: Callable[[torch.optim.Optimizer], object] = getattr(step, "__wrapped__", step)
+    return bare if getattr(step, "hooked", False) else step
+
+
+def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer like ``optim``, for parameters of one step."""
+    shell: torch.optim.Optimizer = object.__new__(type(optim))
+    vars(shell).update(vars(optim))
+    vars(shell).pop("_own", None)  # of one that drives itself: its shells step over plain tensors
+    shell.state = defaultdict(dict)
+    return shell
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor; everything else as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Say whether two values of states or settings are equal; NaN is equal to NaN."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return bool(one == other) or (one != one and other != other)
+
+
+def _shown(value: Any) -> str:
+    """Return text that differs where values do; repr rounds those of tensors."""
+    return f"tensor({value.tolist()})" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
 
 _OWN = frozenset(("state", "param_groups", "step", "_own", "_given_to"))  # and what torch keeps: hooks
 _SHARED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type)
@@ -137,7 +220,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return equal(one, other)
     if type(one) is not type(other):
-        return _is_number(one) and _is_number(other) and bool(one == other)
+        return _is_plain_number(one) and _is_plain_number(other) and bool(one == other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple, deque)):
@@ -149,7 +232,7 @@ def same(one: Any, other: Any) -> bool:
     return equal(one, other)
 
 
-def _is_number(value: Any) -> bool:
+def _is_plain_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

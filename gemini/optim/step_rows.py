@@ -15,9 +15,16 @@ import numpy as np
 import torch
 
 from gemini import _C
-from gemini.optim.adam_rows import AdamRow, KeptAdamTable
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, run_table
-from gemini.optim.state_format import ARRAYS, StateFormat
+from gemini.optim.kernels import (
+    ARRAYS,
+    AdamHyper,
+    AdamRow,
+    AdamStep,
+    GradScale,
+    KeptAdamTable,
+    StateFormat,
+    run_table,
+)
 
 # How C++ looks at a tensor in one call; torch before 2.10 has none.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)

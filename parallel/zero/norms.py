@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini.comm.peers import ModelRanks, Topic
-from gemini.optim.norm_over_ranks import NormOverRanks, sum_over_ranks
+from gemini.optim.gradients import NormOverRanks, sum_over_ranks
 from gemini.parallel.zero.bucket import Bucket
 from gemini.parallel.zero.collectives import Collectives
 from gemini.parallel.zero.shards import ParamShard

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
-from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
+from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.zero.collectives import Collectives, Traffic
 from gemini.parallel.zero.norms import any_overflow, count_zeros, total_norm

@@ -8,8 +8,8 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
+from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import refuse_gathering
-from gemini.optim.state_format import StateFormat
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Their update of an element depends on others, or on the shape of the whole parameter.

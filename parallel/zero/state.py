@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gemini.errors import ConfigError
-from gemini.optim.loss_scale import LossScale
+from gemini.optim.gradients import LossScale
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.parallel.zero.collectives import Collectives
 from gemini.parallel.zero.params import ShardedParams

@@ -15,8 +15,9 @@ import torch
 from injected_faults import END_OF_FILE, SHORT, Faults, assert_says_where, attempt, open_files
 
 from gemini.errors import IoError, StateError
-from gemini.optim import CPUAdam, state_file
-from gemini.optim.state_file import lay_out
+from gemini.optim import CPUAdam
+from gemini.optim import disk_states as disk_states_module
+from gemini.optim.disk_states import lay_out
 
 SIZES = [(3000,), (70, 130), (5,), (4000,)]
 CASES = [
@@ -36,7 +37,7 @@ def faults() -> Iterator[Faults]:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "lay_out", functools.partial(lay_out, batch_bytes=4096))
+    monkeypatch.setattr(disk_states_module, "lay_out", functools.partial(lay_out, batch_bytes=4096))
 
 
 def test_the_threads_do_the_transfers() -> None:

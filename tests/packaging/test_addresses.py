@@ -13,12 +13,12 @@ FILES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
 
 # Classes that keep the tensors whose addresses they take.
 OWNERS = {
-    "gemini/optim/adam_rows.py": {"AdamRow", "KeptAdamTable"},
-    "gemini/optim/state_ring.py": {"StateRing", "_Transfer"},
+    "gemini/optim/kernels.py": {"AdamRow", "KeptAdamTable"},
+    "gemini/optim/disk_states.py": {"StateRing", "_Transfer"},
     "parallel/zero/shards.py": {"ParamShard"},  # which compares them alone
 }
 NATIVE = {"adam_step", "cuda_adam_step"}  # what reads rows
-ROWS = "gemini/optim/adam_rows.py"
+ROWS = "gemini/optim/kernels.py"
 
 
 def addresses_outside(tree: ast.AST, owners: set[str]) -> Iterator[ast.Call]:

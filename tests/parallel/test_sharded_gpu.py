@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from gemini import CPUAdam, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save, save_async
 from gemini.chunk import ComputeDevice
-from gemini.optim import norm_over_ranks
-from gemini.optim.exact_norm import squares_by_operators
+from gemini.optim import gradients as gradients_module
+from gemini.optim.gradients import squares_by_operators
 
 SMALL_CHUNKS = {"min_chunk_size_mb": 1 / 16, "search_range_mb": 1 / 16, "hidden_dim": WIDTH}
 
@@ -43,7 +43,7 @@ def gpu_of_this_rank(kind: str) -> Iterator[ComputeDevice]:
 
     with pytest.MonkeyPatch.context() as patch:
         collectives.patch(patch)
-        patch.setattr(norm_over_ranks, "exact_squares", exact_squares)
+        patch.setattr(gradients_module, "exact_squares", exact_squares)
         patch.setattr(sharded_harness, "mean_over_ranks", at_once(sharded_harness.mean_over_ranks))
         with gpu.running(patch):
             yield gpu

@@ -10,7 +10,7 @@ from test_rules import MODELS, square
 from training_harness import seeded
 
 from gemini import GeminiAdamOptimizer, GeminiDDP
-from gemini.optim.loss_scale import INITIAL_SCALE, LossScale, LossScaleConfig
+from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig
 
 
 @pytest.mark.parametrize("build", MODELS)

@@ -28,7 +28,7 @@ from training_harness import assert_same_state, assert_within_budgets
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save
 from gemini.chunk import ComputeDevice
-from gemini.optim import arguments, chunk_update
+from gemini.optim import chunk_update, managed_groups
 from gemini.optim.host_update import elements_per_second
 
 NUM_PIECES = 11  # of the network's states, that hold parameters
@@ -52,9 +52,9 @@ def on_host(monkeypatch: pytest.MonkeyPatch, gpu: ComputeDevice) -> list[int]:
     updated: list[int] = []
     prepare = chunk_update.prepare_on_host
 
-    def noted(*arguments: Any) -> Callable[[], None]:
-        updated.append(arguments[2].start)
-        return prepare(*arguments)
+    def noted(*managed_groups: Any) -> Callable[[], None]:
+        updated.append(managed_groups[2].start)
+        return prepare(*managed_groups)
 
     monkeypatch.setattr(chunk_update, "prepare_on_host", noted)
     return updated
@@ -169,7 +169,7 @@ def test_a_disk_beside_a_host_that_holds_everything_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arguments, "elements_per_second", lambda *_: 1e12)
+    monkeypatch.setattr(managed_groups, "elements_per_second", lambda *_: 1e12)
     plain = network().to(gpu.torch_device)
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
     with GpuModel(network(), **options(gpu, disk_dir=str(tmp_path))) as model:
@@ -272,7 +272,7 @@ def test_auto_has_the_cpu_update_where_that_is_faster(
     any_on_host: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arguments, "elements_per_second", lambda *_: elements_per_second)
+    monkeypatch.setattr(managed_groups, "elements_per_second", lambda *_: elements_per_second)
     plain = network().to(gpu.torch_device)
     want = train(plain, HybridAdam(plain.parameters(), lr=1e-2), gpu.torch_device)
     with GpuModel(network(), **options(gpu)) as model:

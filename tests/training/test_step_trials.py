@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, Lamb, StateError
-from gemini.optim.step_trial import Form
+from gemini.optim.trials import Form
 
 WIDTH = 32
 

@@ -15,7 +15,7 @@ from training_harness import KIB, random_batch, seeded, tight
 
 from gemini import CPUAdam, GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer, HybridAdam, IoError, checkpoint
 from gemini.chunk import Chunk, gpu_memory
-from gemini.optim.state_share import choose_share
+from gemini.optim.managed_groups import choose_share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pairs import pairs
 
-from gemini.optim.adam import CPUAdam
-from gemini.optim.state_format import STATE_DTYPES
+from gemini.optim.kernel_adam import CPUAdam
+from gemini.optim.kernels import STATE_DTYPES
 
 NUMEL = 700  # two whole blocks of 256 and a part
 

@@ -17,10 +17,11 @@ import torch
 from pairs import pairs
 
 from gemini.errors import ChecksumError, ConfigError, IoError, StateError
-from gemini.optim import disk_states, state_file
-from gemini.optim.adam import CPUAdam
-from gemini.optim.state_file import lay_out
-from gemini.optim.state_format import STATE_DTYPES, StateFormat
+from gemini.optim import disk_states
+from gemini.optim import disk_states as disk_states_module
+from gemini.optim.disk_states import lay_out
+from gemini.optim.kernel_adam import CPUAdam
+from gemini.optim.kernels import STATE_DTYPES, StateFormat
 
 BATCH_BYTES = 4096
 SIZES = [(300,), (70, 130), (1,), (31, 257), (2048,)]
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a few thousand elements fill many batches: more than there are buffers."""
-    monkeypatch.setattr(state_file, "lay_out", functools.partial(lay_out, batch_bytes=BATCH_BYTES))
+    monkeypatch.setattr(disk_states_module, "lay_out", functools.partial(lay_out, batch_bytes=BATCH_BYTES))
 
 
 def make_params(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -258,7 +259,7 @@ def test_memory_of_buffers_does_not_grow_with_the_model() -> None:
 
 @pytest.mark.parametrize("numel", [1, 10**6, 124 * 10**6, 10**9, 7 * 10**10])
 def test_batches_make_a_ring_of_a_fortieth_or_32_mib_at_most(numel: int) -> None:
-    nbytes = state_file._batch_bytes(8 * numel)
+    nbytes = disk_states_module._batch_bytes(8 * numel)
     assert nbytes % 4096 == 0
     assert 8 * nbytes <= min(32 * 2**20, max(8 * numel // 40 + 8 * 4096, 2**19))
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from gemini import GeminiDDP, GeminiOptimizer
 from gemini.errors import ConfigError
-from gemini.optim import state_file
-from gemini.optim.adam import CPUAdam, HybridAdam
-from gemini.optim.state_file import lay_out
-from gemini.optim.state_format import STATE_DTYPES
+from gemini.optim import disk_states as disk_states_module
+from gemini.optim.disk_states import lay_out
+from gemini.optim.kernel_adam import CPUAdam, HybridAdam
+from gemini.optim.kernels import STATE_DTYPES
 
 FORMATS = list(itertools.product(STATE_DTYPES, (False, True)))
 EACH_FORMAT = pytest.mark.parametrize(("state_dtype", "remainders"), FORMATS)
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a few thousand elements fill many batches: parameters span them and share them."""
-    monkeypatch.setattr(state_file, "lay_out", functools.partial(lay_out, batch_bytes=4096))
+    monkeypatch.setattr(disk_states_module, "lay_out", functools.partial(lay_out, batch_bytes=4096))
 
 
 def make_params() -> list[torch.Tensor]:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError, IoError, StateError
-from gemini.optim import state_file
-from gemini.optim.adam import CPUAdam, HybridAdam
-from gemini.optim.state_file import lay_out
-from gemini.optim.state_format import STATE_DTYPES, StateFormat
+from gemini.optim import disk_states as disk_states_module
+from gemini.optim.disk_states import lay_out
+from gemini.optim.kernel_adam import CPUAdam, HybridAdam
+from gemini.optim.kernels import STATE_DTYPES, StateFormat
 
 FRACTIONS = [0.0, 0.1, 0.5, 1.0]
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a small model fill more batches than there are buffers: parameters span them and share them."""
     small = functools.partial(lay_out, batch_bytes=4096)
-    monkeypatch.setattr(state_file, "lay_out", small)
+    monkeypatch.setattr(disk_states_module, "lay_out", small)
 
 
 def small_model() -> nn.Sequential:
@@ -222,7 +222,7 @@ def test_full_disk_is_an_io_error_and_nothing_changes(monkeypatch: pytest.Monkey
     model, want = small_model(), small_model()
     optimizer = adam(model, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(state_file, "_open", no_space)
+        patch.setattr(disk_states_module, "_open", no_space)
         with pytest.raises(IoError):
             train(model, optimizer)
     assert_same_parameters(model, want)
@@ -263,13 +263,13 @@ class FailingFile:
 def files(monkeypatch: pytest.MonkeyPatch) -> list[FailingFile]:
     """Return the files, that can be made to fail, of the optimizers of a test."""
     made: list[FailingFile] = []
-    real = state_file._open
+    real = disk_states_module._open
 
     def opened(*arguments: Any) -> FailingFile:
         made.append(FailingFile(real(*arguments)))
         return made[-1]
 
-    monkeypatch.setattr(state_file, "_open", opened)
+    monkeypatch.setattr(disk_states_module, "_open", opened)
     return made
 
 

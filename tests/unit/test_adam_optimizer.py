@@ -14,8 +14,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.optim import FusedAdam, kernel_adam
-from gemini.optim.adam import CPUAdam, HybridAdam
-from gemini.optim.kernel_adam import KernelAdam
+from gemini.optim.kernel_adam import CPUAdam, HybridAdam, KernelAdam
 
 EACH = pytest.mark.parametrize("kind", [CPUAdam, HybridAdam])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import CPUAdam
 
 NUMEL, STEPS, LR = 256, 1000, 1e-2  # whole vectors: torch treats a tail otherwise
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

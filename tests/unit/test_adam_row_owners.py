@@ -12,8 +12,7 @@ import torch
 from gemini import _C
 from gemini.errors import StateError
 from gemini.optim import CPUAdam
-from gemini.optim.adam_rows import AdamRow, KeptAdamTable
-from gemini.optim.kernels import AdamHyper
+from gemini.optim.kernels import AdamHyper, AdamRow, KeptAdamTable
 from gemini.optim.rule import AdamRule, Part, UpdateStep
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gemini.errors import ConfigError, GeminiError
 from gemini.optim import step_rows
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import CPUAdam
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

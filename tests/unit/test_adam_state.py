@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import CPUAdam
 
 
 def small_model() -> nn.Sequential:

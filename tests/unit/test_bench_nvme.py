@@ -12,7 +12,8 @@ import pytest
 from pairs import first
 
 from gemini.errors import ConfigError, StateError
-from gemini.optim import state_file, state_ring
+from gemini.optim import disk_states
+from gemini.optim import disk_states as disk_states_module
 from gemini_bench import (
     nvme,
     nvme_alldisk,
@@ -94,8 +95,8 @@ def test_bare_disk_moves_every_byte_and_changes_none(nbytes: int, tmp_path: Path
 
 
 def test_bare_disk_has_the_ring_of_the_optimizer() -> None:
-    assert Settings().batch_bytes == state_file.MAX_BATCH_BYTES
-    assert Settings().ring_bytes == state_ring.NUM_BUFFERS * state_file.MAX_BATCH_BYTES
+    assert Settings().batch_bytes == disk_states_module.MAX_BATCH_BYTES
+    assert Settings().ring_bytes == disk_states.NUM_BUFFERS * disk_states_module.MAX_BATCH_BYTES
 
 
 # -- figures of nvme -----------------------------------------------------------------------------

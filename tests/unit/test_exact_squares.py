@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gemini.optim.exact_norm import empty_squares, exact_squares, norm_of, squares_by_operators
+from gemini.optim.gradients import empty_squares, exact_squares, norm_of, squares_by_operators
 
 
 def sums(squares: torch.Tensor) -> list[int]:

@@ -11,8 +11,7 @@ from pairs import pairs
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.errors import GeminiError, StateError
 from gemini.optim import CPUAdam, FusedAdam
-from gemini.optim.adam_rows import AdamRow, AdamTable
-from gemini.optim.kernels import AdamHyper, AdamStep, GradScale, has_cuda_kernel, run_rows
+from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, AdamTable, GradScale, has_cuda_kernel, run_rows
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Type of the parameter, type of its 16-bit copy, whether its fp32 remainder is kept; in the kernel's order.

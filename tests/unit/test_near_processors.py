@@ -12,7 +12,7 @@ import torch
 from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
 
 from gemini import _C, ManagedModel
-from gemini.optim import arguments
+from gemini.optim import managed_groups
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
@@ -45,9 +45,9 @@ def test_the_cpu_updates_states_near_their_gpu(monkeypatch: pytest.MonkeyPatch) 
     where: list[tuple[int, ...]] = []
     step = _C.adam_step
 
-    def noted(*arguments: Any, **options: Any) -> bool:
+    def noted(*managed_groups: Any, **options: Any) -> bool:
         where.append(tuple(options["processors"]))
-        return step(*arguments, **options)
+        return step(*managed_groups, **options)
 
     host_bytes = 64 * 2**16
     want = _trained((), host_bytes=host_bytes)
@@ -73,7 +73,7 @@ def test_one_thread_where_ranks_have_processors_for_more_is_told(
     device = SimpleNamespace(processors=tuple(ALLOWED))
     parts = SimpleNamespace(manager=SimpleNamespace(sharding=sharding), device=device)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    arguments._warn_of_one_thread(cast(ManagedModel, parts))
+    managed_groups._warn_of_one_thread(cast(ManagedModel, parts))
     assert [f"OMP_NUM_THREADS={len(ALLOWED)}" in each.getMessage() for each in caplog.records] == [
         True
     ] * warns

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gemini.errors import IoError, StateError
-from gemini.optim.state_ring import NUM_BUFFERS, Extent, StateRing
+from gemini.optim.disk_states import NUM_BUFFERS, Extent, StateRing
 
 EXTENT_BYTES = 4096
 SEEDS = range(20)

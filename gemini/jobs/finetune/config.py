@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from gemini.errors import ConfigError
 from gemini.jobs.run.memory import POLICIES, PRECISIONS, MemoryOptions
-from gemini.optim.state_format import STATE_DTYPES
+from gemini.optim.kernels import STATE_DTYPES
 
 SCHEDULES = ("cosine", "linear", "constant")
 RESUME = ("no", "auto", "yes")

@@ -16,7 +16,7 @@ from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import CheckpointError, ConfigError
-from gemini.optim.state_format import SCALES
+from gemini.optim.kernels import SCALES
 from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.optimizer_files import (
     OptimizerContents,

@@ -10,8 +10,8 @@ import torch
 from gemini.checkpoint import contents
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.kernels import SCALES
 from gemini.optim.state_exchange import checked_state, counted_steps
-from gemini.optim.state_format import SCALES
 from gemini.parallel.booster.checkpoint.optimizer_files import (
     begin_managed,
     managed_settings,

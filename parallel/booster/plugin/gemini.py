@@ -13,10 +13,10 @@ from gemini.comm.groups import group_of
 from gemini.errors import GeminiError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import handle_of
-from gemini.optim.adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.kernel_adam import CPUAdam
+from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import rule_of
-from gemini.optim.state_format import StateFormat
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
 from gemini.parallel.booster.plugin.options import with_precision

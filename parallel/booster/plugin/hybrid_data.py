@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import ManagedModel, handle_of
-from gemini.optim.adam import CPUAdam
 from gemini.optim.gemini_optimizer import GeminiOptimizer
+from gemini.optim.kernel_adam import CPUAdam
 from gemini.parallel.booster.checkpoint.parts import Parts
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.options import with_precision

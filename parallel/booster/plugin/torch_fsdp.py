@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from gemini.errors import ConfigError
-from gemini.optim.adam import CPUAdam
+from gemini.optim.kernel_adam import CPUAdam
 from gemini.parallel.booster.data_parallel import AutocastCriterion, SingleProcess
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.optimizer import BoostedOptimizer
