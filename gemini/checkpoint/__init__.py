@@ -3,10 +3,8 @@
 from gemini.checkpoint.async_saving import SaveHandle, save_async
 from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import latest
-from gemini.checkpoint.loading import is_complete, load
-from gemini.checkpoint.reader import CheckpointReader
-from gemini.checkpoint.saving import save
-from gemini.checkpoint.writer import new_checkpoint
+from gemini.checkpoint.loading import CheckpointReader, is_complete, load
+from gemini.checkpoint.saving import new_checkpoint, save
 from gemini.comm.ranks import Rank
 
 __all__ = [

@@ -24,14 +24,15 @@ from gemini.checkpoint.saving import (
     SHARD_BYTES,
     Block,
     CheckpointFiles,
+    CheckpointWriter,
     Extent,
     blocks_of_tensors,
     checked_shard_bytes,
+    new_checkpoint,
     prepare,
 )
 from gemini.checkpoint.sealed_file import MEMORY_ALIGN
 from gemini.checkpoint.tensor_file import settled
-from gemini.checkpoint.writer import CheckpointWriter, new_checkpoint
 from gemini.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel

@@ -1,11 +1,21 @@
-"""What a checkpoint holds: names of its files, what it says about the model it was made for, and which models
-there can be one of."""
+"""What a checkpoint holds: names of its files, what it says about the model it was made for; checked before
+it is sealed, and before anything of it is loaded.
+
+Checksums need no key: an edited checkpoint can have them right and the rest wrong; and names of files lead
+out of the directory unless they are the format's own. What is wrong raises ValueError, or what Python raises
+for data of another kind (``making_sense_of`` of sealed_file.py).
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import eq
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -179,3 +189,285 @@ def refuse_shared_directory(model: ManagedModel, directory: str | os.PathLike[st
             f"{len(said)} ranks hold different parts of the model, and several name {mine}; give each a "
             "directory of its own, for example with mesh['tp'].get_local_rank() in its name"
         )
+
+
+_MAX_DIMS = 64  # as torch
+_STATES = re.compile(r"optimizer-rank-\d{5,}-of-\d{5,}-\d{5,}\.safetensors", re.ASCII)
+_WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
+_RANKS = re.compile(r"rank-\d{5,}-of-\d{5,}\.json", re.ASCII)
+_OTHERS = (BUFFERS, MODEL_INDEX, OPTIMIZER_INDEX)
+
+_STATE_TYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+}
+
+Ranges = dict[str, dict[str, list[list[Any]]]]
+
+
+class Expected(NamedTuple):
+    """A tensor that a file must hold, of a type that ``fits``."""
+
+    shape: tuple[int, ...]
+    fits: Callable[[torch.dtype], bool]
+
+
+def check_file_name(name: str) -> None:
+    """Raise ValueError for a name that no file of a checkpoint has."""
+    if name not in _OTHERS and not any(kind.fullmatch(name) for kind in (_STATES, _WEIGHTS, _RANKS)):
+        raise ValueError(f"{name!r} is no name of a checkpoint's file")
+
+
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Check what a manifest says, ``files`` and what :func:`check_values` looks at aside."""
+    whole_number(manifest["step"])
+    whole_number(manifest["ranks"], 1)
+    if type(manifest["scheduler"]) is not bool:
+        raise ValueError(f"scheduler is {manifest['scheduler']!r:.200}")
+    for alias, stored in table(manifest["aliases"]).items():
+        known = alias in manifest["parameters"] or alias in manifest["buffers"]
+        if known or stored not in manifest["parameters"]:
+            raise ValueError(f"{alias!r} is another name of {stored!r:.200}")
+    _check_part(manifest.get("part"))
+    _check_members(manifest)
+    _check_loss_scale(manifest["loss_scale"])
+    table(manifest["objects"])
+    table(manifest["extra"])
+    files = _rank_files(manifest)
+    if manifest["ranks"] != len(files) or files != {part_file(n, len(files)) for n in range(len(files))}:
+        raise ValueError(f"it has {manifest['ranks']!r:.200} ranks, and not the files of so many")
+
+
+def kept_states(manifest: Mapping[str, Any]) -> list[str]:
+    """Return what the optimizer that was saved keeps of each element; at first that was Adam, always."""
+    names = manifest.get("states", ["exp_avg", "exp_avg_sq"])
+    if type(names) is not list or not all(type(name) is str and name.isidentifier() for name in names):
+        raise ValueError(f"states are {names!r:.200}")
+    return names
+
+
+class StateArray(NamedTuple):
+    """What was saved of a state of a parameter: type, and whether there is a value for each block."""
+
+    dtype: torch.dtype
+    per_block: bool
+
+    def numel(self, numel: int) -> int:
+        """Return how many values there are for a parameter of ``numel`` elements."""
+        return num_blocks(numel) if self.per_block else numel
+
+
+def arrays_of(manifest: Mapping[str, Any], param: str) -> dict[str, StateArray]:
+    """Return what was saved of the states of a parameter, by name: fp32 values of all of them, where nothing
+    else is said. Raises ValueError for what cannot be."""
+    said = manifest.get("state_arrays", {}).get(param)
+    names = kept_states(manifest)
+    if said is None:
+        return dict.fromkeys(names, StateArray(torch.float32, False))
+    if not table(said).keys() <= set(names):
+        raise ValueError(f"{param!r} has states {sorted(said)!r:.200}, not of {sorted(names)!r:.200}")
+    found = {}
+    for name, (dtype, per_block) in said.items():
+        if dtype not in _STATE_TYPES or type(per_block) is not bool:
+            raise ValueError(f"{name} of {param!r} would be of {dtype!r:.200}, {per_block!r:.200}")
+        found[name] = StateArray(_STATE_TYPES[dtype], per_block)
+    return found
+
+
+def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
+    """Check that an index has every weight and buffer, and the ranges of every state each element once."""
+    parameters, buffers = table(manifest["parameters"]), table(manifest["buffers"])
+    for entry in parameters.values():
+        _check_dense(_shape(entry["shape"]), entry["stride"])
+    for shape in buffers.values():
+        _shape(shape)
+    both = parameters.keys() & buffers.keys()
+    if both:
+        raise ValueError(f"{min(both)!r} is a parameter and a buffer")
+    different = table(weights).keys() ^ (parameters.keys() | buffers.keys())
+    if different:
+        raise ValueError(f"{min(different)!r} is in one of its index and its manifest")
+    for name, file in weights.items():
+        if file != BUFFERS and not _WEIGHTS.fullmatch(file):
+            raise ValueError(f"{name!r} would be in {file!r:.200}, which is no file of weights")
+    stepped = table(manifest["optimizer_steps"])
+    for name, count in stepped.items():
+        whole_number(count)
+        if name not in parameters:
+            raise ValueError(f"{name!r} has optimizer states and is no parameter")
+    if states.keys() != set(kept_states(manifest)):
+        raise ValueError(f"it has states {sorted(states)!r:.200}, not {sorted(kept_states(manifest))!r:.200}")
+    for name in table(manifest.get("state_arrays", {})):
+        if name not in stepped:
+            raise ValueError(f"{name!r} has types of states and has none")
+    counts: dict[str, dict[str, int]] = {state: {} for state in states}
+    for name in stepped:
+        for state, array in arrays_of(manifest, name).items():
+            counts[state][name] = array.numel(math.prod(parameters[name]["shape"]))
+    for state, ranges in states.items():
+        _check_ranges(state, ranges, counts[state])
+
+
+def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that there is what ``expected`` (:func:`expected_tensors`) and the format want, and no more."""
+    wanted = expected.keys() | _rank_files(manifest) | {MODEL_INDEX, OPTIMIZER_INDEX}
+    different = wanted ^ manifest["files"].keys()
+    if different:
+        raise ValueError(f"{min(different)!r} is in one of its indexes and its manifest")
+
+
+def expected_tensors(
+    manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges
+) -> dict[str, dict[str, Expected]]:
+    """Return what each file of tensors must hold."""
+    found: dict[str, dict[str, Expected]] = {}
+    for name, file in weights.items():
+        if name in manifest["parameters"]:
+            tensor = Expected(tuple(manifest["parameters"][name]["shape"]), _is_wide)
+        else:
+            tensor = Expected(tuple(manifest["buffers"][name]), lambda _dtype: True)
+        found.setdefault(file, {})[name] = tensor
+    for state, ranges in states.items():
+        for param, pieces in ranges.items():
+            dtype = arrays_of(manifest, param)[state].dtype
+            for start, stop, file, name in pieces:
+                if name in found.setdefault(file, {}):
+                    raise ValueError(f"{name!r} of {file} stands for two ranges")
+                found[file][name] = Expected((stop - start,), partial(eq, dtype))
+    return found
+
+
+def check_tensors(
+    held: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], expected: Mapping[str, Expected]
+) -> None:
+    """Check type and shape of all tensors in a file."""
+    different = held.keys() ^ expected.keys()
+    if different:
+        raise ValueError(f"{min(different)!r} is in one of the file and its index")
+    for name, (dtype, shape) in held.items():
+        wanted = expected[name]
+        if shape != wanted.shape:
+            raise ValueError(f"{name!r} has shape {list(shape)}, not {list(wanted.shape)}")
+        if not wanted.fits(dtype):
+            raise ValueError(f"{name!r} is of {dtype}")
+
+
+def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Check what is decoded of parameter groups, the scheduler's state and extra states."""
+    groups = objects["param_groups"]
+    if not isinstance(groups, list) or len(groups) != len(manifest["group_members"]):
+        raise ValueError("it has other parameter groups than members of them")
+    for group in groups:
+        if "params" in table(group):
+            raise ValueError("a parameter group has its parameters among its settings")
+    if not manifest["scheduler"]:
+        if objects["scheduler"] is not None:
+            raise ValueError("it has a scheduler's state and no scheduler")
+    elif not isinstance(objects["scheduler"], dict):
+        raise ValueError("the scheduler's state is no dict")
+    for name, state in table(objects.get("small_states", {})).items():
+        if name not in manifest["optimizer_steps"]:
+            raise ValueError(f"{name!r} has small states and has made no step")
+        table(state)
+    named = manifest["parameters"].keys() | manifest["buffers"].keys() | manifest["aliases"].keys()
+    twice = table(objects["extra_states"]).keys() & named
+    if twice:
+        raise ValueError(f"{min(twice)!r} is a tensor and an extra state")
+
+
+def table(value: Any) -> dict[str, Any]:
+    """Return ``value``, a dict with names as keys. Raises ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.200} stands where names belong")
+    for name in value:
+        if not isinstance(name, str) or not is_text(name):
+            raise ValueError(f"{name!r:.200} is no name")
+    return value
+
+
+def is_text(name: str) -> bool:
+    """Say whether a file can have ``name`` in it: half of a surrogate pair is no character."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def whole_number(value: Any, least: int = 0) -> int:
+    """Return ``value``, a number that others can count with. Raises ValueError."""
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{value!r:.200} stands where a number belongs")
+    return value
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Say whether a weight can be saved as ``dtype``: at least fp32."""
+    return dtype.itemsize >= 4 and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _rank_files(manifest: Mapping[str, Any]) -> set[str]:
+    return {name for name in manifest["files"] if _RANKS.fullmatch(name)}
+
+
+def _check_part(part: Any) -> None:
+    if part is not None:
+        place, count = part
+        whole_number(count, 2)
+        if whole_number(place) >= count:
+            raise ValueError(f"it is part {place} of {count}")
+
+
+def _check_members(manifest: Mapping[str, Any]) -> None:
+    members = [name for group in manifest["group_members"] for name in group]
+    once = set(members)
+    if len(once) != len(members) or not manifest["optimizer_steps"].keys() <= once:
+        raise ValueError("a parameter is in no group, or in two")
+    if not once <= manifest["parameters"].keys():
+        raise ValueError("a parameter group has members that are no parameters")
+
+
+def _check_loss_scale(value: Any) -> None:
+    if value is None:
+        return
+    scale = value["scale"]
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise ValueError(f"the loss scale is {scale!r:.200}")
+    whole_number(value["clean_steps"])
+    whole_number(value["forgiven"], -(2**63))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        raise ValueError(f"{value!r:.200} stands where a shape belongs")
+    whole_number(math.prod(whole_number(size) for size in value))
+    return tuple(value)
+
+
+def _check_dense(shape: tuple[int, ...], stride: Any) -> None:
+    """Raise ValueError unless ``stride`` is an order of a parameter's elements, without holes."""
+    if not isinstance(stride, list) or len(stride) != len(shape):
+        raise ValueError(f"{stride!r:.200} is no stride of shape {list(shape)}")
+    end = 1
+    for step, size in sorted((whole_number(step), size) for step, size in zip(stride, shape, strict=True)):
+        if size > 1 and step != end and 0 not in shape:
+            raise ValueError(f"{stride!r:.200} is no order of the elements of shape {list(shape)}")
+        end *= size
+
+
+def _check_ranges(state: str, ranges: Mapping[str, list[list[Any]]], numel: Mapping[str, int]) -> None:
+    """Raise ValueError unless the ranges of a state, in order, are those parameters, each element once."""
+    unknown = table(ranges).keys() - numel.keys()
+    if unknown:
+        raise ValueError(f"{state} of {min(unknown)!r}: it has no states")
+    for param, count in numel.items():
+        end = 0
+        for start, stop, file, name in ranges.get(param, ()):
+            if whole_number(start) != end or whole_number(stop) <= start:
+                raise ValueError(f"{state} of {param!r}: elements {end} to {start} are not there once")
+            if not _STATES.fullmatch(file) or not isinstance(name, str):
+                raise ValueError(f"{state} of {param!r} would be in {file!r:.200}: no file of states")
+            end = stop
+        if end != count:
+            raise ValueError(f"{state} of {param!r} ends at element {end} of {count}")

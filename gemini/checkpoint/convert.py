@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gemini.checkpoint import contents
-from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.loading import CheckpointReader
 from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gemini.checkpoint.contents import check_file_name
 from gemini.checkpoint.sealed_file import (
     DamagedError,
     OtherVersionError,
@@ -30,8 +31,7 @@ from gemini.checkpoint.sealed_file import (
     reading,
     write_sealed,
 )
-from gemini.checkpoint.structure import check_file_name
-from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
+from gemini.checkpoint.tensor_file import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.system.durable import rename, sync
 from gemini.system.files import DirectoryLock, parse_json, read_regular

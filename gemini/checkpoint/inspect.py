@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.checkpoint.contents import part_file
-from gemini.checkpoint.reader import CheckpointReader
+from gemini.checkpoint.loading import CheckpointReader
 from gemini.checkpoint.sealed_file import DamagedError, UnreadableError
 from gemini.errors import CheckpointError
 from gemini.system import rng

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gemini import GeminiDDP
-from gemini.checkpoint import is_complete, load, save, save_async, writer
+from gemini.checkpoint import is_complete, load, save, save_async, saving
 from gemini.checkpoint.tensor_file import TensorFile
 from gemini.comm.ranks import ProcessGroupPeers
 
@@ -141,7 +141,7 @@ def _cut_later(model: GeminiDDP, seen: dict[str, Any]) -> None:
 def _spoil_later(order: Order, seen: dict[str, Any]) -> None:
     """Lose the wire or a rank while the next checkpoint is saved: after the first values were written, or
     when it was published."""
-    lend, publish = TensorFile.lend, writer.publish
+    lend, publish = TensorFile.lend, saving.publish
     killed = {"first rank killed": 0, "last rank killed": dist.get_world_size() - 1}.get(order.spoil)
 
     def lend_and_lose(*arguments: Any) -> None:
@@ -158,7 +158,7 @@ def _spoil_later(order: Order, seen: dict[str, Any]) -> None:
         return published
 
     if order.spoil == "cut when published":
-        writer.publish = publish_and_lose
+        saving.publish = publish_and_lose
     else:
         TensorFile.lend = lend_and_lose  # type: ignore[method-assign]
 

@@ -18,10 +18,9 @@ from torch import nn
 import gemini
 from gemini import checkpoint
 from gemini.checkpoint import loading
-from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
 from gemini.checkpoint.inspect import describe, verdict
-from gemini.checkpoint.sealed_file import DamagedError, Seal
-from gemini.checkpoint.tensor_reader import BlockFile, ReadAhead
+from gemini.checkpoint.sealed_file import BLOCK_BYTES, DamagedError, Seal, crc32c
+from gemini.checkpoint.tensor_file import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, StateError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

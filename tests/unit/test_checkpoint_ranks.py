@@ -13,8 +13,8 @@ import torch
 from gemini.checkpoint import CheckpointReader, Rank, latest, new_checkpoint
 from gemini.checkpoint.contents import optimizer_file, range_name, weights_file
 from gemini.checkpoint.directory import complete_checkpoints, found_in, publish
+from gemini.checkpoint.saving import CheckpointWriter
 from gemini.checkpoint.tensor_file import TensorSpec
-from gemini.checkpoint.writer import CheckpointWriter
 from gemini.errors import CheckpointError
 
 SHAPES = {"a.weight": (7, 5), "b.weight": (3,), "c.weight": (2, 4)}
@@ -229,7 +229,7 @@ def test_what_all_parts_have_stays_until_all_have_a_newer_one(
     (first,) = held(tmp_path, 0)
     assert held(tmp_path, 1) == [first]
     with monkeypatch.context() as patched:
-        patched.setattr("gemini.checkpoint.writer.publish", publish_or_fail)
+        patched.setattr("gemini.checkpoint.saving.publish", publish_or_fail)
         assert all(isinstance(result, Exception) for result in save_parts(tmp_path))
     assert [len(held(tmp_path, part)) for part in (losing, 1 - losing)] == [1, 2]
     assert all(isinstance(result, OSError) for result in save_parts(tmp_path, fail))

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
 
-from gemini.checkpoint.checksum import BLOCK_BYTES, crc32c
-from gemini.checkpoint.sealed_file import Seal, SealedFile, Staging, sealed
+from gemini.checkpoint.sealed_file import BLOCK_BYTES, Seal, SealedFile, Staging, crc32c, sealed
 from gemini.errors import CheckpointError, IoError
 from gemini.offload.async_file import direct_memory
 
