@@ -15,7 +15,7 @@ from gemini.cli.plan_hugging_face import hugging_face
 from gemini.cli.train import with_options
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
-from gemini.forecast.source import ModelSource
+from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
 from gemini.system.config import format_bytes

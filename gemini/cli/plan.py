@@ -196,8 +196,7 @@ def settings_from(options: argparse.Namespace) -> Any:
         ConfigError: a tier without a place or without measured links.
     """
     from gemini.forecast.forecast import Settings
-    from gemini.forecast.machine import MachineSpeeds
-    from gemini.forecast.measure import measure_machine
+    from gemini.forecast.machine import MachineSpeeds, measure_machine
     from gemini.offload.async_file import checked_directory
     from gemini.placement.probe import probe_links
     from gemini.runtime.config import GeminiConfig

@@ -14,7 +14,7 @@ from torch import nn
 
 from gemini.cli.plan_inputs import ModelKind, PositionTable, most_tokens
 from gemini.errors import ConfigError, GeminiError, in_words
-from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.forecast.rehearsal import Example, ModelSource, mean_of_outputs
 from gemini.integrations.model_directory import MAX_CONFIG_BYTES, check_config, is_model_class
 from gemini.runtime import init_on
 from gemini.system.input_files import errors_of, read_document

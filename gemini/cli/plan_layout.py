@@ -15,8 +15,7 @@ from torch import nn
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
-from gemini.forecast.rehearsal import LossFunction
-from gemini.forecast.source import ModelSource
+from gemini.forecast.rehearsal import LossFunction, ModelSource
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.pipeline.orders import SCHEDULES

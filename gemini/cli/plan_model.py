@@ -15,8 +15,7 @@ from torch import nn
 
 from gemini.cli.plan_hugging_face import hugging_face
 from gemini.errors import ConfigError
-from gemini.forecast.rehearsal import LossFunction
-from gemini.forecast.source import Example, ModelSource, mean_of_outputs
+from gemini.forecast.rehearsal import Example, LossFunction, ModelSource, mean_of_outputs
 from gemini.integrations.model_directory import CONFIG, MOST_LAYERS
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on

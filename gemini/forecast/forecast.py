@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 
 from gemini.chunk.manager import lacking_space
 from gemini.errors import OutOfBudgetError
-from gemini.forecast.cost import OperationCosts, sample
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.meter import TooManyCalls
-from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
-from gemini.forecast.source import ModelSource
-from gemini.forecast.stretch import Stretch, spans
+from gemini.forecast.meter import OperationCosts, TooManyCalls, sample
+from gemini.forecast.rehearsal import ModelSource, Recipe, Rehearsal, Stretch, rehearse, spans
 from gemini.memstats import Trace
 from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.planner import ChosenPlan, choose_plan

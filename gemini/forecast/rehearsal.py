@@ -1,11 +1,18 @@
 """One step of a managed model with nothing in its memory: the runtime itself on ``meta`` tensors.
 
 Interception, backward hooks, gradients, the chunk table and the optimizer are those of a real step, so what
-is recorded is what a real step would record. Only memory, transfers and kernels are missing.
+is recorded is what a real step would record. Only memory, transfers and kernels are missing. ModelSource
+builds the model for any batch size.
+
+A step of more tokens than are worth rehearsing is stretched from three shorter ones, for models that run
+token by token. Times follow a parabola: the gradient of a token's part of a tensor is made of the whole
+tensor's size. Memory follows a line; what keeps all products of queries and keys beside the loop comes out
+too low.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +27,7 @@ from gemini.chunk.memory import AnyMemory
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
+from gemini.memstats.trace import OPTIMIZER
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import ManagedModel
 from gemini.offload.async_file import AsyncFile
@@ -28,12 +36,13 @@ from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
 from gemini.optim.rule import Part
 from gemini.placement import TierCapacity
-from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage
+from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage, init_on
 from gemini.runtime.adopt import manage
 from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
+from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 
 _UNLIMITED = 2**62
@@ -266,3 +275,154 @@ class _RehearsedOptimizer(GeminiOptimizer):
             assert isinstance(update, _RehearsedUpdate)
             update.meter = self._meter
         return updates
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model on ``meta``, and arguments that it can be called with."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """``build(batch)`` makes the model anew, with inputs of that batch size; it runs while torch makes
+    everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``.
+
+    ``notes``: lines for the report, on what was decided in the user's place. ``resized(tokens)`` is the same
+    with another number of tokens per sample, where that can be had; ``spans``: the numbers that are rehearsed
+    instead of ``tokens``.
+    """
+
+    name: str
+    build: Callable[[int], Example]
+    loss: LossFunction
+    tokens: int = 1
+    unit: str = "samples"
+    notes: tuple[str, ...] = ()
+    resized: Callable[[int], ModelSource] | None = None
+    spans: tuple[int, int, int] | None = None
+
+    def example(self, batch: int) -> Example:
+        """Return the model and inputs for ``batch``.
+
+        Raises:
+            ConfigError: the model has parameters with memory, none to train, or inputs that are no tensors.
+        """
+        with init_on("meta"):
+            example = self.build(batch)
+        real = [name for name, param in example.module.named_parameters() if not param.is_meta]
+        if real:
+            raise ConfigError(
+                f"{self.name}: parameter {real[0]!r} (one of {len(real)}) was made with memory; build it "
+                "with torch's default device, which is 'meta' while the factory runs"
+            )
+        if not any(param.requires_grad for param in example.module.parameters()):
+            raise ConfigError(
+                f"{self.name} has no parameter that requires a gradient: there is nothing to train"
+            )
+        example.module.train()
+        return Example(example.module, map_tensors(example.inputs, lambda tensor: tensor.to("meta")))
+
+
+def mean_of_outputs(outputs: Any, _inputs: Any) -> torch.Tensor:
+    """Return a scalar that depends on what the model returned: its ``loss`` where it has one, else the mean
+    of the first floating-point tensor.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found: list[torch.Tensor] = []
+    map_tensors(outputs, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    for tensor in found:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            return tensor.float().mean()
+    raise ConfigError(
+        f"the model returned {type(outputs).__name__} without a floating-point tensor to train on; "
+        "have the factory return (module, inputs, loss) with loss(outputs, inputs) -> scalar"
+    )
+
+
+Spans = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Rehearsals of ``spans`` tokens, each of twice as many as the one before, and the number wanted."""
+
+    rehearsals: tuple[Rehearsal, ...]
+    spans: Spans
+    wanted: int
+
+    @property
+    def longest(self) -> Rehearsal:
+        """The last rehearsal, whose moments stand for those of the wanted step."""
+        return self.rehearsals[-1]
+
+    def rehearsal(self) -> Rehearsal:
+        """Return the longest rehearsal with the non-model data of the wanted step."""
+        trace: Trace = self.longest.trace
+        values = [list(map(float, each.trace.non_model_bytes)) for each in self.rehearsals]
+        reserves = tuple(map(math.ceil, self._values(values, max, self._line)))
+        return replace(self.longest, trace=replace(trace, non_model_bytes=reserves))
+
+    def growth(self, seconds: Callable[[Period], float]) -> tuple[float, ...]:
+        """Return how many times as long each moment takes in the wanted step as in the longest rehearsal.
+
+        ``seconds`` must say the same for equal work: measured times differ by more than some tokens add.
+        """
+        values = [[seconds(period) for period in each.periods] for each in self.rehearsals]
+        stretched = self._values(values, sum, self._parabola)
+        return tuple(new / old if old > 0 else 1.0 for new, old in zip(stretched, values[-1], strict=True))
+
+    def _values(
+        self,
+        values: list[list[float]],
+        total: Callable[[Sequence[float]], float],
+        curve: Callable[[Sequence[float]], float],
+    ) -> list[float]:
+        """Extrapolate moment by moment; where their number grows, too, all evenly, by their total."""
+        phases = [each.trace.phases for each in self.rehearsals]
+        if phases[0] == phases[1] == phases[2]:
+            return [curve(each) for each in zip(*values, strict=True)]
+        totals = [
+            total([value for value, phase in zip(each, names, strict=True) if phase != OPTIMIZER])
+            for each, names in zip(values, phases, strict=True)
+        ]
+        ratio = curve(totals) / totals[-1] if totals[-1] > 0 else 1.0
+        return [
+            value if phase == OPTIMIZER else value * ratio
+            for value, phase in zip(values[-1], phases[-1], strict=True)
+        ]
+
+    def _line(self, values: Sequence[float]) -> float:
+        _, more, most = self.spans
+        slope = max(values[2] - values[1], 0) / (most - more)
+        return values[2] + slope * (self.wanted - most)
+
+    def _parabola(self, values: Sequence[float]) -> float:
+        few, more, most = self.spans
+        slopes = (values[1] - values[0]) / (more - few), (values[2] - values[1]) / (most - more)
+        bend = max(slopes[1] - slopes[0], 0) / (most - few)
+        return self._line(values) + bend * (self.wanted - most) * (self.wanted - more)
+
+
+def spans(few: int, few_calls: int, more_calls: int, most_calls: int) -> Spans | None:
+    """Return the numbers of tokens to rehearse instead of all.
+
+    A step of ``few`` tokens made ``few_calls`` operator calls, one of twice as many ``more_calls``; the three
+    together should make no more than ``most_calls``, if that is enough for ``few`` and its half. None: the
+    calls are not those of a loop over tokens.
+    """
+    if more_calls < 1.25 * few_calls:
+        return None
+    per_token = (more_calls - few_calls) / few
+    room = most_calls - 3 * (few_calls - per_token * few)
+    first = max(few // 2, 1)
+    while 2 * 7 * first * per_token <= room:
+        first *= 2
+    return first, 2 * first, 4 * first

@@ -16,7 +16,7 @@ from gemini.forecast.forecast import (
     time_step,
 )
 from gemini.forecast.machine import DTYPE_NAMES
-from gemini.forecast.source import ModelSource
+from gemini.forecast.rehearsal import ModelSource
 
 SECONDS_PER_DAY = 86400
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.source import Example, ModelSource
+from gemini.forecast.rehearsal import Example, ModelSource
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.memstats import LinkSpeed
 from gemini.runtime.config import GeminiConfig

@@ -16,12 +16,10 @@ from torch import nn
 
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, IoError
-from gemini.forecast import cost
-from gemini.forecast.cost import OperationCosts, prepare, sample
+from gemini.forecast import meter as meter_module
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
-from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.measure import measure_machine
-from gemini.forecast.meter import Meter, Operation, Period
+from gemini.forecast.machine import MachineSpeeds, measure_machine
+from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, prepare, sample
 from gemini.forecast.report import make_report
 
 
@@ -175,8 +173,8 @@ def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.Mo
         pass_time(1.0)
         return lambda: pass_time(0.25)
 
-    monkeypatch.setattr(cost, "prepare", prepared)
-    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(meter_module, "prepare", prepared)
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now))
     operations = [_addition(1 << power) for power in range(4, 12)]
     samples = sample([Period(Counter(operations))], machine(), limit_seconds=5.0)
     assert list(samples.items()) == [(each, 0.25) for each in operations[:-4:-1]]

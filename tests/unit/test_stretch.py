@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gemini.forecast import forecast
 from gemini.forecast.forecast import Settings, look, time_step
-from gemini.forecast.source import Example, ModelSource, mean_of_outputs
-from gemini.forecast.stretch import spans
+from gemini.forecast.rehearsal import Example, ModelSource, mean_of_outputs, spans
 
 WIDTH = 32
 
