@@ -21,8 +21,7 @@ import gemini
 from gemini import _C
 from gemini.chunk.cpu_memory import CpuMemory
 from gemini.errors import CheckpointError, IoError
-from gemini.integrations.safetensors_files import StoredTensor
-from gemini.integrations.tensor_reads import TensorReads
+from gemini.integrations.safetensors_files import StoredTensor, TensorReads
 
 KIB = 2**10
 
@@ -233,7 +232,7 @@ def test_small_tensors_behind_a_large_one_are_read_on_another_thread() -> None:
 def test_the_system_is_given_back_what_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     monkeypatch.setattr(_C, "malloc_trim", lambda: trims.append(threading.get_ident()))
-    monkeypatch.setattr("gemini.integrations.tensor_reads._MOST_FREED_BYTES", 10)
+    monkeypatch.setattr("gemini.integrations.safetensors_files._MOST_FREED_BYTES", 10)
     order = [Stored(str(place), 10 - place % 2) for place in range(6)]  # beside one is no room for another
     reads = TensorReads()
     reads.expect(order)
@@ -245,7 +244,7 @@ def test_the_system_is_given_back_what_was_freed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_what_is_spent_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemini.integrations.tensor_reads._MOST_AHEAD_BYTES", 3)
+    monkeypatch.setattr("gemini.integrations.safetensors_files._MOST_AHEAD_BYTES", 3)
     sizes = [9, *([2, 3, 1] * 5)]
     order = [Stored(str(place), nbytes) for place, nbytes in enumerate(sizes)]
     reads = TensorReads()

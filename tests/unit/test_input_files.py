@@ -12,7 +12,7 @@ import torch
 
 from gemini.errors import CheckpointError, ConfigError, GeminiError, InputError
 from gemini.integrations.model_directory import check_adapters, check_model
-from gemini.integrations.tensor_reads import TensorReads
+from gemini.integrations.safetensors_files import TensorReads
 from gemini.system.input_files import InputDirectory, errors_of, read_document
 from gemini.system.parsing import MAX_DEPTH, SyntaxProblem, parse_record, parse_records
 
