@@ -12,7 +12,7 @@ from typing import Any
 from gemini.cli.train import add_memory_options, add_option, options_named, refuse_ranks
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
-from gemini.jobs.run.memory import PRECISIONS
+from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
 
@@ -88,7 +88,7 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
         ConfigError: it cannot work, or the recipe cannot be read.
         CheckpointError: the options of the run that is resumed cannot be read.
     """
-    from gemini.jobs.finetune.recipe import read_recipe
+    from gemini.jobs.finetune.config import read_recipe
 
     names = {field.name for field in dataclasses.fields(FineTuneConfig)}
     recipe = {} if options.recipe is None else read_recipe(options.recipe)
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.finetune_plan import forecast_lines
     from gemini.jobs.finetune import job
     from gemini.jobs.run.display import make_display
-    from gemini.jobs.run.summary import summary_table
+    from gemini.jobs.run.outcome import summary_table
 
     logging.disable_progress_bar()  # or they are drawn across the display
     console = Console(stderr=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.jobs.gpt.config import TrainConfig
-from gemini.jobs.run.memory import ACTIVATIONS, POLICIES, PRECISIONS
+from gemini.jobs.run.managed import ACTIVATIONS, POLICIES, PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.system.config import parse_bytes
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.console import Console, print_json
     from gemini.jobs.gpt import job
     from gemini.jobs.run.display import make_display
-    from gemini.jobs.run.summary import difference_table, summary_table
+    from gemini.jobs.run.outcome import difference_table, summary_table
 
     # Progress goes to standard error: standard output is the result, for people or for a script.
     display = make_display(Console(stderr=True), steps=config.steps, quiet=options.quiet)

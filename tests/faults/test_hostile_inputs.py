@@ -21,9 +21,8 @@ from gemini.cli.convert_config import convert
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import GeminiError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.documents import data_files, documents
-from gemini.jobs.finetune.recipe import read_recipe
+from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
+from gemini.jobs.finetune.samples import data_files, documents
 from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.launch.hosts import read_hostfile
 

@@ -25,7 +25,7 @@ from gemini.jobs.finetune.job import FineTuneResult
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.jobs.run.display import SilentDisplay
 from gemini.jobs.run.report import StepReport
-from gemini.jobs.run.schedule import shaped_factor
+from gemini.jobs.run.training import shaped_factor
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")

@@ -14,12 +14,10 @@ import pytest
 
 from gemini.cli import finetune
 from gemini.errors import ConfigError
-from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.documents import data_files, documents
-from gemini.jobs.finetune.recipe import read_recipe
-from gemini.jobs.finetune.samples import IGNORED, Order, Samples, num_learned
+from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
+from gemini.jobs.finetune.samples import IGNORED, Order, Samples, data_files, documents, num_learned
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.schedule import shaped_factor
+from gemini.jobs.run.training import shaped_factor
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]

@@ -15,7 +15,7 @@ from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.schedule import lr_factor
+from gemini.jobs.run.training import lr_factor
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from gemini.jobs.run.display import LineDisplay, LiveDisplay, SilentDisplay, duration_text, make_display
-from gemini.jobs.run.picture import draw_timeline, phase_spans
+from gemini.jobs.run.outcome import draw_timeline, phase_spans
 from gemini.jobs.run.report import StepReport, TierUse, model_data_ratio, over_budget_note, steady_speed
 
 MIB = 2**20

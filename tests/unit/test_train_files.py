@@ -20,7 +20,7 @@ from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.jobs.gpt import job
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.job import TrainResult
-from gemini.jobs.run.picture import draw_timeline
+from gemini.jobs.run.outcome import draw_timeline
 from gemini.jobs.run.run_directory import RunDirectory
 from gemini.jobs.run.verify import WeightFile
 

@@ -23,8 +23,8 @@ from gemini.jobs.gpt import job
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.job import TrainResult
 from gemini.jobs.run import outcome
+from gemini.jobs.run.outcome import summary_table
 from gemini.jobs.run.run_directory import RunDirectory, saved_options
-from gemini.jobs.run.summary import summary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from typing import Any
 from gemini.errors import ConfigError, InputError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.documents import Document, data_files, documents
+from gemini.jobs.finetune.samples import Document, data_files, documents
 from gemini.system.bounded import seconds_in
 from gemini.system.files import read_regular
 from gemini.system.input_files import InputDirectory, errors_of

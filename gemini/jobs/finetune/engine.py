@@ -16,8 +16,7 @@ from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.samples import Batch, num_learned
-from gemini.jobs.run.managed import ManagedTraining
-from gemini.jobs.run.memory import make_disk_directory
+from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors

@@ -12,12 +12,11 @@ from gemini.errors import CheckpointError
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.jobs.run.display import Display
-from gemini.jobs.run.memory import make_disk_directory
+from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.stop import StopRequest
-from gemini.jobs.run.training import Training
+from gemini.jobs.run.training import StopRequest, Training
 from gemini.system.device import repeatable_operators, resolve_device
 
 

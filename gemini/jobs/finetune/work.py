@@ -13,8 +13,7 @@ from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.samples import IGNORED, Batch, Order, Samples, num_learned
-from gemini.jobs.run.schedule import shaped_factor
-from gemini.jobs.run.training import RunOptions
+from gemini.jobs.run.training import RunOptions, shaped_factor
 
 
 class FineTuneWork:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPTConfig
-from gemini.jobs.run.memory import POLICIES, PRECISIONS, MemoryOptions
+from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 
 VOCAB = 256
 """One token per byte value."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import gemini
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.model import GPT
-from gemini.jobs.run.managed import ManagedTraining, Tiered
-from gemini.jobs.run.memory import make_disk_directory
+from gemini.jobs.run.managed import ManagedTraining, Tiered, make_disk_directory
 from gemini.system.device import resolve_device
 
 BETAS = (0.9, 0.95)

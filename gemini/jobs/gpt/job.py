@@ -19,9 +19,7 @@ from gemini.jobs.run.display import Display, SilentDisplay
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.schedule import lr_schedule
-from gemini.jobs.run.stop import StopRequest
-from gemini.jobs.run.training import Training
+from gemini.jobs.run.training import StopRequest, Training, lr_schedule
 from gemini.jobs.run.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
 from gemini.system.device import ran_out_of_memory, repeatable_operators, resolve_device
 

@@ -1,11 +1,18 @@
-"""The managed part of a run: step after step, with checkpoints, until the end or a request to stop."""
+"""The managed part of a run: step after step, with checkpoints, until the end or a request to stop, which
+Ctrl-C makes and the loop answers between two steps. The learning rate warms up, then follows a cosine down to
+a tenth.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType, TracebackType
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -15,10 +22,81 @@ from gemini.jobs.run.display import Display
 from gemini.jobs.run.managed import Tiered
 from gemini.jobs.run.report import StepReport, tier_uses
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.stop import StopRequest
 
 Value = TypeVar("Value")
 EngineT = TypeVar("EngineT", bound=Tiered)
+
+
+_FLOOR = 0.1
+_MAX_WARMUP_STEPS = 100
+
+
+def lr_factor(step: int, *, steps: int) -> float:
+    """Return what the base learning rate is multiplied with at 0-based ``step`` of ``steps``."""
+    warmup = max(1, min(_MAX_WARMUP_STEPS, steps // 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def shaped_factor(step: int, *, steps: int, warmup: int, shape: str) -> float:
+    """Return the factor at 0-based ``step``: it rises over ``warmup`` steps, then falls to 0 as a
+    ``"cosine"`` or a line (``"linear"``), or stays (``"constant"``)."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if shape == "constant":
+        return 1.0
+    return 1 - progress if shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def lr_schedule(optimizer: torch.optim.Optimizer, *, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a plain torch scheduler over ``optimizer``; step it once after every optimizer step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=steps))
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """While entered: the first SIGINT, SIGTERM or SIGUSR1 is noted, the second raises KeyboardInterrupt at
+    once.
+
+    ``notify`` is called from the handler, so it must not write to a buffered stream. Outside the main thread,
+    where Python takes no handlers, signals stay as they are. The previous handlers come back on exit.
+    """
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.signum: int | None = None
+        self._notify = notify
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Return whether a signal asked the run to end."""
+        return self.signum is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.signum = signum
+        self._notify()
 
 
 @dataclass(frozen=True)
